@@ -14,7 +14,8 @@ from mlxlm.model.positions import RotaryEmbedding
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
-SAMPLE_TEXT = """The lighthouse keeper wrote down the weather every morning: the wind, the height of the waves, and whether
+SAMPLE_TEXT = """\
+The lighthouse keeper wrote down the weather every morning: the wind, the height of the waves, and whether
 the mail boat could land. In March 1911 it could not for nineteen days. "We have flour," he noted, "and oil for the
 lamp, and two books that I know by heart." On the twentieth day he counted 3 ships and 1 whale.
 

@@ -1,28 +1,37 @@
-"""How far two checkpoints are apart as files: tensors, configuration, size."""
+"""How much two checkpoints differ in tensors, configuration and size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.families import get_quantization_config
 
-_APART = ("quantization",)  # how it is stored, not what it is
+_IGNORED = ("quantization",)  # how weights are stored, not what the model computes
 
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """tensors: relative error |B - A| / |A| of each tensor that both have in one shape, dequantized. only_a, only_b:
-    names that one of them has; reshaped: name -> the two shapes. config: field -> the two values.
-    nbytes_*: all tensors as stored. bits_per_weight_*: of all parameters.
+    """Differences of the files of two checkpoints A and B.
+
+    Attributes:
+        tensors: Relative error |B - A| / |A| of each tensor with the same shape in both, dequantized.
+        only_a: Names of tensors that only A has.
+        only_b: Names of tensors that only B has.
+        shape_mismatches: Name -> the two shapes.
+        config: Field -> the two values.
+        nbytes_a: Bytes of all tensors of A as stored.
+        nbytes_b: The same of B.
+        bits_per_weight_a: Average over all parameters of A.
+        bits_per_weight_b: The same of B.
     """
 
     tensors: dict[str, float]
@@ -37,10 +46,11 @@ class TensorDiff:
 
     @property
     def equal(self) -> bool:
-        """Whether every weight is equal to the bit (of the value, not of its storage)."""
+        """Whether all weights are equal, however they are stored."""
         return not (any(self.tensors.values()) or self.only_a or self.only_b or self.shape_mismatches)
 
     def to_dict(self) -> dict[str, Any]:
+        """The differences as JSON values."""
         return asdict(self)
 
 
@@ -53,7 +63,7 @@ def tensor_diff(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], Non
         if tensors_a[name].shape != tensors_b[name].shape:
             shape_mismatches[name] = (tensors_a[name].shape, tensors_b[name].shape)
         else:
-            errors[name] = relative_error(tensors_a[name], tensors_b[name])
+            errors[name] = relative_error([(tensors_a[name].read(), tensors_b[name].read())])
         if progress is not None:
             progress(done, len(shared))
     sizes = [sum(tensor.nbytes for tensor in checkpoint.tensors.values()) for checkpoint in (a, b)]
@@ -72,9 +82,9 @@ def tensor_diff(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], Non
 
 
 def dequantized_tensors(checkpoint: Checkpoint) -> LazyTensors:
-    """The checkpoint's tensors, quantized matrices in float32.
+    """The checkpoint's tensors, with quantized matrices in float32.
 
-    An architecture that only mlx_lm has may be quantized in a way that only mlx_lm has, too: then it stays as it is.
+    If only mlx_lm runs the architecture and only mlx_lm has the quantization, tensors are as stored.
     """
     if checkpoint.config is not None:
         return dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization or {})
@@ -85,23 +95,26 @@ def dequantized_tensors(checkpoint: Checkpoint) -> LazyTensors:
 
 
 def to_float32(checkpoint: Checkpoint) -> Checkpoint:
-    """The same weights in float32, so that rounding while computing isn't taken for a change of the files."""
+    """The same weights in float32, so that rounding of activations isn't mistaken for a change of the weights."""
     tensors = {name: tensor.astype(mx.float32) for name, tensor in dequantized_tensors(checkpoint).items()}
     return replace(checkpoint, tensors=tensors, config=checkpoint.config.with_changes(quantization=None))
 
 
-def relative_error(a: LazyTensor, b: LazyTensor) -> float:
-    """|B - A| / |A|, 0 only where all values are equal; |B| where A is zero."""
-    x, y = a.read().astype(mx.float32), b.read().astype(mx.float32)
-    apart, size = mx.linalg.norm((y - x).flatten()), mx.linalg.norm(x.flatten())
-    mx.eval(apart, size)
-    return apart.item() / size.item() if size.item() else apart.item()
+def relative_error(pairs: Iterable[tuple[mx.array, mx.array]]) -> float:
+    """|B - A| / |A| over all pairs (A, B) of arrays, in float32; |B| if A is zero."""
+    difference = size = 0.0
+    for a, b in pairs:
+        x, y = a.astype(mx.float32), b.astype(mx.float32)
+        squares = mx.square(y - x).sum(), mx.square(x).sum()
+        mx.eval(squares)
+        difference, size = difference + squares[0].item(), size + squares[1].item()
+    return math.sqrt(difference / size) if size else math.sqrt(difference)
 
 
 def config_diff(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Fields of the configuration with other values; of a file's own where mlxlm doesn't read the architecture."""
+    """Fields of the configurations that differ; fields of config.json if mlxlm doesn't support the architecture."""
     if a.config is None or b.config is None:
-        names = sorted({*a.hf_config, *b.hf_config} - {*_APART, "quantization_config"})
+        names = sorted({*a.hf_config, *b.hf_config} - {*_IGNORED, "quantization_config"})
         return {n: (a.hf_config.get(n), b.hf_config.get(n)) for n in names if a.hf_config.get(n) != b.hf_config.get(n)}
     pairs = {f.name: (getattr(a.config, f.name), getattr(b.config, f.name)) for f in fields(ModelConfig)}
-    return {name: pair for name, pair in pairs.items() if name not in _APART and pair[0] != pair[1]}
+    return {name: pair for name, pair in pairs.items() if name not in _IGNORED and pair[0] != pair[1]}

@@ -1,4 +1,4 @@
-"""What was written is read again and compared with its source: tensors, logits, greedy tokens, and other programs."""
+"""Verify an output: compare its tensors, logits and greedy tokens with the source, and run it with other programs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 NUM_GREEDY_TOKENS = 64  # tokens
 
-# The largest KL divergence (nats per token) that rounding to a type may cost. They are bounds for what is wrong, not
-# for what is good: a matrix in another place or a wrong rotary base costs whole nats in a trained model.
+# The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
+# quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
 MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0}
 
 # llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
-# one: half a step of 1/127, or a whole one of 1/8 at the end that has no own value; 2^-11 is the scale's rounding.
+# one: half a step of 1/127, or a whole one of 1/8 at the end of the range; 2^-11 is the scale's rounding.
 _STEP = {"Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
 _SUBNORMAL = {"Q8_0": 128 * 2**-25, "Q4_0": 8 * 2**-25}  # for scales below float16's normal range
 _BLOCK = 32
-_SUMS = "norms plus one in F32"  # how llama.cpp has Gemma's
+_NORMS_PLUS_ONE = "norms plus one in F32"  # llama.cpp's convention for Gemma
 
 Progress = Callable[[str, int, int], None]
 
@@ -42,13 +42,22 @@ def verify(
     progress: Progress | None = None,
     tokens_may_differ: bool = False,
 ) -> list[Check]:
-    """Compare `written`, called `label` in errors, with `source` and with what the peers `backends` make of it.
+    """Compare an output with its source, and with what other programs compute from it.
 
-    `backends` are names in `peers.REQUIRED_PACKAGES`. `progress(phase, done, total)` is told how far each phase is. `tokens_may_differ`: the
-    writer has said that others may cut text into other tokens. Where every weight is equal to the bit, so must be
-    the logits and the greedy tokens. Where weights were rounded, each must be its source rounded to its type, and
-    the logits within `MAX_KL` of that type. Configuration and tokenizer must say the same: see `check_metadata`.
-    Raises CheckpointError naming the first tensor, field or layer that differs by more.
+    If every weight is equal bit for bit, logits and greedy tokens must be too. If weights were rounded, each must be
+    its source rounded to its type, and the KL divergence of the logits at most `MAX_KL` of that type. Configuration and
+    tokenizer must be equal, see `check_metadata`.
+
+    Args:
+        source: The source.
+        written: The output, opened again.
+        label: The output's name in errors.
+        backends: Other programs to run it with, names in `reference_backends.REQUIRED_PACKAGES`.
+        progress: Called as `progress(phase, done, total)`.
+        tokens_may_differ: Whether the writer has warned that other programs tokenize some texts differently.
+
+    Raises:
+        CheckpointError: The first tensor, field or layer that differs by more.
     """
     on_progress = progress or (lambda phase, done, total: None)
     rounded = _check_tensors(source, written, label, on_progress)
@@ -58,7 +67,7 @@ def verify(
     checks += check_metadata(source, written, label)
     ids = comparison_tokens(source)
     said = compare(wide, written_wide, [ids], progress=lambda done, total: on_progress("comparing logits", done, total))
-    checks.append(_judged(said, rounded, label))
+    checks.append(_check_logits(said, rounded, label))
     reason = _too_large(written)
     if reason:
         return [*checks, *(Check(name, "skipped", reason) for name in ("greedy tokens", *backends))]
@@ -82,7 +91,7 @@ def verify(
 
 
 def comparison_tokens(checkpoint: Checkpoint) -> list[int]:
-    """Tokens to compare logits on: of `SAMPLE_TEXT`, or any where there is no tokenizer for it."""
+    """Tokens to compare logits on: those of `SAMPLE_TEXT`, or pseudorandom ones without a tokenizer."""
     size = checkpoint.config.vocab_size
     try:
         ids = checkpoint.load_tokenizer().encode(SAMPLE_TEXT)
@@ -92,13 +101,15 @@ def comparison_tokens(checkpoint: Checkpoint) -> list[int]:
 
 
 def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, on_progress: Progress) -> set[str]:
-    """The types that weights were rounded to; empty if all are equal. Raises CheckpointError for any other change."""
+    """The types that weights were rounded to, empty if all are equal; CheckpointError for any other change."""
     before, after = dequantized_tensors(source), dequantized_tensors(written)
-    if source.config.tie_word_embeddings and not written.config.tie_word_embeddings:  # as a format may want it
+    if (
+        source.config.tie_word_embeddings and not written.config.tie_word_embeddings
+    ):  # some formats have no tied embeddings
         before = {**before, "lm_head.weight": before["model.embed_tokens.weight"]}
-    apart = [name for name in before if name not in after] + [name for name in after if name not in before]
-    if apart:
-        raise CheckpointError(f"{label}: {apart[0]} is in only one of source and output")
+    unmatched = [name for name in before if name not in after] + [name for name in after if name not in before]
+    if unmatched:
+        raise CheckpointError(f"{label}: {unmatched[0]} is in only one of source and output")
     rounded = set()
     for done, (name, tensor) in enumerate(before.items(), start=1):
         if tensor.shape != after[name].shape:
@@ -115,13 +126,13 @@ def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, on_progr
 
 
 def _rounding(rounded: set[str]) -> str:
-    types = sorted(rounded - {_SUMS})
+    types = sorted(rounded - {_NORMS_PLUS_ONE})
     parts = ["rounded to " + ", ".join(types)] if types else []
-    return "; ".join([*parts, _SUMS] if _SUMS in rounded else parts) or "to the bit"
+    return "; ".join([*parts, _NORMS_PLUS_ONE] if _NORMS_PLUS_ONE in rounded else parts) or "to the bit"
 
 
 def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
-    """The type to which rounding changed values, or `_SUMS`; "" where none changed, None for any other change."""
+    """The type that values were rounded to, or `_NORMS_PLUS_ONE`; "" if none changed, None for any other change."""
     a, b = source.read(), written.read()
     if a.dtype == b.dtype and bitwise_equal(a, b):
         return ""
@@ -135,10 +146,10 @@ def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
     if mx.array_equal(a.astype(b.dtype).astype(mx.float32), y).item():
         return written.stored_dtype
     near = b.dtype == mx.float32 and x.ndim == 1 and (mx.abs(y - x) <= 2**-22 * mx.maximum(1, mx.abs(x))).all().item()
-    return _SUMS if near else None
+    return _NORMS_PLUS_ONE if near else None
 
 
-def _judged(said: Comparison, rounded: set[str], label: str) -> Check:
+def _check_logits(said: Comparison, rounded: set[str], label: str) -> Check:
     limit = max((MAX_KL.get(kind, MAX_KL["F32"]) for kind in rounded), default=MAX_KL["F32"])
     detail = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1_agreement:.1f} %"
     if said.identical:
@@ -151,7 +162,7 @@ def _judged(said: Comparison, rounded: set[str], label: str) -> Check:
 
 
 def _too_large(checkpoint: Checkpoint) -> str | None:
-    """Why the model isn't run as a whole here; None if it has room, in float32, as peers on a CPU need it too."""
+    """Why the model isn't run as a whole; None if it fits in memory in float32, which other programs need too."""
     needed = 4 * checkpoint.config.parameter_count()
     room = min(psutil.virtual_memory().available, platform.total_memory())
     if needed < 0.7 * room:
@@ -160,5 +171,5 @@ def _too_large(checkpoint: Checkpoint) -> str | None:
 
 
 def _room(config: ModelConfig) -> int:
-    """How many tokens a text may have that is generated step by step: its context, or where its positions change."""
+    """The longest text that can be generated step by step: the context, or where positions change (longrope)."""
     return min(config.max_position_embeddings, config.longrope_original_length or config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Bits per matrix under a budget: what each matrix costs in KL divergence, and where a byte saves most of it."""
+"""Bits per matrix under a constraint: the KL divergence that each matrix costs, and where a byte saves most of it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
-PROBE_BITS = 3  # few enough for a KL that can be measured, and not so few that it stops growing with the square
-_LEAST = 1e-9  # nats per token: matrices that don't seem to matter get bits, too, where there is room
-TOKENS = 2048  # of the text that the probes see
-_LOGITS = 1 << 27  # at most so many of the source's stay in memory
-_SIZES = 128  # to choose from for a bound on the KL divergence
-_MEASUREMENTS = 6  # of whole models at most, to find the smallest that keeps it
+PROBE_BITS = 3  # few enough for a measurable KL divergence, enough for one that grows with the squared error
+_MIN_COST = 1e-9  # nats per token: matrices without a measurable cost get more bits, too, if there is room
+PROBE_TOKENS = 2048  # of the calibration text
+_MAX_LOGITS = 1 << 27  # of the source, in memory
+_NUM_SIZES = 128  # candidates for a bound on the KL divergence
+_MAX_MEASUREMENTS = 6  # of whole models, to find the smallest one within the bound
 
-# Matrix -> what the KL divergence grows by, in nats per token, with only this matrix in each format.
+# Matrix -> format -> increase of the KL divergence, in nats per token, if only this matrix is quantized.
 Sensitivities = Mapping[str, Mapping[Format, float]]
 
 
 @dataclass(frozen=True)
 class BitUpgrade:
-    """More bits for one matrix, and the KL divergence that it saves."""
+    """A better format for one matrix, the bytes that it costs and the KL divergence that it saves."""
 
     matrix: Matrix
     chosen: Format
@@ -43,34 +43,42 @@ def sensitivities(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
     windows: np.ndarray,
-    progress: Callable[[str], None] = lambda done: None,
+    progress: Callable[[str], None] = lambda name: None,
 ) -> Sensitivities:
-    """Measure each matrix of `plan` on `windows` int `[N, T]`.
+    """Measure the KL divergence that each matrix costs.
 
-    Each is rounded to PROBE_BITS by itself, and the rest of the model is run to the logits. Other bits are taken
-    from that by the squared error of the weights: a small change of weights changes the KL divergence by its square.
-    `progress` is told each matrix that is done. Raises CheckpointError where the model doesn't fit into memory:
-    every matrix needs a run of its own.
+    Each matrix alone is rounded to PROBE_BITS, and the rest of the model is run to the logits. The cost of other bits
+    is extrapolated from the squared error of the weights, since a small change of weights changes the KL divergence by
+    its square.
+
+    Args:
+        checkpoint: A model in 16 bits.
+        plan: The matrices and their mode and group size.
+        windows: Tokens, int `[N, T]`.
+        progress: Called with the name of each finished matrix.
+
+    Raises:
+        CheckpointError: The model doesn't fit in memory, where it has to be for one run per matrix.
     """
     needed = 4 * checkpoint.config.parameter_count()
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
-            f"a search for bits runs the model once per matrix, and it needs {needed / 1e9:.1f} GB of memory",
-            "a recipe, or the same bits for all matrices, which need room for one layer",
+            f"the search for bits runs the model once per matrix, which takes {needed / 1e9:.1f} GB of memory",
+            "a recipe, or the same bits for all matrices: both keep one layer in memory",
         )
     model, _ = load_checkpoint(checkpoint)
-    count = max(1, min(TOKENS, _LOGITS // checkpoint.config.vocab_size) // windows.shape[1])
+    count = max(1, min(PROBE_TOKENS, _MAX_LOGITS // checkpoint.config.vocab_size) // windows.shape[1])
     probe = _Probe(model, windows[:: -(-len(windows) // count)])
-    found: dict[str, dict[Format, float]] = {}
+    costs: dict[str, dict[Format, float]] = {}
     for matrix in plan.matrices:
         base = plan.format_of(matrix)
         if base is not None:
-            found[matrix.name] = _cost(probe, model, matrix, base)
+            costs[matrix.name] = _costs(probe, model, matrix, base)
             progress(matrix.name)
-    return found
+    return costs
 
 
-def _cost(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict[Format, float]:
+def _costs(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict[Format, float]:
     layers = [get_submodule(model, name) for name in matrix.modules]
     weights = [layer.weight for layer in layers]
     errors: dict[Format, float] = {}
@@ -85,13 +93,13 @@ def _cost(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict
             for layer, weight in zip(layers, weights, strict=True):
                 layer.weight = weight
     measured = errors[replace(base, bits=PROBE_BITS)]
-    if not measured:  # as good as exact in few bits
+    if not measured:  # exact in few bits
         return errors
-    return {chosen: max(cost, _LEAST) * error / measured for chosen, error in errors.items()}
+    return {chosen: max(cost, _MIN_COST) * error / measured for chosen, error in errors.items()}
 
 
 class _Probe:
-    """The source's states before each block and its predictions, to run from any block on."""
+    """The source's hidden states before each block and its predictions, to run the model from any block."""
 
     def __init__(self, model: nn.Module, windows: np.ndarray):
         self._model, self._tokens = model, mx.array(windows)
@@ -105,10 +113,10 @@ class _Probe:
         mx.eval(self._source)
 
     def kl_divergence(self, module: str) -> float:
-        """KL(source || the model as it is now), which differs in `module` only; nats per token."""
-        words = module.split(".")
+        """KL(source || model) in nats per token, if the model was changed in `module` only."""
+        parts = module.split(".")
         if module.startswith("model.layers."):
-            first = int(words[2])
+            first = int(parts[2])
             state = self._states[first]
         elif module == "lm_head":
             first, state = len(self._model.layers), self._states[-1]
@@ -123,10 +131,11 @@ class _Probe:
 
 
 def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
-    """The smallest plan, and the steps up from it in the order of the KL divergence saved per byte.
+    """The smallest plan, and the upgrades from it in the order of the KL divergence saved per byte.
 
-    Of each matrix only the formats on the lower convex hull of cost over bytes are taken, so that a matrix's steps
-    save less and less per byte and the order by saving is one that can be walked: what Lagrange multipliers find.
+    Only formats on the lower convex hull of a matrix's cost over bytes are used. The upgrades of a matrix then save
+    less and less per byte, so that sorting all upgrades keeps the order within each matrix: the solution that Lagrange
+    multipliers give.
     """
     lowest: dict[str, Format] = {}
     path: list[BitUpgrade] = []
@@ -148,12 +157,17 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
 
 
 def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:
-    """The plan whose matrices take at most `nbytes`, with the least cost found by walking up; room that a step is
-    too large for goes to the next that fit. `nbytes` are those of the smallest plan at least."""
+    """The plan with the lowest cost whose matrices take at most `nbytes`, found greedily.
+
+    An upgrade that doesn't fit is skipped, and the room goes to later ones.
+
+    Raises:
+        ValueError: The smallest plan takes more than `nbytes`.
+    """
     smallest, path = upgrade_path(plan, sensitivities)
     room = nbytes - smallest.nbytes()
     if room < 0:
-        raise ValueError(f"{smallest.nbytes()} bytes are the least, not {nbytes}")
+        raise ValueError(f"the smallest plan takes {smallest.nbytes()} bytes, not {nbytes}")
     chosen: dict[str, Format] = {}
     closed: set[str] = set()
     for step in path:
@@ -168,50 +182,59 @@ def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: in
 def fit_to_kl(
     plan: QuantizationPlan, sensitivities: Sensitivities, limit: float, measure: Callable[[QuantizationPlan], float]
 ) -> QuantizationPlan:
-    """The smallest plan found whose KL divergence, as `measure(plan)` gives it, is at most `limit`.
+    """The smallest plan whose measured KL divergence is at most `limit`.
 
-    What the costs predict is corrected by each measurement, so that a few suffice; the bracket of sizes only shrinks.
-    No plan is measured twice, and one that keeps the bound is smaller than those before that did.
-    Raises ConfigError, naming the smallest divergence possible, if all bits aren't enough.
+    A bisection over sizes, guided by the predicted costs, which each measurement corrects. No plan is measured twice,
+    and each one within the limit is smaller than those before.
+
+    Args:
+        plan: The matrices and their mode and group size.
+        sensitivities: Costs of each matrix.
+        limit: KL divergence in nats per token.
+        measure: Returns the KL divergence of a plan.
+
+    Raises:
+        ConfigError: The most bits aren't enough; the message has the lowest possible divergence.
     """
-    plans = _sizes(plan, sensitivities)
+    plans = _candidates(plan, sensitivities)
     predicted = np.minimum.accumulate([_predicted(each, sensitivities) for each in plans])
-    below, enough, ratio = -1, len(plans), 1.0  # the largest known to be too small, the smallest known to do
-    most = None  # the divergence that all bits have, once it was measured
-    for _ in range(_MEASUREMENTS):
+    below, enough, ratio = -1, len(plans), 1.0  # indices: the largest that is too small, the smallest within the limit
+    lowest = None  # the divergence of the largest plan, once it was measured
+    for _ in range(_MAX_MEASUREMENTS):
         if below + 1 >= enough:
             break
         guess = int(np.searchsorted(-predicted * ratio, -limit))
         count = min(max(guess, below + 1), enough - 1)
-        found = measure(plans[count])
-        if predicted[count] > 0 and found > 0:
-            ratio = found / predicted[count]
-        if found <= limit:
+        kl = measure(plans[count])
+        if predicted[count] > 0 and kl > 0:
+            ratio = kl / predicted[count]
+        if kl <= limit:
             enough = count
         else:
             below = count
         if count == len(plans) - 1:
-            most = found
+            lowest = kl
     if enough < len(plans):
         return plans[enough]
-    if most is None:
-        most = measure(plans[-1])
-    if most <= limit:
+    if lowest is None:
+        lowest = measure(plans[-1])
+    if lowest <= limit:
         return plans[-1]
     raise ConfigError(
-        f"a KL divergence of {limit:g} can't be reached: the most bits give {most:.3g}",
-        f"{most * 1.01:.2g} or more, or smaller groups",
+        f"a KL divergence of {limit:g} can't be reached: the most bits give {lowest:.3g}",
+        f"{lowest * 1.01:.2g} or more, or smaller groups",
     )
 
 
-def _sizes(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[QuantizationPlan]:
-    """Plans from the smallest size to the largest, each the best for its size as far as `fit_to_size` finds it."""
+def _candidates(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[QuantizationPlan]:
+    """Plans of increasing size, each the best for its size that `fit_to_size` finds."""
     smallest, path = upgrade_path(plan, sensitivities)
     low, span = smallest.nbytes(), sum(step.nbytes for step in path)
-    found = {
-        p.nbytes(): p for p in (fit_to_size(plan, sensitivities, low + span * i // _SIZES) for i in range(_SIZES + 1))
+    plans = {
+        p.nbytes(): p
+        for p in (fit_to_size(plan, sensitivities, low + span * i // _NUM_SIZES) for i in range(_NUM_SIZES + 1))
     }
-    return [found[size] for size in sorted(found)]
+    return [plans[size] for size in sorted(plans)]
 
 
 def _predicted(plan: QuantizationPlan, sensitivities: Sensitivities) -> float:

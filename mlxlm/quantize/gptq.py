@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323) for MLX's affine format.
 
-A layer's weights are rounded column by column; what a column's rounding changes in the layer's output is made
-up for by the columns that are still to come, through the inverse of the inputs' second moments.
+A layer's weights are rounded column by column. The columns that are not yet rounded compensate for the change of the
+layer's output, by the inverse of the inputs' second moments.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlxlm.quantize.quantization_plan import Format
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper
-# How much of what earlier layers' rounding did to a layer's inputs it makes up for in its outputs, as in GPTAQ (Li et
-# al. 2025, arXiv:2504.02692). In a trained model of 0.4M parameters, 3 bits: KL 0.078 for none, 0.068 for half, and
-# 0.076 for all of it, since the layers after it make up for the same.
+# Share of the change of a layer's inputs by earlier layers that it compensates for, as in GPTAQ (Li et al. 2025,
+# arXiv:2504.02692). For a trained model of 0.4M parameters in 3 bits: KL 0.078 for 0, 0.068 for 0.5, and 0.076 for 1,
+# since later layers compensate for the same change.
 CORRECTION = np.float32(0.5)
-# Ranges that a group's scale is tried for, as parts of its own; outliers beyond are clipped.
+# Shares of a group's range to try; outliers beyond are clipped.
 CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
@@ -27,16 +27,23 @@ def gptq(
     weight: mx.array, moments: np.ndarray, chosen: Format, dxxt: np.ndarray | None = None,
     clip_ratios: tuple[float, ...] = CLIP_RATIOS, factor: np.ndarray | None = None,
 ) -> PackedMatrix:  # fmt: skip
-    """Quantize `weight` `[rows, width]`, 16 bits, so that the outputs for its calibration inputs change least.
+    """Quantize a matrix so that its outputs for the calibration inputs X change least.
 
-    moments: XᵀX of the inputs, `[width, width]`, float32. drift: (X₀ - X)ᵀX, X₀ being the inputs in the unquantized
-    model: the outputs aimed at are then those for inputs CORRECTION of the way back to X₀.
-    factor: `inverse_factor(moments)`, where several matrices share it.
-    Scales and biases are MLX's own for each group as it is when its turn comes, or those of a narrower range where
-    that has the smaller error; they have `weight`'s dtype. A row that plain rounding brings nearer to its
-    aim keeps plain rounding: calibration never loses. So do matrices whose inputs were always zero.
+    Scales and biases are those that MLX computes for a group when its columns are reached, or those of a narrower range
+    if the error is smaller. A row for which rounding to nearest is better keeps it, so calibration is never worse. A
+    matrix whose inputs were always zero is rounded to nearest.
 
-    Raises CheckpointError if the moments are not finite.
+    Args:
+        weight: 16-bit weights `[rows, width]`; scales and biases get its dtype.
+        moments: XᵀX, float32 `[width, width]`.
+        chosen: An affine format.
+        dxxt: (X₀ - X)ᵀX with the inputs X₀ in the unquantized model. The target is then the output for the inputs
+            X + CORRECTION · (X₀ - X).
+        clip_ratios: Shares of a group's range to try.
+        factor: `inverse_hessian_cholesky(moments)`, to share it between matrices.
+
+    Raises:
+        CheckpointError: The moments are not finite.
     """
     plain = quantize_rtn(weight, chosen)
     if factor is None:
@@ -44,7 +51,7 @@ def gptq(
     if not factor.any():
         return plain
     if dxxt is not None and not np.isfinite(dxxt).all():
-        raise CheckpointError("the calibration inputs are not finite", "another calibration text, or weights that are")
+        raise CheckpointError("the calibration inputs are not finite", "another calibration text, or check the weights")
     aim = as_numpy(weight)
     if dxxt is not None:
         aim += CORRECTION * ((aim @ dxxt) @ factor.T) @ factor / _mean(moments)
@@ -55,18 +62,19 @@ def gptq(
 
 
 def row_errors(weight: np.ndarray, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
-    """Squared change of each row's output over the calibration inputs: diag(ΔW · XᵀX · ΔWᵀ), `[rows]`."""
+    """Squared change of each row's output on the calibration inputs, diag(ΔW · XᵀX · ΔWᵀ) `[rows]`."""
     change = as_numpy(dequantized(packed, chosen)) - weight
     return np.einsum("ij,ij->i", change @ moments, change)
 
 
 def output_error(weight: mx.array, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
-    """|ΔW X|² and |W X|² over the calibration inputs, float64 `[2]`."""
+    """|ΔW X|² and |W X|² on the calibration inputs, float64 `[2]`."""
     source = as_numpy(weight)
     return np.array([row_errors(source, packed, chosen, moments).sum(), np.vdot(source @ moments, source)], np.float64)
 
 
 def as_numpy(value: mx.array) -> np.ndarray:
+    """A float32 copy."""
     return np.array(as_float32(value))
 
 
@@ -81,14 +89,19 @@ def _mean(moments: np.ndarray) -> np.float32:
 
 
 def inverse_hessian_cholesky(moments: np.ndarray) -> np.ndarray:
-    """The upper triangular U with UᵀU = (H + damping)⁻¹, float32, where H is `moments` divided by their mean diagonal;
-    zeros where the inputs were always zero. Raises CheckpointError if they are not finite.
+    """The upper triangular U with UᵀU = (H + damping)⁻¹, where H is `moments` divided by their mean diagonal.
 
-    With H = R Rᵀ, R upper triangular (a Cholesky factor from the last column on), U is R⁻¹. MLX's LAPACK calls take
-    the fast library that the package loads: 0.2 s for 2048 columns on two cores, where numpy's take 3.
+    With H = R Rᵀ, R upper triangular (a Cholesky factor from the last column on), U is R⁻¹. MLX's LAPACK calls use the
+    fast library that the package loads: 0.2 s for 2048 columns on two cores, numpy's take 3 s.
+
+    Returns:
+        float32 `[width, width]`; zeros if the inputs were always zero.
+
+    Raises:
+        CheckpointError: The moments are not finite, or not positive definite.
     """
     if not np.isfinite(moments).all():
-        raise CheckpointError("the calibration inputs are not finite", "another calibration text, or weights that are")
+        raise CheckpointError("the calibration inputs are not finite", "another calibration text, or check the weights")
     mean, width, damping = _mean(moments), len(moments), DAMPING
     if mean == 0:
         return np.zeros_like(moments)
@@ -104,7 +117,7 @@ def inverse_hessian_cholesky(moments: np.ndarray) -> np.ndarray:
         if np.allclose(factor @ (moments @ back / mean + damping * back), probe, atol=0.05):
             return factor
         damping *= 10
-    raise CheckpointError("the moments of the calibration inputs are no positive matrix", "another calibration text")
+    raise CheckpointError("the moments of the calibration inputs are not positive definite", "another calibration text")
 
 
 def _columns(
@@ -140,8 +153,10 @@ def _columns(
 def _range(
     group: np.ndarray, importance: np.ndarray, chosen: Format, dtype: mx.Dtype, clip_ratios: tuple[float, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and bias for each row of `group` `[rows, group_size]`: of MLX's for each of `clip_ratios`, the pair with the
-    smallest squared error, columns weighted by `importance`."""
+    """Scale and bias for each row of `group` `[rows, group_size]`.
+
+    Of MLX's for each of `clip_ratios`, the pair with the smallest squared error, columns weighted by `importance`.
+    """
     values, weights = mx.array(np.ascontiguousarray(group)), mx.array(importance.astype(np.float32))
     low, high = values.min(axis=1, keepdims=True), values.max(axis=1, keepdims=True)
     best = None

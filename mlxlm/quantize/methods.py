@@ -1,4 +1,4 @@
-"""Quantize all tensors of a model: round to nearest, or GPTQ or AWQ block by block, writing each block's result to disk."""
+"""Quantize all tensors of a model: round to nearest, or run GPTQ or AWQ block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLX's packed matrices: values to bits, and the parts that belong together."""
+"""MLX's packed quantized matrices."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ _AT_ONCE = 1 << 21  # weights worked on at once
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A quantized matrix: `weight` uint32 `[rows, width · bits / 32]`, `scales` `[rows, width / group_size]`,
-    and `biases` like them in affine mode."""
+    """A quantized matrix.
+
+    Attributes:
+        weight: uint32 `[rows, width · bits / 32]`.
+        scales: `[rows, width / group_size]`.
+        biases: Like `scales`; None unless the mode is affine.
+    """
 
     weight: mx.array
     scales: mx.array
     biases: mx.array | None
 
     def parts(self, module: str) -> dict[str, mx.array]:
-        """By tensor name."""
+        """The arrays by tensor name."""
         parts = {f"{module}.weight": self.weight, f"{module}.scales": self.scales}
         return parts if self.biases is None else {**parts, f"{module}.biases": self.biases}
 
@@ -38,14 +43,14 @@ class PackedMatrix:
 
     @classmethod
     def concatenate_rows(cls, pieces: Sequence[PackedMatrix]) -> PackedMatrix:
-        """One matrix of pieces with some of its rows each."""
+        """Join the rows of several matrices."""
         weight, scales = (mx.concatenate([getattr(piece, part) for piece in pieces]) for part in ("weight", "scales"))
         biases = None if pieces[0].biases is None else mx.concatenate([piece.biases for piece in pieces])
         return cls(weight, scales, biases)
 
 
 def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
-    """MLX's own quantization of `weight` `[rows, width]`; scales and biases have its dtype."""
+    """Round `weight` `[rows, width]` to nearest with mx.quantize; scales and biases have its dtype."""
 
     def some(start: int, stop: int) -> tuple[mx.array, ...]:
         return mx.quantize(weight[start:stop], group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode)
@@ -55,7 +60,7 @@ def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
 
 
 def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
-    """float32 `[rows, width]`, nothing rounded on the way."""
+    """Dequantize to float32 `[rows, width]`, without intermediate rounding."""
     arguments = {"group_size": chosen.group_size, "bits": chosen.bits, "mode": chosen.mode}
     if not chosen.affine:
         return mx.dequantize(packed.weight, packed.scales, dtype=mx.float32, **arguments)
@@ -63,7 +68,7 @@ def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
 
 
 def weight_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> float:
-    """|packed - weight| / |weight|"""
+    """Relative error |packed - weight| / |weight|."""
 
     def some(start: int, stop: int) -> tuple[mx.array, mx.array]:
         source = as_float32(weight[start:stop]).flatten()
@@ -78,13 +83,13 @@ def weight_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> floa
 
 
 def _pieces(weight: mx.array) -> list[tuple[int, int]]:
-    """Rows from and to: pieces that are worked on apart, since in float32 the whole would take a lot of memory."""
+    """(start, stop) of row ranges to process one by one: in float32 the whole matrix would take much memory."""
     rows = max(1, _AT_ONCE // weight.shape[1])
     return [(start, start + rows) for start in range(0, weight.shape[0], rows)]
 
 
 def pack(values: np.ndarray, bits: int) -> mx.array:
-    """Whole numbers below 2^bits, `[rows, width]`, as MLX packs them: uint32 `[rows, width · bits / 32]`.
+    """Pack integers below 2^bits, `[rows, width]`, like MLX: uint32 `[rows, width · bits / 32]`.
 
     A row is one stream of bits, the lowest first. So it is for 3, 5 and 6 bits too, which MLX writes byte by
     byte in packs of three or five (mlx/backend/cpu/quantized.cpp, `quantize`).

@@ -10,12 +10,23 @@ from mlxlm.convert.metadata import Check
 
 @dataclass(frozen=True)
 class QuantizationMetrics:
-    """Source and result on a text that calibration has not seen, in windows of `context_length` tokens that move on by
-    `stride`. A search that ends at a KL divergence has measured its candidates on this text.
+    """The quantized model compared with its source on a text that isn't used for calibration.
 
-    kl: mean KL(source || result), nats per token. top1: share of tokens with the same most likely next one.
-    hidden_state_errors: relative error of the hidden states after the embedding and each layer. speed: tokens per second of
-    decoding, None where the two models don't fit into memory together; speed_note: what to know of it.
+    A search with `max_kl` measures its candidates on this text.
+
+    Attributes:
+        text: Name of the text.
+        tokens: Number of predicted tokens.
+        context_length: Tokens of a window.
+        stride: Tokens from the start of one window to the next.
+        kl: Mean KL(source || result), nats per token.
+        top1_agreement: Share of tokens for which both have the same most likely next token.
+        bits_per_byte_before: Of the source.
+        bits_per_byte_after: Of the result.
+        hidden_state_errors: Relative error of the hidden states after the embedding and each layer.
+        speed_before: Decoding speed of the source, tokens per second; None if the two don't fit in memory together.
+        speed_after: The same of the result.
+        speed_note: Why the speed wasn't measured, or what limits it.
     """
 
     text: str
@@ -33,19 +44,36 @@ class QuantizationMetrics:
 
     @property
     def bits_per_byte_change(self) -> float:
+        """Increase of the bits per byte."""
         return self.bits_per_byte_after - self.bits_per_byte_before
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What was written and what it cost.
+    """What was written and what it costs.
 
-    formats: matrix (as in the files) -> group_size, bits and mode; None in 16 bits. regrouped and skipped: matrices
-    whose rows the group size doesn't divide: the size they got, or the width that no size divides.
-    errors: module -> relative error, of its "outputs" on the calibration text, or of its "weights" where there is
-    none (`error_of` says which; a table that is no head has no outputs to err in, its weights' error is given).
-    bits: module -> its bits. bytes: of all files that a runtime needs, so without those of this report.
-    checks: what was compared after writing, see `check`.
+    Attributes:
+        source: Path or hub id that was quantized.
+        path: The output.
+        method: "rtn", "gptq" or "awq".
+        dtype: Dtype of scales, biases and everything that isn't quantized.
+        parameters: Number of parameters.
+        source_bytes: Bytes of the source's tensors.
+        bytes: Bytes of all files that a runtime needs, without this report.
+        source_bits_per_weight: Average over all parameters of the source.
+        bits_per_weight: The same of the output.
+        formats: Matrix, as in the files -> group_size, bits and mode; None for 16 bits.
+        reduced_group_sizes: Matrix -> its group size, if the requested one doesn't divide its width.
+        skipped: Matrix -> its width, if no group size divides it.
+        bits: Module -> bits.
+        errors: Module -> relative error of `error_of`.
+        error_of: "outputs" on the calibration text, or "weights" for rtn. Embeddings have no outputs: the error of
+            their weights is given.
+        calibration_text: Name of the text; None without calibration.
+        metrics: The evaluation; None if it was left out.
+        seconds: Duration.
+        checks: What was compared after writing; empty without verification.
+        warnings: Reasons to read the report with care.
     """
 
     source: str
@@ -70,12 +98,13 @@ class QuantizationReport:
     warnings: list[str]
 
     def worst_layers(self, n: int = 5) -> list[str]:
-        """The modules with the largest errors, worst first; of errors of outputs only those."""
+        """The modules with the largest errors, worst first; without embeddings if errors are of outputs."""
         tables = {"model.embed_positions"} | ({"model.embed_tokens"} if "lm_head" in self.bits else set())
         ranked = [name for name in self.errors if self.error_of == "weights" or name not in tables]
         return sorted(ranked, key=self.errors.get, reverse=True)[:n]
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
         values = asdict(self)
         if self.metrics is not None:
             values["metrics"]["bits_per_byte_change"] = self.metrics.bits_per_byte_change

@@ -52,4 +52,4 @@ def test_different_tokenizers_are_refused(model, tmp_path, make_text, capsys):
     assert run(capsys, "convert", model, "--out", tmp_path / "other", "--no-verify")[0] == 0
     train([make_text(3000).upper()], 300).save(tmp_path / "other")
     code, _, err = run(capsys, "compare", model, tmp_path / "other")
-    assert code == 1 and "make other tokens of the same text" in err
+    assert code == 1 and "tokenize the text differently" in err

@@ -190,15 +190,15 @@ def test_walking_up_the_hull_spends_the_budget(model):
         found = bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() + extra)
         assert found.nbytes() <= smallest.nbytes() + extra
     assert set(found.formats.values()) == {Format(8)}
-    with pytest.raises(ValueError, match="the least"):
+    with pytest.raises(ValueError, match="the smallest plan takes"):
         bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() - 1)
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"bits": 7}, "7 bits are not a format of mode affine"),
-        ({"mode": "int4"}, "'int4' is not a mode"),
+        ({"bits": 7}, "bits 7 is not available in mode affine"),
+        ({"mode": "int4"}, "'int4' is not a quantization mode"),
         ({"mode": "mxfp4", "method": "gptq"}, "`method` gptq needs `mode` affine"),
         ({"method": "magic"}, "unknown method 'magic'"),
         ({"recipe": "mixed_3_4", "max_kl": 1.0}, "`recipe` and `max_kl` both choose"),
