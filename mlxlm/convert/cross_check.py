@@ -1,4 +1,4 @@
-"""What other programs make of an output: each reads our greedy tokens and must prefer the same ones."""
+"""Cross-check an output with other programs: each reads our greedy tokens and must predict the same ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mlxlm.generation import Context, generate_tokens
 from mlxlm.model.norms import add_norm
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
-# A peer may prefer another token where the two logits are this near, in standard deviations of the logits: float32
-# sums in another order, or llama.cpp's rounding of activations to 8 bits.
+# A program may predict another token if the two logits differ by less than this, in standard deviations of the logits:
+# because of summation order in float32, or llama.cpp's rounding of activations to 8 bits.
 _TIE = {"mlx_lm": 1e-3, "transformers": 1e-3, "llama.cpp": 0.02}
 _TIE_QUANTIZED = 0.1
-_BLOCKS = {"Q8_0", "Q4_0"}  # types that llama.cpp multiplies with rounded activations
+_BLOCKS = {"Q8_0", "Q4_0"}  # llama.cpp rounds activations for products with these types
 _HINT = "without cross_check (--cross-check) to write it anyway"
 
 
@@ -39,28 +39,40 @@ def cross_check(
     on_progress: Callable[[str, int, int], None],
     tokens_may_differ: bool = False,
 ) -> list[Check]:
-    """What each of `backends` says about the text `ids`, of which `ids[start:]` are our greedy tokens.
+    """Run an output with other programs on our greedy tokens.
 
-    One that differs or can't read the output is an error, unless it is shown to be the peer's own way: transformers,
-    whose layout it is, agrees about the same files, or the peer is apart from us over the source, too. Then it is a
-    Check "differs" or "refused". `tokens_may_differ`: other ids of a text are no error.
+    A program that predicts other tokens or can't read the output is an error, unless transformers agrees with us about
+    the same files, or the program differs in the same way on the source. Then its check is "differs" or "refused".
+
+    Args:
+        source: The source.
+        written: The output, opened again.
+        label: The output's name in errors.
+        backends: Names in `reference_backends.REQUIRED_PACKAGES`.
+        ids: A text.
+        start: `ids[start:]` are our greedy tokens.
+        on_progress: Called as `on_progress(phase, done, total)`.
+        tokens_may_differ: Whether a program may tokenize some texts differently.
+
+    Raises:
+        CheckpointError: A program predicts other tokens, or can't read the output.
     """
     checks: dict[str, Check] = {}
     failed: dict[str, CheckpointError] = {}
     for backend in backends:
-        on_progress(f"asking {backend}", 0, 1)
+        on_progress(f"running {backend}", 0, 1)
         try:
             checks[backend] = cross_check_one(backend, source, written, label, ids, start, tokens_may_differ)
         except CheckpointError as error:
             failed[backend] = error
-        on_progress(f"asking {backend}", 1, 1)
+        on_progress(f"running {backend}", 1, 1)
     agrees = "transformers" in checks and checks["transformers"].result != "skipped"
     for backend, error in failed.items():
         if not agrees and not _same_of_source(
             backend, source, ids, start, isinstance(error, reference_backends.BackendRejected)
         ):
             raise error
-        reason = "transformers agrees with mlxlm" if agrees else "so it does with the source"
+        reason = "transformers agrees with mlxlm" if agrees else "the same happens with the source"
         result = "refused" if isinstance(error, reference_backends.BackendRejected) else "differs"
         said = error.message.removeprefix(f"{label}: ").removeprefix(f"{backend} ").removeprefix("can't read it: ")
         checks[backend] = Check(backend, result, f"{said}; {reason}")
@@ -76,11 +88,11 @@ def cross_check_one(
     start: int,
     tokens_may_differ: bool = False,
 ) -> Check:
-    """One peer's opinion of `written`. Raises CheckpointError where it differs, peers.Refused where it can't read."""
+    """Run one program; raises CheckpointError if its tokens differ, BackendRejected if it can't read the output."""
     if backend != "llama.cpp" and resolve_model_type(written.config).model_type == MLXLM_MODEL_TYPE:
         return Check(backend, "skipped", compatibility_warning(written.config))
     if backend == "mlx_lm" and (reason := mlx_lm_activation_mismatch(written.config)):
-        return Check(backend, "differs", reason)  # greedy tokens may be alike all the same
+        return Check(backend, "differs", reason)  # even if its greedy tokens happen to be equal
     try:
         own = {"llama.cpp": {"text": SAMPLE_TEXT}, "transformers": {"hidden": True}}.get(backend, {})
         output = reference_backends.run_backend(backend, written.path, ids, start, **own)
@@ -95,22 +107,22 @@ def cross_check_one(
     ours, count = ids[start:], len(ids) - start
     ties = sum(a != b for a, b in zip(output.tokens, ours, strict=True))
     worst = int(np.argmax(output.logit_gaps))
-    if not output.logit_gaps[worst] <= allowed:  # not a number is an error, too
+    if not output.logit_gaps[worst] <= allowed:  # NaN is an error, too
         where = "" if output.hidden is None else _first_layer(written, ids, output.hidden)
         raise CheckpointError(
-            f"{label}: {backend} goes on with token {output.tokens[worst]} where mlxlm has {ours[worst]}"
+            f"{label}: {backend} predicts token {output.tokens[worst]}, mlxlm {ours[worst]}"
             f" (greedy token {worst + 1} of {count}){where}",
             _HINT,
         )
     equal = "all equal" if not ties else f"{count - ties} equal, ties of two tokens: {ties}"
-    text_ids = _same_words(backend, source, output, label, tokens_may_differ)
+    text_ids = _check_tokenization(backend, source, output, label, tokens_may_differ)
     return Check(backend, "equal" if not ties else "within rounding", f"{count} greedy tokens: {equal}{text_ids}")
 
 
-def _same_words(
+def _check_tokenization(
     backend: str, source: Checkpoint, output: reference_backends.BackendOutput, label: str, tokens_may_differ: bool
 ) -> str:
-    """Whether the peer cuts a text into the source's tokens, where it was asked."""
+    """Compare how the program and the source's tokenizer tokenize a text, if the program did."""
     if output.text_ids is None:
         return ""
     try:
@@ -118,19 +130,19 @@ def _same_words(
     except TokenizerError:
         return ""
     if ids == output.text_ids:
-        return "; equal tokens of a text"
+        return "; a text has equal tokens"
     if tokens_may_differ:
-        return "; other tokens of a text, as the warnings say"
+        return "; a text has other tokens, see the warnings"
     at = next((i for i, (a, b) in enumerate(zip(ids, output.text_ids, strict=False)) if a != b), 0)
     raise CheckpointError(
-        f"{label}: {backend} makes other tokens of a text: {output.text_ids[at : at + 3]} where its source has"
+        f"{label}: {backend} tokenizes a text differently: {output.text_ids[at : at + 3]}, the source"
         f" {ids[at : at + 3]} (from token {at + 1} on)",
         _HINT,
     )
 
 
 def _shown(text: str, path: Path, label: str) -> str:
-    """A peer's words with the name that the output will have instead of the hidden one."""
+    """A program's message with the output's final name instead of the temporary one."""
     for name in dict.fromkeys((str(Path(path).resolve()), str(path), Path(path).name)):
         if ".partial" in name:
             text = text.replace(name, label)
@@ -138,7 +150,7 @@ def _shown(text: str, path: Path, label: str) -> str:
 
 
 def _same_of_source(backend: str, source: Checkpoint, ids: list[int], start: int, refused: bool) -> bool:
-    """Whether a peer is apart from mlxlm over the source's own files, too: it refuses them, or prefers other tokens."""
+    """Whether a program differs from mlxlm on the source's files, too: it rejects them, or predicts other tokens."""
     reads = source.format == "gguf" if backend == "llama.cpp" else (Path(source.path) / "config.json").is_file()
     if not reads:
         return False
@@ -158,17 +170,17 @@ def _same_of_source(backend: str, source: Checkpoint, ids: list[int], start: int
 def greedy_tokens(
     checkpoint: Checkpoint, ids: Sequence[int], count: int, on_progress: Callable[[int], None] = lambda done: None
 ) -> list[int]:
-    """The `count` most likely tokens after `ids`, each told when it is there."""
+    """Generate `count` tokens greedily after `ids`; calls `on_progress` with the number of tokens so far."""
     model, _ = load_checkpoint(checkpoint)
-    found = []
+    tokens = []
     for token in generate_tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
-        found.append(token)
-        on_progress(len(found))
-    return found
+        tokens.append(token)
+        on_progress(len(tokens))
+    return tokens
 
 
 def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]]) -> str:
-    """The first layer after which a peer has another hidden state at the last position."""
+    """The first layer after which a program has another hidden state at the last position."""
     ours: list[Any] = []
 
     def keep(_index: int, state) -> None:

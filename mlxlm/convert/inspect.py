@@ -1,4 +1,4 @@
-"""What a checkpoint is, in people's words, from its headers alone."""
+"""Describe a checkpoint from its headers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 @dataclass(frozen=True)
 class TokenizerInfo:
+    """Facts about a tokenizer; `chat_template` tells whether it has one."""
+
     tokenizer_type: str
     vocab_size: int
     special_tokens: dict[str, int]
@@ -30,11 +32,26 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Description:
-    """architecture: a heading -> one phrase. types: the file's word for a type -> tensors and bytes of it.
-    quantization: the default plan, None where there is none; exceptions: layers with another plan, or False for a
-    layer left as it is. memory: bytes of the weights as they will be computed with on this machine;
-    cache_per_token: bytes of the key-value cache a token, None for a model of mlx_lm. tokenizer None: none that
-    mlxlm reads, see `warnings`.
+    """Facts about a checkpoint.
+
+    Attributes:
+        path: Its path.
+        format: Its format.
+        family: Its `model_type`.
+        runtime: What runs it: mlxlm's decoder or mlx_lm.
+        problem: Why mlx_lm can't run it; None if nothing is known.
+        architecture: Heading -> one phrase.
+        tensors: Number of tensors.
+        parameters: Number of parameters.
+        bytes: Bytes of all tensors.
+        bits_per_weight: Average over all parameters.
+        types: The file's name of a type -> number of tensors and bytes.
+        quantization: The default quantization, or None.
+        layer_overrides: Layer -> another quantization, or False for a layer that isn't quantized.
+        memory: Bytes of the weights in memory on this machine.
+        cache_per_token: Bytes of the key-value cache per token; None for a model of mlx_lm.
+        tokenizer: None if mlxlm can't read one, see `warnings`.
+        warnings: Oddities that do no harm.
     """
 
     path: str
@@ -56,14 +73,14 @@ class Description:
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
+        """The facts as JSON values."""
         return asdict(self)
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """The facts about an open checkpoint. Reads headers and the tokenizer only, whatever the model's size.
+    """Describe an open checkpoint. Reads only headers and the tokenizer.
 
-    What makes a checkpoint unusable (missing tensors, shapes that aren't the configuration's) is an error of
-    `open_checkpoint`; `warnings` are what is odd and does no harm.
+    Missing tensors and wrong shapes are errors of `open_checkpoint`.
     """
     config, values = checkpoint.config, checkpoint.hf_config
     parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
@@ -102,7 +119,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
-    """Why mlx_lm can't run a model, as far as its configuration says, and warnings about one that it can."""
+    """Why mlx_lm can't run a model, judged by its configuration, and warnings about one that it can run."""
     try:
         _, limit = build_with_mlx_lm(checkpoint)
     except CheckpointError as error:
@@ -117,7 +134,7 @@ def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _types(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """The stored types, the one with most bytes first."""
+    """Stored types, the one with most bytes first."""
     found: dict[str, tuple[int, int]] = {}
     for tensor in checkpoint.tensors.values():
         count, size = found.get(tensor.stored_dtype, (0, 0))
@@ -153,7 +170,7 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
         "norms": _norms(c),
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",
-        "vocabulary": f"{c.vocab_size}, head {'tied to the embedding' if c.tie_word_embeddings else 'of its own'}",
+        "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
     }
     biases = [name for name, there in (("attention", c.attention_bias), ("feed-forward", c.mlp_bias)) if there]
     if biases:

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its weights: whether its configuration and tokenizer came along when it was written."""
+"""Compare the configuration and tokenizer of an output with those of its source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEXTS = (
     "x\t=\t1\r\n\n\n\ny  =   2    # DON'T we'll <s> </s> <|endoftext|> <|im_start|>user [INST] <unk>",
 )
 _ROLES = ("bos", "eos", "pad", "unk")
-# Fields that a format has no place for, or says in words of its own: named where they change, and no error.
+# Fields that a format can't represent, or represents differently: changes are reported, and no error.
 _NOT_CARRIED = {
     "gguf": {"model_type", "tie_word_embeddings", "hidden_act", "bos_token_id", "pad_token_id"},
     "llama2.c": {"model_type", "bos_token_id", "pad_token_id"},
@@ -41,9 +41,14 @@ _NEAR = 1e-6  # relative: formats keep numbers in float32
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared. `result`: "equal", "within rounding", "in part" (the format has no place for
-    some of it), "skipped", or of another program "differs" and "refused" where it has its own way with this model or
-    can't run it at all. `detail`: one phrase."""
+    """The result of one comparison.
+
+    Attributes:
+        name: What was compared, or the name of a program.
+        result: "equal", "within rounding", "in part" (the format can't represent all of it) or "skipped"; for another
+            program also "differs" or "refused", if it computes this model differently or can't run it.
+        detail: One phrase.
+    """
 
     name: str
     result: str
@@ -51,9 +56,10 @@ class Check:
 
 
 def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[Check]:
-    """Compare tokenizer and configuration of `written`, called `label` in errors, with those of `source`.
+    """Compare the tokenizer and configuration of an output, called `label` in errors, with those of its source.
 
-    Raises CheckpointError naming the first thing that was lost though the format has a place for it.
+    Raises:
+        CheckpointError: Something was lost or changed that the format can represent.
     """
     before, after = _tokenizer(source), None
     if before is not None:
@@ -78,7 +84,7 @@ class _Side:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Tokens that end a text: the configuration's and the tokenizer's, as generation takes them."""
+        """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
         own = self.id("eos")
         return self.config.eos_ids | (frozenset() if own is None else {own})
 
@@ -101,13 +107,13 @@ def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
     if not changes:
         return Check("configuration", "equal", "all fields")
     lost = ", ".join(f"{name} ({before!r} becomes {after!r})" for name, (before, after) in changes.items())
-    return Check("configuration", "in part", f"the format says otherwise: {lost}")
+    return Check("configuration", "in part", f"the format can't represent {lost}")
 
 
 def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:
     before = source.tokenizer
     if before is None:
-        return Check("tokenizer", "skipped", "the source has none that mlxlm reads")
+        return Check("tokenizer", "skipped", "the source has none that mlxlm can read")
     lost = []
     if written.checkpoint.format == "llama2.c":
         lost = ["chat template"] if before.chat_template else []
@@ -117,7 +123,7 @@ def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:
             raise CheckpointError(f"{label}: its tokenizer differs from the source's: {problem}")
     kept = f"equal ids of {len(_TEXTS)} texts and special tokens"
     if lost:
-        return Check("tokenizer", "in part", f"{kept}; no place in the format for {', '.join(lost)}")
+        return Check("tokenizer", "in part", f"{kept}; the format can't represent {', '.join(lost)}")
     return Check("tokenizer", "equal", kept + (", equal chat template" if before.chat_template else ""))
 
 
@@ -128,28 +134,28 @@ def _problems(source: _Side, written: _Side) -> Iterator[str]:
         if ids != others:
             at = next((i for i, pair in enumerate(zip(ids, others, strict=False)) if pair[0] != pair[1]), 0)
             shown = before.decode(ids[at : at + 4]) or text[:16]
-            yield f"other tokens at {shown!r}, {others[at : at + 3]} and not {ids[at : at + 3]}"
+            yield f"other tokens at {shown!r}, {others[at : at + 3]} instead of {ids[at : at + 3]}"
         if before.decode(ids) != after.decode(ids):
-            yield f"the tokens of {text[:16]!r} are another text"
+            yield f"the tokens of {text[:16]!r} decode to another text"
     for role in _ROLES:
         was, now = source.id(role), written.id(role)
         if was is not None and was != now:
             yield f"the {role} token is {now} and was {was}"
     for text, id in before.special_tokens.items():
         if after.special_tokens.get(text) != id:
-            yield f"{text!r} is no special token with the id {id}"
+            yield f"{text!r} is not a special token with id {id}"
     if (before.chat_template or None) != (after.chat_template or None):
-        yield "the chat template is another"
+        yield "the chat template differs"
 
 
 def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
-    """Fields that may differ, since both values mean the same."""
+    """Fields whose two values mean the same."""
     a, b = source.config, written.config
     if all(a.window(i) == b.window(i) for i in range(a.num_hidden_layers)):
         yield from ("sliding_window", "layer_types")
     if _biases(a) == _biases(b):
         yield from ("attention_bias", "attention_out_bias")
-    if _turn_alike(a, b):
+    if _same_rotation(a, b):
         yield from ("rope_theta", "rope_scaling", "partial_rotary_factor")
     if source.ends == written.ends:
         yield "eos_token_id"
@@ -160,7 +166,7 @@ def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
     for role in ("bos", "eos", "pad"):
         name = f"{role}_token_id"
         if getattr(a, name) is None and getattr(b, name) == source.id(role):
-            yield name  # a format with one place for it has the tokenizer's
+            yield name  # a format with one field for it has the tokenizer's
 
 
 def _biases(config: ModelConfig) -> tuple[bool, bool]:
@@ -168,8 +174,8 @@ def _biases(config: ModelConfig) -> tuple[bool, bool]:
     return config.attention_bias, config.attention_bias if out is None else out
 
 
-def _turn_alike(a: ModelConfig, b: ModelConfig) -> bool:
-    """Whether rotary positions turn by the same angles, whatever the words for them."""
+def _same_rotation(a: ModelConfig, b: ModelConfig) -> bool:
+    """Whether rotary positions have the same angles, however they are configured."""
     if a.positions != "rope" or b.positions != "rope":
         return a.positions == b.positions
     if a.rotary_dims != b.rotary_dims:

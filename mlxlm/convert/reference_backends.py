@@ -1,6 +1,6 @@
-"""Other programs that read what we write, asked for their next tokens: mlx_lm, transformers and llama.cpp.
+"""Run a model with other programs: mlx_lm, transformers and llama.cpp.
 
-Each runs in a process of its own, since each brings its own runtime and much memory, and gives it back at the end.
+Each runs in its own process, which isolates its runtime and frees its memory at the end.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any
 
 from mlxlm.utils.errors import CheckpointError
 
-# What each needs to be importable.
+# Modules that each needs.
 REQUIRED_PACKAGES = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
 _SECONDS = 900
-# Phrases by which a peer says that it has no such architecture, or lacks a library for it, not that something is
-# wrong with the file.
+# Phrases in errors about an unsupported architecture or a missing library, as opposed to a broken file.
 _UNKNOWN = (
     "not supported", "does not recognize this architecture", "unrecognized model", "unrecognized configuration class",
     "no module named", "requires the", "not implemented",
     "unknown model architecture",
 )  # fmt: skip
 
-# What the process runs: with this one's search path, so that nothing is imported out of the current folder.
+# The process's code: it uses our search path, so that nothing is imported from the current folder.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mlxlm.convert.reference_backends import main; main()"
 )
@@ -35,10 +34,15 @@ _CHILD = (
 
 @dataclass(frozen=True)
 class BackendOutput:
-    """What a peer says at each position of a text: its most likely next token, and by how much the logit of
-    the text's own token is below that one's. `logit_std`: standard deviation of the logits over the vocabulary.
-    hidden: the stream at the last position, after the embedding and each layer but the last, where asked for.
-    text_ids: its own tokens of a text, where asked for."""
+    """A program's predictions for a text.
+
+    Attributes:
+        tokens: The most likely next token at each position.
+        logit_gaps: By how much the logit of the text's token is below that of the most likely one.
+        logit_std: Standard deviation of the logits over the vocabulary.
+        hidden: Hidden states at the last position after the embedding and each layer but the last, if requested.
+        text_ids: The program's tokens of a text, if requested.
+    """
 
     tokens: list[int]
     logit_gaps: list[float]
@@ -48,18 +52,30 @@ class BackendOutput:
 
 
 class BackendUnavailable(Exception):
-    """The peer isn't installed, has no such architecture, or took too long: no opinion, no error."""
+    """The program isn't installed, doesn't support the architecture, or took too long."""
 
 
 class BackendRejected(CheckpointError):
-    """The peer has the architecture and can't read the files."""
+    """The program supports the architecture but can't read the files."""
 
 
 def run_backend(
     backend: str, path: Path, ids: Sequence[int], start: int, hidden: bool = False, text: str | None = None
 ) -> BackendOutput:
-    """`backend` reads the tokens `ids` with the model in `path`; its opinion on `ids[start:]`, each token given those
-    before it, and on `text`, which llama.cpp cuts into tokens by what the file says. Raises Unavailable or Refused."""
+    """Run a program on tokens, and compare its predictions with `ids[start:]`.
+
+    Args:
+        backend: A name in REQUIRED_PACKAGES.
+        path: The model.
+        ids: Tokens.
+        start: The first position to predict.
+        hidden: Whether to return hidden states; transformers only.
+        text: A text to tokenize; llama.cpp only.
+
+    Raises:
+        BackendRejected: It can't read the files.
+        BackendUnavailable: It can't run this model here.
+    """
     missing = [name for name in REQUIRED_PACKAGES[backend] if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"{' and '.join(missing)} not installed")
@@ -80,17 +96,17 @@ def run_backend(
 
 
 def _reason(backend: str, stderr: str) -> str:
-    """Why a process ended: its exception, or what llama.cpp's log says, whose exception says no more than that."""
+    """Why a process failed: its exception, or for llama.cpp, whose exceptions are generic, the error in its log."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if backend == "llama.cpp":
         log = lines[: next((i for i, line in enumerate(lines) if line.startswith("Traceback")), len(lines))]
-        # The first of them is the cause, and the others are of what then failed, too.
+        # The first error is the cause of the others.
         lines = [line for line in log if "error" in line.lower()][:1] or lines
     return lines[-1] if lines else ""
 
 
 def main() -> None:
-    """The process of one peer: a request as JSON on stdin, an Opinion as JSON on stdout."""
+    """The process of one program: reads a request as JSON from stdin, writes a BackendOutput as JSON to stdout."""
     print(json.dumps(_answer(json.load(sys.stdin))))
 
 
@@ -116,7 +132,7 @@ def _mlx_lm(path: str, ids: list[int], _request: dict[str, Any]):
     from mlxlm.backend.mlx import mx
 
     model, _ = load_model(Path(path), lazy=True, trust_remote_code=False)
-    model.set_dtype(mx.float32)  # rounding in another dtype would be what is compared
+    model.set_dtype(mx.float32)  # otherwise rounding to 16 bits would differ
     return np.array(model(mx.array([ids]))[0].astype(mx.float32)), {}
 
 
@@ -130,7 +146,7 @@ def _transformers(path: str, ids: list[int], request: dict[str, Any]):
     )
     with torch.no_grad():
         out = model(torch.tensor([ids]), output_hidden_states=request["hidden"], use_cache=False)
-    # The last of the hidden states is the normed one.
+    # The last hidden state is normalized.
     states = [state[0, -1].tolist() for state in out.hidden_states[:-1]] if request["hidden"] else None
     return out.logits[0].numpy(), {"hidden": states}
 

@@ -87,14 +87,14 @@ def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatc
 def test_another_token_is_an_error(memory, monkeypatch):
     answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 1, 0.01))
     with pytest.raises(
-        CheckpointError, match=r"out: mlx_lm goes on with token .* .greedy token 1 of 64.*without cross_check"
+        CheckpointError, match=r"out: mlx_lm predicts token .* .greedy token 1 of 64.*without cross_check"
     ):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
 def test_not_a_number_is_an_error(memory, monkeypatch):
     answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 0, float("nan")))
-    with pytest.raises(CheckpointError, match="mlx_lm goes on with token"):
+    with pytest.raises(CheckpointError, match="mlx_lm predicts token"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
@@ -108,13 +108,13 @@ def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monk
     (tmp_path / "config.json").touch()
     source = replace(memory, path=tmp_path)
     [*_, check] = verify(source, memory, "out", ("mlx_lm",))
-    assert check.result == "differs" and check.detail.endswith("so it does with the source")
+    assert check.result == "differs" and check.detail.endswith("the same happens with the source")
 
     def only_of_the_output(backend, path, ids, start):
         return opinion(ids, start, *(() if path == tmp_path else (1, 1.0)))
 
     answering(monkeypatch, only_of_the_output)
-    with pytest.raises(CheckpointError, match="mlx_lm goes on"):
+    with pytest.raises(CheckpointError, match="mlx_lm predicts"):
         verify(source, memory, "out", ("mlx_lm",))
 
 
@@ -146,10 +146,10 @@ def test_other_tokens_of_a_text_are_an_error_unless_the_writer_said_so(folder, m
     source = open_checkpoint(folder)
     answering(monkeypatch, lambda backend, path, ids, start: replace(opinion(ids, start), text_ids=[1, 2, 3]))
     ids = greedy_tokens(source)
-    with pytest.raises(CheckpointError, match="llama.cpp makes other tokens of a text"):
+    with pytest.raises(CheckpointError, match="llama.cpp tokenizes a text differently"):
         cross_check.cross_check_one("llama.cpp", source, source, "out", ids, START)
     check = cross_check.cross_check_one("llama.cpp", source, source, "out", ids, START, tokens_may_differ=True)
-    assert check.result == "equal" and "as the warnings say" in check.detail
+    assert check.result == "equal" and "see the warnings" in check.detail
 
 
 def stand_in(monkeypatch, program: str) -> None:
@@ -220,7 +220,7 @@ def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
         if isinstance(values.get(name), dict):
             values[name]["rope_theta"] = 50.0
     write_json(folder / "config.json", {**values, "rope_theta": 50.0})  # after the source was opened
-    with pytest.raises(CheckpointError, match="transformers goes on .* the first layer that differs is model.layers.0"):
+    with pytest.raises(CheckpointError, match="transformers predicts .* the first layer that differs is model.layers.0"):
         cross_check.cross_check_one("transformers", source, source, "out", ids, START)
 
 
@@ -235,7 +235,7 @@ def test_llama_cpp_verifies_a_file_by_any_name(folder, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     report = convert(folder, tmp_path / "my-Phi3-like.gguf", cross_check=True)  # a name that llama.cpp would act on
     [check] = [check for check in report.checks if check.name == "llama.cpp"]
-    assert check.result == "equal" and check.detail.endswith("; equal tokens of a text")
+    assert check.result == "equal" and check.detail.endswith("; a text has equal tokens")
     assert report.warnings == []
 
 
