@@ -1,4 +1,4 @@
-"""Measures the paths of the operations that a model calls, on this machine, and keeps the fastest ones."""
+"""Benchmarks the paths of operations on this machine and saves which is fastest."""
 
 from __future__ import annotations
 
@@ -17,35 +17,50 @@ from mlxlm.kernels.dispatch import Case, Operation
 from mlxlm.kernels.self_check import TOLERANCE, cotangents, in_one_line, outputs, relative_error
 from mlxlm.utils.errors import MlxlmError
 
-_LEAST_SECONDS = 0.01  # of one timing: as many calls as it takes
-_MARGIN = 0.97  # of the time of the path that would run anyway: what counts as faster
-_MEMORY = 2  # times that of the path that would run anyway: what is too much, however fast
-_LARGEST = 0.25  # of the device's memory: more isn't tried
+_MIN_SECONDS = 0.01  # a timing repeats the call until it takes this long
+_MAX_TIME_RATIO = 0.97  # to the time of the default path: above, a path doesn't count as faster
+_MAX_MEMORY_RATIO = 2  # to the peak memory of the default path: above, a path isn't chosen however fast it is
+_MAX_MEMORY_SHARE = 0.25  # of the device's memory: paths that need more aren't tried
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of single calls, gradient included where the operation has one, after a warm-up."""
+    """Timings of one path, after a warm-up.
+
+    Args:
+        seconds: Seconds per call, including the gradient if the operation has one.
+        error: Relative error against MLX's operations in float32 on the CPU.
+        peak_bytes: Peak memory of MLX, including the arguments.
+    """
 
     seconds: list[float]
-    error: float  # relative, against MLX's operations in float32 on the CPU
-    peak_bytes: int  # the most memory that MLX held at once, arguments included
+    error: float
+    peak_bytes: int
 
     @property
     def median(self) -> float:
+        """Median seconds per call."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The paths of a case that can run here, and the one that is taken from now on."""
+    """Benchmark results of a case.
+
+    Args:
+        case: The case.
+        timings: Timings by path.
+        skipped: Paths that were not measured, and why.
+        fastest: The path to use from now on, None if none is correct.
+    """
 
     case: Case
     timings: dict[str, Timing]
-    skipped: dict[str, str]  # path: why it wasn't measured
+    skipped: dict[str, str]
     fastest: str | None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the results as JSON values."""
         timings = {
             path: {
                 "milliseconds": [round(1e3 * s, 4) for s in sorted(t.seconds)],
@@ -58,28 +73,29 @@ class Measurement:
 
 
 def benchmark_all(cases: Sequence[tuple[Operation, Case]], num_repeats: int) -> Iterator[Measurement]:
-    """Measure each case in turn, `num_repeats` timings per path; each is kept, and used from then on.
+    """Benchmark cases one by one, with `num_repeats` timings per path. Results are saved and used immediately.
 
-    Raises MlxlmError at the end if something couldn't be written.
+    Raises:
+        MlxlmError: At the end, if a result couldn't be saved.
     """
-    unkept = None
+    save_error = None
     for operation, case in cases:
         measurement = benchmark(operation, case, num_repeats)
         if measurement.fastest:
             try:
                 measurements.save_measurement(str(case), measurement.to_dict())
                 dispatch.clear_choices()
-            except MlxlmError as problem:
-                unkept = problem
+            except MlxlmError as error:
+                save_error = error
         yield measurement
-    if unkept:
-        raise unkept
+    if save_error:
+        raise save_error
 
 
 def benchmark(operation: Operation, case: Case, num_repeats: int) -> Measurement:
-    """Time the paths that "auto" may take for a case, in turn, so that a noisy moment hits them all."""
+    """Time the paths that "auto" may choose for a case. Timings alternate, so that noise affects all paths."""
     order, why = operation.preferred_paths(case)
-    skipped = {path: f"not taken: {why}" for path in operation.paths if path not in order}
+    skipped = {path: f"not used: {why}" for path in operation.paths if path not in order}
     args, kwargs = operation.sample_inputs(case)
     mx.eval(args)
     calls, errors, peaks = {}, {}, {}
@@ -95,8 +111,8 @@ def benchmark(operation: Operation, case: Case, num_repeats: int) -> Measurement
             mx.reset_peak_memory()
             call(1)
             peaks[path], calls[path] = mx.get_peak_memory(), call
-        except Exception as problem:  # whatever a compiler or a driver may say: the others are measured
-            skipped[path] = f"failed: {in_one_line(problem)}"
+        except Exception as exception:  # compilers and drivers raise anything; measure the other paths
+            skipped[path] = f"failed: {in_one_line(exception)}"
     repeats = {path: _repeats(call) for path, call in calls.items()}
     seconds: dict[str, list[float]] = {path: [] for path in calls}
     for _ in range(num_repeats):
@@ -107,16 +123,16 @@ def benchmark(operation: Operation, case: Case, num_repeats: int) -> Measurement
 
 
 def _too_large(path: str, case: Case) -> str | None:
-    """Why a path isn't tried: MLX's gradient may keep the square of the scores, several times in float32."""
+    """Why a path needs too much memory: MLX's gradient may keep several float32 arrays of T² scores."""
     if path != "mlx" or case.operation != TRAINING.name or case.size("T") < LINEAR_MEMORY_FROM:
         return None
-    batch = max(1, 2048 // case.size("T"))  # of its trial
+    batch = max(1, 2048 // case.size("T"))  # as in `sample_inputs`
     needed = 4 * 4 * batch * case.size("H") * case.size("T") ** 2
-    return "its scores could take too much memory" if needed > _LARGEST * device.device_memory() else None
+    return "its scores could take too much memory" if needed > _MAX_MEMORY_SHARE * device.device_memory() else None
 
 
 def _narrow(case: Case) -> Case:
-    """What the error is taken on: one key head and up to 1,024 positions; the reference keeps the whole square."""
+    """Reduce a case for the error: one key head and up to 1,024 positions, since the reference keeps all T² scores."""
     if "K" not in case.names:
         return case
     narrow = case.with_sizes(H=case.size("H") // case.size("K"), K=1)
@@ -124,30 +140,30 @@ def _narrow(case: Case) -> Case:
 
 
 def _call(operation: Operation, path: str, args, kwargs):
-    """A function that runs the path n times in one evaluation and gives seconds per run."""
-    given = cotangents(operation, path, args, kwargs)
-    mx.eval(given)
-    compiled = mx.compile(lambda args, given: outputs(operation, path, args, kwargs, given))
+    """Make a function that runs the path n times in one evaluation and returns the seconds per run."""
+    grads = cotangents(operation, path, args, kwargs)
+    mx.eval(grads)
+    compiled = mx.compile(lambda args, grads: outputs(operation, path, args, kwargs, grads))
 
     def run(n: int) -> float:
         start = time.perf_counter()
-        mx.eval([compiled(args, given) for _ in range(n)])
+        mx.eval([compiled(args, grads) for _ in range(n)])
         return (time.perf_counter() - start) / n
 
     return run
 
 
 def _repeats(call) -> int:
-    return max(1, min(64, int(_LEAST_SECONDS / max(call(1), 1e-6))))
+    return max(1, min(64, int(_MIN_SECONDS / max(call(1), 1e-6))))
 
 
 def _fastest(order: Sequence[str], case: Case, timings: dict[str, Timing]) -> str | None:
-    """The path to take: the first one that is right, unless another is clearly faster and doesn't take much more
-    memory; None if none is right."""
-    right = [p for p in order if p in timings and timings[p].error <= TOLERANCE[case.dtype]]
+    """Choose the first correct path, unless another is clearly faster without much more memory; None if none is."""
+    correct = [p for p in order if p in timings and timings[p].error <= TOLERANCE[case.dtype]]
     faster = [
-        p for p in right[1:]
-        if timings[p].median < _MARGIN * timings[right[0]].median
-        and timings[p].peak_bytes <= _MEMORY * timings[right[0]].peak_bytes
-    ]  # fmt: skip
-    return min(faster, key=lambda p: timings[p].median, default=next(iter(right), None))
+        p
+        for p in correct[1:]
+        if timings[p].median < _MAX_TIME_RATIO * timings[correct[0]].median
+        and timings[p].peak_bytes <= _MAX_MEMORY_RATIO * timings[correct[0]].peak_bytes
+    ]
+    return min(faster, key=lambda p: timings[p].median, default=next(iter(correct), None))

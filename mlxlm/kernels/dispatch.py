@@ -1,9 +1,9 @@
-"""Which implementation of an operation runs: by what the call needs, what was measured here, and the mode.
+"""Chooses the implementation (path) of an operation by the arguments, measurements on this machine, and the mode.
 
-The paths of an operation are "metal" (a kernel of `metal_kernels/`), "mlx" (MLX's own operations) and
-"blockwise" (MLX operations in blocks, with linear memory). In mode "auto" MLX's kernel is taken wherever it
-has one, unless another path was measured to be faster on this machine (`mlxlm kernels bench`); ours where
-MLX has none, or where its memory would grow with the square of the length.
+The paths of an operation are "metal" (a kernel of `metal_kernels/`), "mlx" (MLX's own operations) and "blockwise"
+(MLX operations in blocks, with linear memory). Mode "auto" prefers MLX's kernel where it has one, unless another path
+was measured to be faster on this machine (`mlxlm kernels bench`). It uses mlxlm's kernels where MLX has none, or where
+MLX's memory would grow with the square of the length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloa
 
 
 class Case(NamedTuple):
-    """What decides the choice. Lengths are rounded, so that few cases cover all calls."""
+    """The properties of a call that decide its path. Lengths are rounded, so that few cases cover all calls.
+
+    Args:
+        operation: Name of the operation.
+        dtype: "float32", "float16" or "bfloat16".
+        names: Names of the sizes, such as "D" and "T".
+        sizes: Their values.
+        features: Optional arguments in use, such as "window".
+    """
 
     operation: str
     dtype: str
@@ -40,31 +48,37 @@ class Case(NamedTuple):
 
     @property
     def label(self) -> str:
-        """ "D=64 T=1024 window" """
+        """Sizes and features, for example "D=64 T=1024 window"."""
         return " ".join([*(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)), *self.features])
 
     def size(self, name: str) -> int:
+        """Return a size by name."""
         return self.sizes[self.names.index(name)]
 
     def with_sizes(self, **sizes: int) -> Case:
-        """The same with other sizes; those that it doesn't have are left out."""
+        """Return the case with other sizes. Names that the case doesn't have are ignored."""
         return self._replace(sizes=tuple(sizes.get(n, s) for n, s in zip(self.names, self.sizes, strict=True)))
 
 
 class Choice(NamedTuple):
+    """The chosen path of a case, and why it was chosen."""
+
     path: str
     why: str
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An operation with several paths.
+    """An operation with several implementations (paths).
 
-    `prefers(case)` gives the paths that "auto" may take, the first one being taken unless another was measured
-    to be faster, and why. `trial(case)` makes random arguments for a call of exactly this case. `small(case)`
-    gives cases that launch the same kernels on little data: a kernel is tried on these before its first use.
-    `lacks(path, case)` is why a path can't serve a case, or None. The arguments at `differentiable` are
-    primals of a gradient, which is tried and measured with the value if there are any.
+    Args:
+        name: Name of the operation.
+        paths: The implementations by path name, all with the same arguments.
+        preferred_paths: Returns the paths that "auto" may choose for a case, best first, and why the first is best.
+        sample_inputs: Makes random arguments `(args, kwargs)` for a call of exactly this case.
+        check_cases: Returns cases that run the same Metal kernels on little data, for the check on first use.
+        unsupported_reason: Returns why a path doesn't support a case, or None.
+        differentiable: Indices of the arguments with a gradient. If not empty, checks and benchmarks include it.
     """
 
     name: str
@@ -76,7 +90,11 @@ class Operation:
     differentiable: tuple[int, ...] = ()
 
     def implementation(self, case: Case) -> Callable:
-        """The function that runs a call of this case. Raises PlatformError if the mode can't be had."""
+        """Return the function for calls of this case.
+
+        Raises:
+            PlatformError: The mode requires a kernel that can't run here.
+        """
         if (cases := _recording.get()) is not None:
             cases[case] = self
             return self.paths[self.reference(case)]
@@ -84,21 +102,22 @@ class Operation:
         return self.paths[choice.path]
 
     def reference(self, case: Case) -> str:
-        """A path of MLX's operations that can serve a case anywhere."""
+        """Return a path of MLX operations that supports a case on every device."""
         return next(
             path for path in ("mlx", "blockwise") if path in self.paths and not self.unsupported_reason(path, case)
         )
 
     def unavailable_reason(self, path: str, case: Case) -> str | None:
-        """Why a path can't be taken here, or None. The first use of a Metal kernel on a machine tries it."""
+        """Why a path can't be used here, or None. Checks a Metal kernel on its first use on a machine."""
         if reason := self.unsupported_reason(path, case):
             return reason
         if path != "metal":
             return None
-        return _failure(self, case) if metal_available() else "there is no Metal on this machine"
+        return _failure(self, case) if metal_available() else "no Metal on this machine"
 
 
 def metal_available() -> bool:
+    """Whether Metal kernels can run on the current device."""
     return mx.metal.is_available() and not ON_CPU
 
 
@@ -110,17 +129,21 @@ _lock = threading.RLock()
 
 
 def mode() -> str:
-    """The mode in force: that of `use_kernels`, else that of `$MLXLM_KERNELS` at the start, else "auto"."""
+    """Return the current mode: of `use_kernels`, else of `$MLXLM_KERNELS` at startup, else "auto"."""
     return _mode.get() or _environment
 
 
 @contextmanager
-def use_kernels(chosen: str) -> Iterator[None]:
-    """Take these paths within the block, wherever they exist: "auto", "metal", "mlx" or "blockwise".
+def use_kernels(mode: str) -> Iterator[None]:
+    """Context manager that sets the mode: "auto", "metal", "mlx" or "blockwise".
 
-    A compiled function keeps the paths that it was traced with. Raises ConfigError for another word.
+    Operations without a path of this name still choose automatically. A compiled function keeps the paths that it was
+    traced with.
+
+    Raises:
+        ConfigError: Unknown mode.
     """
-    token = _mode.set(_checked(chosen))
+    token = _mode.set(_checked(mode))
     try:
         yield
     finally:
@@ -132,7 +155,7 @@ _recording: ContextVar[dict[Case, Operation] | None] = ContextVar("recording", d
 
 @contextmanager
 def record_cases() -> Iterator[dict[Case, Operation]]:
-    """Collect what is asked for within the block. Nothing is chosen or tried for it: MLX's operations are taken."""
+    """Context manager that records the cases of all calls. They run on MLX's operations, without a choice or check."""
     cases: dict[Case, Operation] = {}
     token = _recording.set(cases)
     try:
@@ -141,16 +164,18 @@ def record_cases() -> Iterator[dict[Case, Operation]]:
         _recording.reset(token)
 
 
-def _checked(chosen: str) -> str:
-    if chosen not in MODES:
-        raise ConfigError(f"there is no kernel mode {chosen!r}", "one of " + ", ".join(MODES))
-    return chosen
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise ConfigError(f"unknown kernel mode {mode!r}", "one of " + ", ".join(MODES))
+    return mode
 
 
 def choose_path(operation: Operation, case: Case) -> Choice:
-    """The path of a case and why.
+    """Choose the path of a case.
 
-    Raises PlatformError if the mode asks for a kernel that can't run here, ConfigError for an unknown mode.
+    Raises:
+        PlatformError: The mode requires a kernel that can't run here.
+        ConfigError: `$MLXLM_KERNELS` is an unknown mode.
     """
     key = (case, _checked(mode()))
     with _lock:
@@ -160,14 +185,14 @@ def choose_path(operation: Operation, case: Case) -> Choice:
 
 
 def _choose(operation: Operation, case: Case) -> Choice:
-    wanted, skipped = mode(), []
-    if wanted in operation.paths:
-        if lacking := operation.unsupported_reason(wanted, case):
-            skipped.append(f"not {wanted}: {lacking}")
-        elif reason := operation.unavailable_reason(wanted, case):
-            raise PlatformError(f"kernel mode {wanted}: {case}: {reason}", f"{VARIABLE}=auto")
+    requested, skipped = mode(), []
+    if requested in operation.paths:
+        if reason := operation.unsupported_reason(requested, case):
+            skipped.append(f"not {requested}: {reason}")
+        elif reason := operation.unavailable_reason(requested, case):
+            raise PlatformError(f"kernel mode {requested}: {case}: {reason}", f"{VARIABLE}=auto")
         else:
-            return Choice(wanted, "asked for")
+            return Choice(requested, "requested")
     order, why = operation.preferred_paths(case)
     fastest = measurements.fastest_path(str(case))
     if fastest in order and not operation.unavailable_reason(fastest, case):
@@ -181,13 +206,13 @@ def _choose(operation: Operation, case: Case) -> Choice:
 
 
 def clear_choices() -> None:
-    """Choose again: after a measurement."""
+    """Forget all choices, after a measurement."""
     _choices.clear()
 
 
 def _failure(operation: Operation, case: Case) -> str | None:
-    """None if the Metal kernels of a case are known to be right on this machine, else why they are off."""
-    kind = operation.check_cases(case)
-    if kind not in _failures:
-        _failures[kind] = check_on_first_use(operation, kind)
-    return _failures[kind]
+    """Why the Metal kernels of a case are disabled on this machine; None if they passed the check."""
+    cases = operation.check_cases(case)
+    if cases not in _failures:
+        _failures[cases] = check_on_first_use(operation, cases)
+    return _failures[cases]

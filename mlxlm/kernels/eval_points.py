@@ -1,4 +1,4 @@
-"""Arrays along a graph, by which it can be evaluated a piece at a time."""
+"""Marks arrays in a lazy graph, so that the graph can be evaluated in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _collecting: ContextVar[list[mx.array] | None] = ContextVar("collecting", defaul
 
 
 def eval_point(x: mx.array) -> mx.array:
-    """x, an array that is in memory anyway: inside of `eval_points`, it becomes one."""
+    """Mark x as an evaluation point inside of `eval_points`, and return it. x should be needed in memory anyway."""
     if (points := _collecting.get()) is not None:
         points.append(x)
     return x
@@ -20,7 +20,7 @@ def eval_point(x: mx.array) -> mx.array:
 
 @contextmanager
 def eval_points() -> Iterator[list[mx.array]]:
-    """The list of those that a graph built inside of this has, in the order in which it was built."""
+    """Context manager that yields the list of marked arrays, in the order in which the graph is built."""
     token = _collecting.set([])
     try:
         yield _collecting.get()
@@ -29,8 +29,7 @@ def eval_points() -> Iterator[list[mx.array]]:
 
 
 def eval_at_points(points: list[mx.array]) -> None:
-    """Evaluate one after another, each begun when the one before the last is done, and let go of them: `points` is
-    empty then."""
+    """Evaluate the arrays in order, at most two at a time, and release them: `points` is empty afterwards."""
     last = None
     while points:
         point = points.pop(0)

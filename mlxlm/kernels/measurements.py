@@ -1,7 +1,6 @@
-"""What was found out about the kernels on this machine, kept between runs in the user's cache.
+"""Benchmark and self-check results of the kernels, saved in the user's cache folder.
 
-A record belongs to one device, system, MLX version and state of the kernels: with another of any of them it is
-not used. It is only a cache: one that can't be read is as good as none.
+A record is only valid for one device, system, MLX version and state of the kernels. An unreadable file counts as empty.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from mlxlm.utils.resources import resource
 
 
 def cache_path() -> Path:
-    """Raises MlxlmError if there is no place for it."""
+    """Return the path of the results file. Raises MlxlmError if there is no cache folder."""
     return platform.cache_folder() / "kernels.json"
 
 
 @cache
 def device_key() -> str:
-    """Device, system, MLX version, and a digest of the Metal sources and of the code that launches them."""
+    """Identify the machine: device, system, MLX version, and a digest of the Metal sources and the code around them."""
     digest = hashlib.sha256()
     for folder, endings in ((resource("metal_kernels"), (".metal", ".h")), (Path(__file__).parent, (".py",))):
         for file in sorted(folder.iterdir()):
@@ -46,25 +45,25 @@ def device_key() -> str:
 
 
 def fastest_path(case: str) -> str | None:
-    """The path that was measured to be the fastest one for a case, if any was."""
-    found = _record()["measured"].get(case)
-    return found.get("fastest") if isinstance(found, dict) else None
+    """Return the path that was measured to be fastest for a case, None if it was not measured."""
+    measurement = _record()["measured"].get(case)
+    return measurement.get("fastest") if isinstance(measurement, dict) else None
 
 
-def save_measurement(case: str, found: dict[str, Any]) -> None:
-    """Keep a measurement: the fastest path and what was seen. Raises MlxlmError if the disk refuses."""
-    _update(lambda record: record["measured"].update({case: found}))
+def save_measurement(case: str, measurement: dict[str, Any]) -> None:
+    """Save a measurement (`Measurement.to_dict`). Raises MlxlmError if the file can't be written."""
+    _update(lambda record: record["measured"].update({case: measurement}))
 
 
-def is_verified(kind: str) -> bool:
-    """Whether the Metal kernels of a kind of case were seen to match their reference here."""
-    return kind in _record()["verified"]
+def is_verified(name: str) -> bool:
+    """Whether the Metal kernels of these cases passed their check on this machine."""
+    return name in _record()["verified"]
 
 
-def save_verified(kind: str) -> None:
-    """Remember that they do. Where that can't be written, they are tried again next time."""
+def save_verified(name: str) -> None:
+    """Save that the Metal kernels of these cases passed. If the file can't be written, they are checked again."""
     with suppress(MlxlmError):
-        _update(lambda record: record["verified"].append(kind))
+        _update(lambda record: record["verified"].append(name))
 
 
 def _record() -> dict[str, Any]:
@@ -74,13 +73,13 @@ def _record() -> dict[str, Any]:
         return _of_machine({})
 
 
-def _of_machine(everything: dict[str, Any]) -> dict[str, Any]:
-    return everything.setdefault(device_key(), {"measured": {}, "verified": []})
+def _of_machine(records: dict[str, Any]) -> dict[str, Any]:
+    return records.setdefault(device_key(), {"measured": {}, "verified": []})
 
 
 @cache
 def _read(file: Path) -> dict[str, Any]:
-    """All machines' records; those that don't have the form of one are left out."""
+    """Read the records of all machines. Malformed records are dropped."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -93,12 +92,12 @@ def _is_record(value: Any) -> bool:
         isinstance(value, dict)
         and isinstance(value.get("measured"), dict)
         and isinstance(value.get("verified"), list)
-        and all(isinstance(kind, str) for kind in value["verified"])
+        and all(isinstance(name, str) for name in value["verified"])
     )
 
 
 def _update(change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change this machine's record in the file as it is now: another process may have written since."""
+    """Update this machine's record in the file under a lock: another process may have written it since."""
     file = cache_path()
     with os_errors_as(CheckpointError, "write", file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,8 +105,8 @@ def _update(change: Callable[[dict[str, Any]], Any]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _read.cache_clear()
-        everything = _read(file)
-        change(_of_machine(everything))
-        write_json(file, everything)
+        records = _read(file)
+        change(_of_machine(records))
+        write_json(file, records)
     finally:
         os.close(lock)

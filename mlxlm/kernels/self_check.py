@@ -1,4 +1,4 @@
-"""Tries a path of an operation: its values and gradients, and how far they are from MLX's in float32."""
+"""Compares the outputs and gradients of a path with those of MLX's operations in float32."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mlxlm.kernels import measurements
 if TYPE_CHECKING:
     from mlxlm.kernels.dispatch import Case, Operation
 
-# Largest |found - reference| / |reference| (Frobenius norms) that is rounding: a few units of the dtype's last
-# place, and for float32 what matrix units with shorter factors (TF32) leave. One key left out of 70 gives 0.1.
+# Maximum relative error |actual - reference| / |reference| (Frobenius norms) by rounding: a few units of the dtype's
+# last place; for float32, that of matrix units with shorter factors (TF32). One missing key of 70 gives 0.1.
 TOLERANCE = {"float32": 2e-3, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def cotangents(operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[mx.array]:
-    """Random cotangents for the outputs of a path; none if the operation has no gradient."""
+    """Make random cotangents for the outputs of a path; an empty list if the operation has no gradient."""
     if not operation.differentiable:
         return []
-    found = _as_list(operation.paths[path](*args, **kwargs))
-    seeds = mx.random.split(mx.random.key(1), len(found))
-    return [mx.random.normal(y.shape, key=seed).astype(y.dtype) for y, seed in zip(found, seeds, strict=True)]
+    outs = _as_list(operation.paths[path](*args, **kwargs))
+    seeds = mx.random.split(mx.random.key(1), len(outs))
+    return [mx.random.normal(y.shape, key=seed).astype(y.dtype) for y, seed in zip(outs, seeds, strict=True)]
 
 
 def outputs(
-    operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[mx.array]
+    operation: Operation, path: str, args: Sequence[Any], kwargs: Mapping[str, Any], cotangents: Sequence[mx.array]
 ) -> list[mx.array]:
-    """Outputs of a path and, with `given` cotangents, its gradient; not evaluated."""
+    """Return the outputs of a path, followed by its gradients if there are cotangents. Nothing is evaluated."""
     arrays = list(args)
 
     def call(*primals: mx.array) -> list[mx.array]:
@@ -38,55 +38,56 @@ def outputs(
         return _as_list(operation.paths[path](*arrays, **kwargs))
 
     primals = [args[i] for i in operation.differentiable]
-    if not given:
+    if not cotangents:
         return call(*primals)
-    found, gradients = mx.vjp(call, primals, list(given))
-    return [*found, *gradients]
+    outs, gradients = mx.vjp(call, primals, list(cotangents))
+    return [*outs, *gradients]
 
 
 def relative_error(operation: Operation, path: str, case: Case) -> float:
-    """Largest relative error of a path's outputs and gradients against MLX's operations in float32 on the CPU."""
+    """Return the largest relative error of outputs and gradients, against MLX's operations in float32 on the CPU."""
     args, kwargs = operation.sample_inputs(case)
-    given = cotangents(operation, path, args, kwargs)
-    mx.eval(args, given)
+    grads = cotangents(operation, path, args, kwargs)
+    mx.eval(args, grads)
     reference = operation.reference(case)
     with mx.stream(mx.cpu):  # a GPU's matrix units may shorten float32
-        wanted = outputs(operation, reference, *tree_map(_as_float32, (args, kwargs, given)))
-        mx.eval(wanted)
-    found = outputs(operation, path, args, kwargs, given)
-    mx.eval(found)
+        expected = outputs(operation, reference, *tree_map(_as_float32, (args, kwargs, grads)))
+        mx.eval(expected)
+    actual = outputs(operation, path, args, kwargs, grads)
+    mx.eval(actual)
     with mx.stream(mx.cpu):
-        errors = [_distance(x, y) for x, y in zip(found, wanted, strict=True)]
+        errors = [_relative_distance(x, y) for x, y in zip(actual, expected, strict=True)]
     return _largest(errors)
 
 
-def check_on_first_use(operation: Operation, kind: tuple[Case, ...]) -> str | None:
-    """None if the Metal kernels of these cases are right on this machine, else, with a warning, what is wrong.
+def check_on_first_use(operation: Operation, cases: tuple[Case, ...]) -> str | None:
+    """Check the Metal kernels of these cases on this machine. Passed checks are saved across processes.
 
-    What was right is remembered from one process to the next.
+    Returns:
+        None if they are correct, else what is wrong, which is also a warning.
     """
-    name = "; ".join(map(str, kind))
+    name = "; ".join(map(str, cases))
     if measurements.is_verified(name):
         return None
     try:
-        found = _largest(relative_error(operation, "metal", case) for case in kind)
-        if found <= TOLERANCE[kind[0].dtype]:
+        error = _largest(relative_error(operation, "metal", case) for case in cases)
+        if error <= TOLERANCE[cases[0].dtype]:
             measurements.save_verified(name)
             return None
-        reason = f"its Metal kernel is wrong on this machine (error {found:.1e})"
-    except Exception as problem:  # whatever a compiler or a driver may say
-        reason = f"its Metal kernel failed on this machine ({in_one_line(problem)})"
-    warnings.warn(f"{name}: {reason}; another path is taken", stacklevel=2)
+        reason = f"its Metal kernel is wrong on this machine (error {error:.1e})"
+    except Exception as exception:  # compilers and drivers raise anything
+        reason = f"its Metal kernel failed on this machine ({in_one_line(exception)})"
+    warnings.warn(f"{name}: {reason}; another path is used", stacklevel=2)
     return reason
 
 
-def in_one_line(problem: Exception) -> str:
-    """What a compiler or a driver says, cut."""
-    return " ".join(str(problem).split())[:200]
+def in_one_line(exception: Exception) -> str:
+    """Return the message of a compiler or driver on one line, truncated to 200 characters."""
+    return " ".join(str(exception).split())[:200]
 
 
 def _largest(errors: Iterable[float]) -> float:
-    return max(errors, key=lambda e: (e != e, e))  # NaN is the largest error of all
+    return max(errors, key=lambda e: (e != e, e))  # NaN counts as the largest
 
 
 def _as_list(out: Any) -> list[mx.array]:
@@ -97,6 +98,6 @@ def _as_float32(x: Any) -> Any:
     return x.astype(mx.float32) if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) else x
 
 
-def _distance(found: mx.array, wanted: mx.array) -> float:
-    difference = mx.linalg.norm((found.astype(mx.float32) - wanted).flatten())
-    return (difference / mx.maximum(mx.linalg.norm(wanted.flatten()), 1e-30)).item()
+def _relative_distance(actual: mx.array, expected: mx.array) -> float:
+    difference = mx.linalg.norm((actual.astype(mx.float32) - expected).flatten())
+    return (difference / mx.maximum(mx.linalg.norm(expected.flatten()), 1e-30)).item()

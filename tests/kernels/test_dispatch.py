@@ -184,7 +184,7 @@ def test_what_another_process_measures_meanwhile_is_kept():
 
 def test_modes(monkeypatch):
     with use_kernels("mlx"):
-        assert dispatch.choose_path(operation(), CASE) == Choice("mlx", "asked for")
+        assert dispatch.choose_path(operation(), CASE) == Choice("mlx", "requested")
     with use_kernels("blockwise"):  # this operation has no such path
         assert dispatch.choose_path(operation(), CASE).path == "metal"
     monkeypatch.setattr(dispatch, "_environment", "mlx")

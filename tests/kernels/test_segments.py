@@ -107,7 +107,7 @@ def test_metal_kernels_say_that_they_lack_documents():
 @pytest.mark.parametrize("segment_ids", [mx.zeros((1, 5), mx.int32), mx.zeros((2, 6), mx.int32), mx.zeros((1, 6))])
 def test_segments_that_do_not_fit(segment_ids):
     q = random((1, 1, 6, 8), 0)
-    with pytest.raises(ValueError, match=r"segments are .*int32 \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"segment_ids are .*int32 \(1, 6\)"):
         attention(q, q, q, 1.0, segment_ids=segment_ids)
     k = random((1, 1, 9, 8), 0)
     with pytest.raises(ValueError, match="as many queries"):
