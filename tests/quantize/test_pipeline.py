@@ -1,4 +1,4 @@
-"""Whole models: what is written, what mlx_lm makes of it, what it costs, and what is refused."""
+"""Whole models: what is written, what mlx_lm reads, what quantization costs, and which settings are rejected."""
 
 import json
 import shutil
