@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_option, option
+from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
 from mlxlm.cli.run_options import pop_runtime_options, runtime_options
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     data_options,
+    data_settings,
     given_settings,
+    given_tokenizer,
     print_skipped,
     reject_unused_settings,
     setting_options,
@@ -93,9 +95,11 @@ def _comparison(
     data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float
 ) -> Comparison:
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest, parse_weighted_sources
-    from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
+    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
+    from mlxlm.experiments.architecture_comparison import Comparison, start_comparison
+    from mlxlm.experiments.variant import Variant
     from mlxlm.families import load_config, load_preset
+    from mlxlm.train import Budget
 
     if not data:
         if flags := given_flags(["variants", *options]):
@@ -112,18 +116,15 @@ def _comparison(
     config = load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
     settings = given_settings(options)
     settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
-    names = ("text_column", "tokenizer", "vocab_size", "validation", "minutes", "tokens", "tokenizer_type")
-    arguments = {name: options[name] for name in (*names, "validation_fraction", "on_bad_input")}
     comparison = start_comparison(
         out,
-        data,
+        DataOptions(data, weights, **data_settings(options)),
         config,
-        [Variant.read(text) for text in variants],
-        weights=weights,
+        [Variant.parse(text) for text in variants],
+        tokenizer=given_tokenizer(options),
+        budget=Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
         settings=settings,
-        duty_cycle=duty_cycle,
         phase=phase,
-        **given_values(arguments),
     )
     print_skipped(Manifest.read(comparison.data).skipped)
     return comparison
@@ -133,7 +134,7 @@ def _train(comparison: Comparison, runtime: dict[str, Any]) -> list[str]:
     """Train the unfinished variants; returns an error message for each that failed."""
     from mlxlm.cli.training import phase, train_sweep
 
-    runs = [(variant.name, partial(comparison.run, variant, phase)) for variant in comparison.variants]
+    runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
     command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
     return train_sweep(runs, comparison.tokenizer, command, **runtime)
 

@@ -26,6 +26,7 @@ from mlxlm.cli.training_options import (
     data_options,
     data_settings,
     given_settings,
+    given_tokenizer,
     print_skipped,
     reject_unused_settings,
     setting_options,
@@ -141,7 +142,7 @@ def _new_run(
     from mlxlm.cli.training import phase
     from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
     from mlxlm.families import load_config, load_preset
-    from mlxlm.train import Budget, TokenizerOptions, start_run
+    from mlxlm.train import Budget, start_run
     from mlxlm.train.budget import check_duration
 
     if not data or out is None:
@@ -165,9 +166,7 @@ def _new_run(
         out,
         DataOptions(data, weights, stdin=sys.stdin.buffer, **data_settings(options)),
         config,
-        tokenizer=TokenizerOptions(
-            options["tokenizer"], options["tokenizer_type"] or "byte-level", options["vocab_size"]
-        ),
+        tokenizer=given_tokenizer(options),
         budget=Budget(
             tokens=options["tokens"],
             minutes=minutes,

@@ -16,7 +16,9 @@ from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_
 from mlxlm.cli.run_options import RUNTIME_OPTIONS, pop_runtime_options, runtime_options
 from mlxlm.cli.training_options import (
     data_options,
+    data_settings,
     given_settings,
+    given_tokenizer,
     print_skipped,
     reject_unused_settings,
     setting_options,
@@ -115,8 +117,8 @@ def scaling(
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
     from mlxlm.cli.training import phase
-    from mlxlm.data import Manifest
-    from mlxlm.experiments.scaling_grid import Grid, start_grid
+    from mlxlm.data import DataOptions, Manifest
+    from mlxlm.experiments.scaling_grid import Grid, GridOptions, start_grid
 
     if not data or fit_only:
         if flags := [*(["DATA"] if data else []), *given_flags(options)]:
@@ -131,17 +133,15 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
         *unused_data_rules(options, data),
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
-    names = ("vocab_size", "tokenizer", "tokenizer_type", "text_column", "validation", "validation_fraction")
-    arguments = {name: options[name] for name in (*names, "on_bad_input")} | {"minutes": minutes}
+    lengths = {name: _numbers(options[name]) for name in ("tokens_per_parameter", "tokens")}
+    sizes = [_parameters(text) for text in _split(options["sizes"])]
     grid = start_grid(
         out,
-        data,
-        sizes=[_parameters(text) for text in _split(options["sizes"])],
-        ratios=_numbers(options["tokens_per_parameter"]),
-        tokens=_numbers(options["tokens"]),
+        DataOptions(data, **data_settings(options)),
+        GridOptions(sizes, **lengths, **given_values({"minutes": minutes})),
+        tokenizer=given_tokenizer(options),
         settings=given_settings(options),
         phase=phase,
-        **given_values(arguments),
     )
     print_skipped(Manifest.read(grid.data).skipped)
     return grid
@@ -152,7 +152,7 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> list[str]:
     from mlxlm.cli.training import phase, train_sweep
     from mlxlm.plan.scaling_law import FULL_VALUE_EPOCHS
 
-    epochs = max(cell.tokens for cell in grid.cells) / grid.unique_tokens
+    epochs = max(run.tokens for run in grid.runs) / grid.unique_tokens
     if epochs > 1.2 * FULL_VALUE_EPOCHS:
         render.say(
             f"the text is short: the longest runs see it {epochs:.1f} times, and after {FULL_VALUE_EPOCHS:g} epochs "
@@ -160,9 +160,9 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> list[str]:
             style="yellow",
         )
     runs = []
-    for cell in grid.cells:
-        name = f"{human_count(cell.parameters)} parameters, {human_count(cell.tokens)} tokens"
-        runs.append((name, partial(grid.run, cell, phase)))
+    for planned in grid.runs:
+        name = f"{human_count(planned.parameters)} parameters, {human_count(planned.tokens)} tokens"
+        runs.append((name, partial(grid.open_run, planned, phase)))
     command = f"mlxlm scaling --out {shlex.quote(str(grid.path))}"
 
     def time_left(number: int) -> str:

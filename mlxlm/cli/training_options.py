@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.config.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from mlxlm.train import TokenizerOptions
 
 DEFAULT_MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
 
@@ -207,6 +210,15 @@ def data_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of DataOptions that the command line sets."""
     names = ("validation", "validation_fraction", "text_column", "on_bad_input")
     return given_values({name: options.get(name) for name in names})
+
+
+def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
+    """The TokenizerOptions that the command line sets."""
+    from mlxlm.train import TokenizerOptions
+
+    return TokenizerOptions(
+        options["tokenizer"], options["tokenizer_type"] or TokenizerOptions.tokenizer_type, options["vocab_size"]
+    )
 
 
 def validation_options(what: str) -> tuple[Callable, ...]:

@@ -1,53 +1,97 @@
-"""A grid of small runs that differ in size and length, on one prepared dataset: what a scaling law is fitted to."""
+"""A grid of small runs of several sizes and lengths on the same data, to fit scaling laws to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
-from mlxlm.data import Manifest
+from mlxlm.data import DataOptions, Manifest
 from mlxlm.experiments.scaling_fit import ScalingPoint
 from mlxlm.experiments.sweep import (
-    check_saved_args,
+    Sweep,
+    data_options,
     is_finished,
-    open_or_start_run,
     prepare_shared_data,
     relative_data_path,
     saved_args,
+    tokenizer_options,
 )
 from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
-from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size, nearest_models
 from mlxlm.train.budget import num_rows
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, no_phase, prepared_source
+from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase, prepared_source
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import set_default_dtype
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
-from mlxlm.utils.json_files import read_json, write_json
+from mlxlm.utils.json_files import write_json
 
-FILE = "grid.json"
-MINUTES = 30.0  # that a grid takes, unless said
-RATIOS = (5.0, 10.0, 20.0, 40.0)  # tokens per parameter, where sizes are given and no tokens
-_HALVINGS = (8, 4, 2, 1)  # of sizes and of tokens, where neither is given
-_LENGTH = 256  # tokens of a sequence
-_LEAST_STEPS = 400  # of the shortest run: fewer are over before the learning rate has risen and fallen
-_TRAINING = 0.85  # of the minutes: the rest validates, saves and draws
+DEFAULT_MINUTES = 30.0  # of a whole grid
+DEFAULT_RATIOS = (5.0, 10.0, 20.0, 40.0)  # tokens per parameter for given sizes
+_DIVISORS = (8, 4, 2, 1)  # of the largest size and the largest token count, where neither is given
+_MAX_SEQ_LENGTH = 256
+_MIN_STEPS = 400  # of the shortest run: with fewer, the learning rate schedule is too short
+_TRAINING_FRACTION = 0.85  # of the minutes; the rest is for validation, saving and plots
+
+Lengths = list[tuple[ModelConfig, int]]  # models and their training tokens
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Sizes and lengths of the runs of a grid.
+
+    Attributes:
+        sizes: Numbers of parameters, embedding included; the nearest models of `mlxlm.plan.model_sizes` are used.
+            Without sizes, they and as many token counts are chosen for the time.
+        tokens_per_parameter: Training lengths of each size, in tokens per parameter.
+        tokens: Training lengths of each size, in tokens.
+        minutes: Time limit for the training steps of all runs, by a benchmark. It has no effect on given sizes.
+
+    Raises:
+        ConfigError: Both lengths are given.
+    """
+
+    sizes: Sequence[float] = ()
+    tokens_per_parameter: Sequence[float] = ()
+    tokens: Sequence[float] = ()
+    minutes: float = DEFAULT_MINUTES
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_parameter and self.tokens:
+            raise ConfigError("tokens and tokens per parameter each say how long to train", "only one of them")
+
+    def check_positive(self) -> None:
+        """Raise ConfigError unless all numbers are positive and finite."""
+        numbers = (*self.sizes, *self.tokens_per_parameter, *self.tokens)
+        if not 0 < self.minutes < math.inf or not all(0 < x < 1e18 for x in numbers):
+            raise ConfigError("sizes, tokens and minutes must be positive numbers")
+
+    def lengths(self, parameters: int, default_ratios: Sequence[float] = ()) -> list[float]:
+        """Return the training lengths of a size, in tokens."""
+        return list(self.tokens) or [ratio * parameters for ratio in self.tokens_per_parameter or default_ratios]
 
 
 @dataclass(frozen=True)
 class GridRun:
-    """A run of the grid. `seconds`: that its steps take, as was reckoned from probes before it began."""
+    """A planned run of a grid.
+
+    Attributes:
+        hidden_size: Width of the model, see `model_of_width`.
+        parameters: Number of parameters, embedding included.
+        tokens: Training tokens.
+        steps: Training steps.
+        seconds: Predicted time of its steps.
+    """
 
     hidden_size: int
     parameters: int
@@ -57,239 +101,249 @@ class GridRun:
 
     @property
     def name(self) -> str:
+        """Name of its folder."""
         return f"{self.parameters}-{self.tokens}"
+
+    def is_valid(self) -> bool:
+        """Return whether the types and values are possible, for a run that was read from a file."""
+        counts = (self.hidden_size, self.parameters, self.tokens, self.steps)
+        return all(type(n) is int and n > 0 for n in counts) and 0 <= float(self.seconds) < math.inf
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A folder of runs: `grid.json`, `data/` unless it was prepared before, and a run for each cell.
+class Grid(Sweep):
+    """A folder of runs of several sizes and lengths.
 
-    `by_ratio`: token counts are multiples of parameters. `unique_tokens`: tokens of the text.
+    Attributes:
+        runs: The planned runs, by operations.
+        vocab_size: Vocabulary size of all models.
+        by_ratio: Whether the token counts are multiples of the parameters.
+        unique_tokens: Tokens of the training text.
     """
 
-    path: Path
-    cells: tuple[GridRun, ...]
+    runs: tuple[GridRun, ...]
     vocab_size: int
-    settings: dict[str, Any]
-    data: Path
     by_ratio: bool
     unique_tokens: int
-    saved_args: dict[str, Any]
+
+    KIND: ClassVar[str] = "grid of runs"
+    FILE: ClassVar[str] = "grid.json"
+    COMMAND: ClassVar[str] = "mlxlm scaling"
 
     @classmethod
-    def open(cls, path: Path | str) -> Grid:
-        """An existing grid. Raises ConfigError naming the file."""
+    def open(cls, path: Path | str) -> Self:
+        """Open an existing grid.
+
+        Raises:
+            ConfigError: The folder has no `grid.json`, or it is damaged.
+        """
         path = Path(path)
-        if not (path / FILE).is_file():
-            raise ConfigError(f"{path} is no grid of runs: it has no {FILE}", "the --out of mlxlm scaling")
-        values = read_json(path / FILE)
+        values = cls.read_file(path)
+        file = path / cls.FILE
         try:
-            cells = tuple(GridRun(**cell) for cell in values["cells"])
-            whole = [n for cell in cells for n in (cell.hidden_size, cell.parameters, cell.tokens, cell.steps)]
-            if not cells or not all(
-                type(n) is int and n > 0 for n in (values["unique_tokens"], values["vocab_size"], *whole)
-            ):
-                raise ValueError
-            if not all(0 <= float(cell.seconds) < math.inf for cell in cells):
+            runs = tuple(GridRun(**run) for run in values["runs"])
+            counts = (values["unique_tokens"], values["vocab_size"])
+            if not runs or not all(run.is_valid() for run in runs) or not all(type(n) is int and n > 0 for n in counts):
                 raise ValueError
             settings = dict(values["settings"])
             TrainSettings.provisional(settings)
             return cls(
-                path, cells, values["vocab_size"], settings, path / values["data"], bool(values["by_ratio"]),
-                values["unique_tokens"], dict(values["saved_args"]),
-            )  # fmt: skip
+                path=path,
+                settings=settings,
+                data=path / values["data"],
+                saved_args=dict(values["saved_args"]),
+                runs=runs,
+                vocab_size=values["vocab_size"],
+                by_ratio=bool(values["by_ratio"]),
+                unique_tokens=values["unique_tokens"],
+            )
         except (KeyError, TypeError, ValueError):
-            problem = f"{path / FILE} lacks or spoils cells, vocab_size, settings, data, by_ratio, unique or asked"
-            raise ConfigError(problem) from None
+            names = "runs, vocab_size, settings, data, by_ratio, unique_tokens or saved_args"
+            raise ConfigError(f"{file} is damaged: {names} missing or invalid") from None
         except ConfigError as error:
-            raise ConfigError(f"{path / FILE}: {error.message}", error.hint) from None
+            raise ConfigError(f"{file}: {error.message}", error.hint) from None
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return load(self.data / "tokenizer")
-
-    def run(self, cell: GridRun, phase: Phase = no_phase) -> Run:
-        """The cell's run, made if it isn't there yet."""
-        settings = {**self.settings, "steps": cell.steps}
-        return open_or_start_run(
-            self.path / cell.name, self.data, model_of_width(cell.hidden_size, self.vocab_size), settings, phase
-        )
+    def open_run(self, run: GridRun, phase: Phase = no_phase) -> Run:
+        """Open a planned run, or make it."""
+        config = model_of_width(run.hidden_size, self.vocab_size)
+        return self.open_or_start_run(run.name, config, {"steps": run.steps}, phase)
 
     def started_runs(self) -> list[tuple[GridRun, Run]]:
-        paths = [(cell, self.path / cell.name) for cell in self.cells]
-        return [(cell, Run.open(path)) for cell, path in paths if is_run_folder(path)]
+        """Return the runs whose folders exist."""
+        paths = [(planned, self.path / planned.name) for planned in self.runs]
+        return [(planned, Run.open(path)) for planned, path in paths if is_run_folder(path)]
 
     def points(self) -> list[ScalingPoint]:
-        """Of the runs that are finished: the loss of the whole validation at their ends."""
-        found = []
-        for cell, run in self.started_runs():
-            ends = read_run(run.path).validations
-            if ends and is_finished(run):
-                found.append(ScalingPoint(cell.parameters, cell.tokens, ends[-1][1]))
-        return found
+        """Return the finished runs with their final validation loss."""
+        points = []
+        for planned, run in self.started_runs():
+            validations = read_run(run.path).validations
+            if validations and is_finished(run):
+                points.append(ScalingPoint(planned.parameters, planned.tokens, validations[-1][1]))
+        return points
 
     def seconds_left(self, number: int) -> float:
-        """That the cells from `number` on take, at the speed of those that are finished."""
-        found = self._timed()
-        planned = sum(cell.seconds for cell in found)
-        scale = sum(found.values()) / planned if planned else 1.0
-        return scale * sum(cell.seconds for cell in self.cells[number:] if cell not in found)
+        """Predict the time of the unfinished runs from index `number` on, by the speed of the finished ones."""
+        seconds = self._finished_seconds()
+        planned_seconds = sum(planned.seconds for planned in seconds)
+        scale = sum(seconds.values()) / planned_seconds if planned_seconds else 1.0
+        return scale * sum(planned.seconds for planned in self.runs[number:] if planned not in seconds)
 
     def flops_per_second(self) -> float:
-        """6 N D of the largest finished run, by the seconds of its steps: what a budget in hours is worth here.
+        """Return the speed of the largest finished run, by 6 N D operations. Converts a budget in hours.
 
-        Raises ConfigError where no run is finished.
+        Raises:
+            ConfigError: No run is finished.
         """
-        found = self._timed()
-        if not found:
+        seconds = self._finished_seconds()
+        if not seconds:
             raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
-        cell = max(found, key=lambda cell: cell.parameters * cell.tokens)
-        return FLOPS_PER_PARAM_TOKEN * cell.parameters * cell.tokens / found[cell]
+        largest = max(seconds, key=_param_tokens)
+        return FLOPS_PER_PARAM_TOKEN * _param_tokens(largest) / seconds[largest]
 
-    def _timed(self) -> dict[GridRun, float]:
-        """The runs that are finished, and the seconds of their steps."""
-        timed = {cell: read_run(run.path).last("seconds") for cell, run in self.started_runs() if is_finished(run)}
-        return {cell: seconds for cell, seconds in timed.items() if seconds > 0}
+    def _finished_seconds(self) -> dict[GridRun, float]:
+        """Return the measured time of the steps of each finished run."""
+        finished = {planned: run for planned, run in self.started_runs() if is_finished(run)}
+        seconds = {planned: read_run(run.path).last("seconds") for planned, run in finished.items()}
+        return {planned: value for planned, value in seconds.items() if value > 0}
 
 
 def start_grid(
     out: Path | str,
-    sources: Sequence[str | Path],
+    data: DataOptions | Sequence[str | Path],
+    options: GridOptions | None = None,
     *,
-    sizes: Sequence[float] = (),
-    ratios: Sequence[float] = (),
-    tokens: Sequence[float] = (),
-    minutes: float = MINUTES,
-    vocab_size: int | None = None,
-    tokenizer: str | Path | None = None,
-    tokenizer_type: str = "byte-level",
-    text_column: str | None = None,
-    validation: Sequence[str | Path] = (),
-    validation_fraction: float = 0.05,
-    on_bad_input: str = "stop",
+    tokenizer: TokenizerOptions | str | Path | None = None,
     settings: dict[str, Any] | None = None,
     phase: Phase = no_phase,
 ) -> Grid:
-    """Make the folder `out` for a grid of runs; if it is there already, made of the same arguments, it is opened.
+    """Make the folder `out` for a grid of runs, or open it if it was made with the same arguments.
 
-    Each run has a learning rate schedule of its own, which ends with it: the loss in the middle of a longer run is
-    higher (Hoffmann et al. 2022, A).
+    Each run has its own learning rate schedule, because the loss in the middle of a longer run is higher (Hoffmann et
+    al. 2022, A). Chosen token counts are at most four epochs of the text.
 
-    sizes: numbers of parameters, embedding included; the nearest members of `mlxlm.plan.model_sizes` are taken.
-    ratios, tokens: how long each size is trained, in tokens per parameter or in tokens.
-    minutes: what the steps of all of it may take, by a probe, where no sizes are given; these are then chosen, with as
-        many token counts, so that no run sees the text more than four times.
-    Other arguments: see `start_run`.
+    Args:
+        out: The folder.
+        data: Paths of text, or one folder made by `mlxlm.data.prepare`; or DataOptions.
+        options: Sizes and lengths of the runs.
+        tokenizer: Path of a tokenizer, or TokenizerOptions. None: that of the prepared data, or train one.
+        settings: Fields of `TrainSettings` of all runs.
+        phase: See `start_run`.
 
-    Raises ConfigError for a grid that can't work, and for an `out` of something else.
+    Raises:
+        ConfigError: The grid can't be trained, or `out` has other contents.
+        DataError, TokenizerError: As `start_run`.
     """
-    out = Path(out)
-    if ratios and tokens:
-        raise ConfigError("tokens and tokens per parameter each say how long to train", "only one of them")
-    question = saved_args(
-        sources, sizes=list(sizes), ratios=list(ratios), tokens=list(tokens), minutes=minutes, vocab_size=vocab_size,
-        tokenizer=tokenizer, tokenizer_type=tokenizer_type, text_column=text_column, validation=validation,
-        validation_fraction=validation_fraction, settings=settings or {},
-    )  # fmt: skip
-    if (out / FILE).is_file():
-        there = Grid.open(out)
-        check_saved_args(out, there.saved_args, question, "grid of runs", "mlxlm scaling")
-        return there
-    if not 0 < minutes < float("inf") or not all(0 < x < 1e18 for x in (*sizes, *ratios, *tokens)):
-        raise ConfigError("sizes, tokens and minutes must be positive numbers")
-    values = {"eval_every": 0, "max_seq_length": _LENGTH, **(settings or {})}
+    out, options = Path(out), options or GridOptions()
+    data, tokenizer = data_options(data), tokenizer_options(tokenizer)
+    args = saved_args(data, tokenizer, **asdict(options), settings=settings or {})
+    if grid := Grid.reopen(out, args):
+        return grid
+    options.check_positive()
+    values = {"eval_every": 0, "max_seq_length": _MAX_SEQ_LENGTH, **(settings or {})}
     set_default_dtype(values)
     provisional = TrainSettings.provisional({"batch_size": 4, **values})
-    exact = vocab_size is not None
-    if vocab_size is None and tokenizer is None and not prepared_source(sources):
-        if sizes:
-            vocab_size = vocab_size_for(max(sizes))
-        else:
-            vocab_size = guess_vocab_size(15 * minutes, sources, text_column, on_bad_input)
+    vocab_size = _vocab_size_to_train(options, data, tokenizer)
     with atomic_new_folder(out) as folder:
-        loaded_tokenizer, data = prepare_shared_data(
-            folder,
-            sources,
-            vocab_size,
-            exact=exact,
-            tokenizer=tokenizer,
-            tokenizer_type=tokenizer_type,
-            text_column=text_column,
-            weights=None,
-            validation=validation,
-            validation_fraction=validation_fraction,
-            on_bad_input=on_bad_input,
-            seed=values.get("seed", 0),
-            phase=phase,
+        loaded, shards = prepare_shared_data(
+            folder, data, tokenizer, vocab_size, seed=values.get("seed", 0), phase=phase
         )
-        unique_tokens = Manifest.read(data).train.tokens
-        members = (
-            nearest_models(list(sizes), loaded_tokenizer.vocab_size)
-            if sizes
-            else model_family(loaded_tokenizer.vocab_size)
-        )
-        with phase("trying training steps of two sizes", None):
-            token_seconds = fit_token_seconds(members, 60 * minutes / 4, lambda config: provisional)
-        if sizes:
-            chosen = [
-                (config, int(n))
-                for config in members
-                for n in (tokens or [ratio * config.parameter_count() for ratio in ratios or RATIOS])
-            ]
+        unique_tokens = Manifest.read(shards).train.tokens
+        with phase("benchmarking two model sizes", None):
+            models = _candidates(options, loaded.vocab_size)
+            token_seconds = fit_token_seconds(models, 60 * options.minutes / 4, lambda _config: provisional)
+        if options.sizes:
+            lengths = [(c, int(n)) for c in models for n in options.lengths(c.parameter_count(), DEFAULT_RATIOS)]
         else:
-            chosen = _fitting(
-                members, token_seconds, 60 * minutes * _TRAINING, FULL_VALUE_EPOCHS * unique_tokens, ratios, tokens
-            )
+            seconds = 60 * options.minutes * _TRAINING_FRACTION
+            lengths = _fit_to_time(models, token_seconds, seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
         row = provisional.max_seq_length * provisional.grad_accumulation_steps
-        values.setdefault("batch_size", num_rows(min(n for _, n in chosen) / _LEAST_STEPS, row))
-        each = TrainSettings.provisional(values).tokens_per_step
-        cells = {}
-        for config, n in chosen:
-            steps = max(1, round(n / each))
-            check_memory(config, TrainSettings.provisional({**values, "steps": steps}), preset="")
-            seconds = token_seconds(config) * steps * each
-            cell = GridRun(config.hidden_size, config.parameter_count(), steps * each, steps, seconds)
-            cells[cell.name] = cell  # lengths that differ by less than a step are one
-        in_order = sorted(cells.values(), key=lambda cell: cell.parameters * cell.tokens)
+        values.setdefault("batch_size", num_rows(min(n for _, n in lengths) / _MIN_STEPS, row))
         content = {
-            "cells": [asdict(cell) for cell in in_order], "vocab_size": loaded_tokenizer.vocab_size, "settings": values,
-            "data": relative_data_path(data, folder), "by_ratio": not tokens and bool(sizes or ratios),
-            "unique_tokens": unique_tokens, "saved_args": question,
-        }  # fmt: skip
-        write_json(folder / FILE, content)
+            "runs": [asdict(run) for run in _plan_runs(lengths, values, token_seconds)],
+            "vocab_size": loaded.vocab_size,
+            "settings": values,
+            "data": relative_data_path(shards, folder),
+            "by_ratio": not options.tokens and bool(options.sizes or options.tokens_per_parameter),
+            "unique_tokens": unique_tokens,
+            "saved_args": args,
+        }
+        write_json(folder / Grid.FILE, content)
     return Grid.open(out)
 
 
-def _fitting(
-    members: list[ModelConfig],
-    token_seconds,
+def _param_tokens(run: GridRun) -> int:
+    return run.parameters * run.tokens
+
+
+def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: TokenizerOptions) -> int | None:
+    """Return a vocabulary size for the largest model; None if none has to be chosen."""
+    if tokenizer.vocab_size is not None or tokenizer.path is not None or prepared_source(data.sources):
+        return None
+    if options.sizes:
+        return vocab_size_for(max(options.sizes))
+    return guess_vocab_size(15 * options.minutes, data.sources, data.text_column, data.on_bad_input)
+
+
+def _candidates(options: GridOptions, vocab_size: int) -> list[ModelConfig]:
+    return nearest_models(list(options.sizes), vocab_size) if options.sizes else model_family(vocab_size)
+
+
+def _plan_runs(
+    lengths: Lengths, settings: dict[str, Any], token_seconds: Callable[[ModelConfig], float]
+) -> list[GridRun]:
+    """Round the lengths to steps. Lengths that round to the same number of steps become one run."""
+    tokens_per_step = TrainSettings.provisional(settings).tokens_per_step
+    runs = {}
+    for config, n in lengths:
+        steps = max(1, round(n / tokens_per_step))
+        check_memory(config, TrainSettings.provisional({**settings, "steps": steps}), preset="")
+        tokens = steps * tokens_per_step
+        seconds = token_seconds(config) * tokens
+        run = GridRun(config.hidden_size, config.parameter_count(), tokens, steps, seconds)
+        runs[run.name] = run
+    return sorted(runs.values(), key=_param_tokens)
+
+
+def _fit_to_time(
+    models: list[ModelConfig],
+    token_seconds: Callable[[ModelConfig], float],
     seconds: float,
-    most: float,
-    ratios: Sequence[float],
-    tokens: Sequence[float],
-) -> list[tuple[ModelConfig, int]]:
-    """The grid of the largest models that `seconds` are enough for, with no more than `most` tokens in a run; where
-    they aren't enough for any, the smallest, trained on less. Raises ConfigError where the lengths are given, and the
-    smallest take longer, too."""
-    found = None
-    for top in range(len(_HALVINGS) - 1, len(members)):
-        largest = members[top].parameter_count()
-        wanted = nearest_models([largest / n for n in _HALVINGS], members[0].vocab_size)
-        sizes = wanted if len(wanted) == len(_HALVINGS) else members[top + 1 - len(_HALVINGS) : top + 1]
-        longest = min(most, TOKENS_PER_PARAMETER * largest)
-        lengths = [min(most, n) for n in tokens] or [longest / n for n in _HALVINGS]
-        grid = [
-            (config, int(n))
-            for config in sizes
-            for n in sorted({min(most, ratio * config.parameter_count()) for ratio in ratios} or set(lengths))
-        ]
-        if (total := sum(token_seconds(config) * n for config, n in grid)) <= seconds:
-            found = grid
-        elif found is not None:
-            return found
-        elif ratios or tokens:
-            needed = f"{math.ceil(total / _TRAINING / 60):,} minutes"
-            raise ConfigError("training on so many tokens takes longer, even of the smallest models", needed)
+    max_tokens: float,
+    options: GridOptions,
+) -> Lengths:
+    """Return the grid of the largest models that can be trained in `seconds`.
+
+    Args:
+        models: All candidates, smallest first.
+        token_seconds: Training time per token of a model.
+        seconds: Time for all runs. If it is too short for the smallest models, they get fewer tokens.
+        max_tokens: Of one run.
+        options: Their lengths, if given.
+
+    Raises:
+        ConfigError: The lengths are given, and take too long even for the smallest models.
+    """
+    best = None
+    for last in range(len(_DIVISORS) - 1, len(models)):
+        largest = models[last].parameter_count()
+        sizes = nearest_models([largest / n for n in _DIVISORS], models[0].vocab_size)
+        if len(sizes) < len(_DIVISORS):
+            sizes = models[last + 1 - len(_DIVISORS) : last + 1]
+        longest = min(max_tokens, TOKENS_PER_PARAMETER * largest)
+        default_lengths = [longest / n for n in _DIVISORS]
+        grid = []
+        for config in sizes:
+            lengths = options.lengths(config.parameter_count()) or default_lengths
+            grid += [(config, int(n)) for n in sorted({min(max_tokens, n) for n in lengths})]
+        total = sum(token_seconds(config) * n for config, n in grid)
+        if total <= seconds:
+            best = grid
+        elif best is not None:
+            return best
+        elif options.tokens_per_parameter or options.tokens:
+            minutes = f"{math.ceil(total / _TRAINING_FRACTION / 60):,} minutes"
+            raise ConfigError("even the smallest models take longer to train on so many tokens", minutes)
         else:
             return [(config, max(1, int(n * seconds / total))) for config, n in grid]
-    return found
+    return best

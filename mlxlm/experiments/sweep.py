@@ -1,4 +1,4 @@
-"""What makes several runs comparable: the same data and tokenizer, made once, and a folder that can be gone on with."""
+"""What makes several runs comparable: a folder of runs that share their data, tokenizer and settings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import gc
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.sources import unseekable_source
-from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import (
     Phase,
@@ -28,79 +29,159 @@ from mlxlm.train.run_data import (
 )
 from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
+from mlxlm.utils.json_files import read_json
 
 
-def saved_args(sources: Sequence[str | Path], **arguments: Any) -> dict[str, Any]:
-    """What was asked for, as JSON will have it when it is read back; paths are absolute.
+@dataclass(frozen=True)
+class Sweep:
+    """A folder of runs on the same data: a JSON file that describes it, `data/` (unless it was prepared before), runs.
 
-    Raises DataError for stdin and pipes, which can't be read again.
+    Attributes:
+        path: The folder.
+        settings: Fields of `TrainSettings` that all runs share.
+        data: Folder of the token shards.
+        saved_args: The arguments the sweep was started with, see `saved_args`.
     """
-    if (once := unseekable_source(sources)) is not None:
-        raise DataError(f"{once} can be read only once, and a folder of runs can be continued", "a file")
-    lists = {"sources": sources, "validation": arguments.get("validation", ())}
-    if arguments.get("tokenizer") is not None:
-        arguments["tokenizer"] = str(Path(arguments["tokenizer"]).resolve())
-    paths = {name: [str(Path(path).resolve()) for path in found] for name, found in lists.items()}
-    return json.loads(json.dumps({**arguments, **paths}))
+
+    path: Path
+    settings: dict[str, Any]
+    data: Path
+    saved_args: dict[str, Any]
+
+    KIND: ClassVar[str]  # in error messages
+    FILE: ClassVar[str]
+    COMMAND: ClassVar[str]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open an existing sweep.
+
+        Raises:
+            ConfigError: The folder has no such file, or it is damaged.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def read_file(cls, path: Path) -> Any:
+        """Return the contents of the JSON file in the folder `path`. Raises ConfigError if there is none."""
+        if not (path / cls.FILE).is_file():
+            raise ConfigError(f"{path} is not a {cls.KIND}: it has no {cls.FILE}", f"the --out of {cls.COMMAND}")
+        return read_json(path / cls.FILE)
+
+    @classmethod
+    def reopen(cls, path: Path, args: Mapping[str, Any]) -> Self | None:
+        """Return the sweep in `path`, or None if there is none yet.
+
+        Raises:
+            ConfigError: It was started with arguments other than `args`.
+        """
+        if not (path / cls.FILE).is_file():
+            return None
+        sweep = cls.open(path)
+        if changed := [name for name, value in args.items() if sweep.saved_args.get(name) != value]:
+            hint = f"{cls.COMMAND} --out {shlex.quote(str(path))} to continue it, or another --out"
+            raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
+        return sweep
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all runs."""
+        return load(self.data / "tokenizer")
+
+    def open_or_start_run(
+        self, name: str, config: ModelConfig, settings: Mapping[str, Any], phase: Phase = no_phase
+    ) -> Run:
+        """Open the run in the subfolder `name`, or make it.
+
+        Args:
+            name: The subfolder.
+            config: The model.
+            settings: Fields of `TrainSettings` of this run, beside or instead of the shared ones.
+            phase: See `start_run`.
+        """
+        gc.collect()  # the previous run is in reference cycles: its memory would count as this one's
+        mx.clear_cache()
+        path = self.path / name
+        if is_run_folder(path):
+            return Run.open(path)
+        return start_run(path, [self.data], config, settings={**self.settings, **settings}, phase=phase)
 
 
-def check_saved_args(out: Path, there: Mapping[str, Any], now: Mapping[str, Any], what: str, command: str) -> None:
-    """Raise ConfigError where `out` was begun with other arguments."""
-    if changed := [name for name, value in now.items() if there.get(name) != value]:
-        hint = f"{command} --out {shlex.quote(str(out))} to go on with it, or another --out"
-        raise ConfigError(f"{out} is a {what} with other {', '.join(changed)}", hint)
+def saved_args(data: DataOptions, tokenizer: TokenizerOptions, **arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a sweep, as read back from JSON. Paths are absolute.
+
+    Raises:
+        DataError: A source is stdin or a pipe, which can't be read again.
+    """
+    if (source := unseekable_source(data.sources)) is not None:
+        raise DataError(f"{source} can be read only once, and a folder of runs can be continued", "a file")
+    values = {
+        "sources": _absolute(data.sources),
+        "weights": data.weights,
+        "text_column": data.text_column,
+        "dedup": data.dedup,
+        "validation": _absolute(data.validation),
+        "validation_fraction": data.validation_fraction,
+        "tokenizer": None if tokenizer.path is None else str(Path(tokenizer.path).resolve()),
+        "tokenizer_type": tokenizer.tokenizer_type,
+        "vocab_size": tokenizer.vocab_size,
+        **arguments,
+    }
+    return json.loads(json.dumps(values))
+
+
+def _absolute(paths: Sequence[str | Path]) -> list[str]:
+    return [str(Path(path).resolve()) for path in paths]
 
 
 def prepare_shared_data(
     folder: Path,
-    sources: Sequence[str | Path],
-    vocab_size: int | None,
+    data: DataOptions,
+    tokenizer: TokenizerOptions,
+    vocab_size: int | None = None,
     *,
-    exact: bool,
-    tokenizer: str | Path | None,
-    tokenizer_type: str,
-    text_column: str | None,
-    weights: Sequence[float] | None,
-    validation: Sequence[str | Path],
-    validation_fraction: float,
-    on_bad_input: str,
-    seed: int,
-    phase: Phase,
+    seed: int = 0,
+    phase: Phase = no_phase,
 ) -> tuple[Tokenizer, Path]:
-    """The tokenizer, and where the shards are: in `folder`/data, unless `sources` is prepared data. Arguments as of
-    `start_run`; `exact`: see `mlxlm.tokenizer.train`."""
-    prepared = prepared_source(sources)
-    data = DataOptions(
-        sources,
-        weights=weights,
-        text_column=text_column,
-        validation=validation,
-        validation_fraction=validation_fraction,
-        on_bad_input=on_bad_input,
-    )
-    options = TokenizerOptions(tokenizer, tokenizer_type, vocab_size if exact else None)
-    loaded_tokenizer = existing_tokenizer(options, prepared) or train_tokenizer(data, options, vocab_size, seed, phase)
+    """Prepare the tokenizer and the token shards of all runs.
+
+    Args:
+        folder: Where to write the shards, into `data/`, unless `data` is prepared already.
+        data: The text, or one folder of prepared data.
+        tokenizer: The tokenizer.
+        vocab_size: Vocabulary size to train if `tokenizer` has none; reduced if the text doesn't support it.
+        seed: Of the split and the order of the text.
+        phase: See `start_run`.
+
+    Returns:
+        The tokenizer, and the folder of the shards.
+    """
+    prepared = prepared_source(data.sources)
+    loaded = existing_tokenizer(tokenizer, prepared)
+    if loaded is None:
+        loaded = train_tokenizer(data, tokenizer, tokenizer.vocab_size or vocab_size, seed, phase)
     if prepared:
-        check_tokenizer(Manifest.read(prepared), loaded_tokenizer, prepared)
-        return loaded_tokenizer, prepared.resolve()
-    return loaded_tokenizer, prepare_shards(data, loaded_tokenizer, folder / "data", seed, phase)
+        check_tokenizer(Manifest.read(prepared), loaded, prepared)
+        return loaded, prepared.resolve()
+    return loaded, prepare_shards(data, loaded, folder / "data", seed, phase)
 
 
 def relative_data_path(data: Path, folder: Path) -> str:
-    """Where the shards are, as a file in `folder` says it: what lies inside goes with the folder."""
+    """Return the path of the shards as the file in `folder` has it: relative if inside, so that both can be moved."""
     return data.name if data.parent == folder else str(data)
 
 
-def open_or_start_run(
-    path: Path, data: Path, config: ModelConfig, settings: dict[str, Any], phase: Phase = no_phase
-) -> Run:
-    """The run at `path`, made if it isn't there yet."""
-    gc.collect()  # the run before is held by cycles: its bytes would count as this one's
-    mx.clear_cache()
-    return Run.open(path) if is_run_folder(path) else start_run(path, [data], config, settings=settings, phase=phase)
+def data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:
+    """Return `data` as DataOptions."""
+    return data if isinstance(data, DataOptions) else DataOptions(data)
+
+
+def tokenizer_options(tokenizer: TokenizerOptions | str | Path | None) -> TokenizerOptions:
+    """Return `tokenizer` as TokenizerOptions."""
+    return tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
 
 
 def is_finished(run: Run) -> bool:
-    """Whether its last step is saved."""
+    """Return whether the last step of the run is saved."""
     checkpoints = run.checkpoints()
     return bool(checkpoints) and checkpoint_step(checkpoints[-1]) == run.settings.steps

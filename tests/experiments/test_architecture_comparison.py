@@ -10,14 +10,16 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import _run
 from mlxlm.data import DataOptions, TokenDataset, prepare
-from mlxlm.experiments.architecture_comparison import Comparison, Variant, is_finished, start_comparison
+from mlxlm.experiments.architecture_comparison import Comparison, start_comparison
+from mlxlm.experiments.sweep import is_finished
+from mlxlm.experiments.variant import Variant
 from mlxlm.tokenizer import load
-from mlxlm.train import Finished, Stopped, TokenizerOptions, start_run
+from mlxlm.train import Budget, Finished, Stopped, TokenizerOptions, start_run
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
 
 SETTINGS = {"steps": 6, "batch_size": 4, "max_seq_length": 16, "eval_every": 3, "save_every": 2}
-VARIANTS = [Variant.read(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
+VARIANTS = [Variant.parse(text) for text in ("rope", "post: norm_placement=post, positions=sinusoidal, dropout=0.1")]
 TINY = [
     "--preset", "0.3m", "--vocab-size", "300", "--steps", "4", "--batch-size", "2", "--max-seq-length", "16",
     "--eval-tokens", "200",
@@ -41,45 +43,45 @@ def test_ids_of_the_configuration_s_own_tokenizer(tmp_path, text_file, tiny_conf
         tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS
     )
     words = load(tokenizer_folder)
-    assert comparison.run(comparison.variants[0]).config.eos_token_id == words.eos_id
+    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == words.eos_id
     assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id
 
 
 def trained(comparison):
     for variant in comparison.variants:
-        run = comparison.run(variant)
+        run = comparison.open_run(variant)
         if not is_finished(run):
             assert isinstance(finish(run, resume=True)[-1], Finished)
     return comparison
 
 
 def test_variants_are_read():
-    assert Variant.read("base") == Variant("base", {}, {})
-    assert Variant.read("alibi") == Variant("alibi", {"positions": "alibi"}, {})
-    assert Variant.read("rope_scaling=yarn:4").parts == {"rope_scaling": "yarn:4"}
-    read = Variant.read("my way: hidden_size=64, dropout=0.1,learning_rate=1e-3")
+    assert Variant.parse("base") == Variant("base", {}, {})
+    assert Variant.parse("alibi") == Variant("alibi", {"positions": "alibi"}, {})
+    assert Variant.parse("rope_scaling=yarn:4").parts == {"rope_scaling": "yarn:4"}
+    read = Variant.parse("my way: hidden_size=64, dropout=0.1,learning_rate=1e-3")
     assert read == Variant("my way", {"hidden_size": "64"}, {"dropout": 0.1, "learning_rate": 1e-3})
     assert read.folder == "my-way"
     scaling = '{"rope_type": "linear", "factor": 2}'
-    assert Variant.read(f"x: rope_scaling={scaling}, norm=layer").parts == {"rope_scaling": scaling, "norm": "layer"}
+    assert Variant.parse(f"x: rope_scaling={scaling}, norm=layer").parts == {"rope_scaling": scaling, "norm": "layer"}
     nested = '{"rope_type": "linear", "a": {"b": [1, 2], "c": 1}, "factor": 2}'
-    assert Variant.read(f"x: rope_scaling={nested}, seed=1") == Variant("x", {"rope_scaling": nested}, {"seed": 1})
+    assert Variant.parse(f"x: rope_scaling={nested}, seed=1") == Variant("x", {"rope_scaling": nested}, {"seed": 1})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wide", "variant 'wide' says nothing .try: \"wide: NAME=VALUE\", or base"),
-        ("wide:", "'wide:' is no variant"),
+        ("wide", "variant 'wide' changes nothing .try: \"wide: NAME=VALUE\", or base"),
+        ("wide:", "'wide:' is not a variant"),
         ("x: dropout=many", "variant x: dropout is 'many' .try: a number"),
-        ("x: batch_size=4", "variant x: batch_size can't be a variant's own .try: one budget"),
+        ("x: batch_size=4", "variant x: batch_size can't differ between variants .try: one budget"),
         ("x: norm=layer,", "variant x: '' sets nothing"),
         ("x: seed=1, seed=2", "variant x: seed is set to both 1 and 2"),
     ],
 )
 def test_what_is_no_variant(text, message):
     with pytest.raises(ConfigError, match=message):
-        Variant.read(text)
+        Variant.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +105,18 @@ def test_what_is_no_variant(text, message):
         (["base", "x: hidden_size=65536, num_hidden_layers=99"], "variant x: training takes about"),
         (["base", "x: window=16"], "variant x: sliding_window 16 has no effect on 16 tokens"),
         (["base", "x: foo=1"], "variant x: unknown override 'foo'"),
-        (["base", "x: vocab_size=5"], "variant x: vocab_size can't be .* .try: one tokenizer"),
+        (["base", "x: vocab_size=5"], "variant x: vocab_size can't differ .* .try: one tokenizer"),
     ],
 )
 def test_what_can_t_be_compared(start, tmp_path, variants, message):
     with pytest.raises(ConfigError, match=message):
-        start(variants=[Variant.read(text) for text in variants])
+        start(variants=[Variant.parse(text) for text in variants])
     assert not (tmp_path / "out").exists()
 
 
 def test_all_variants_see_the_same_tokens(start):
     comparison = trained(start())
-    rope, post = (comparison.run(variant) for variant in comparison.variants)
+    rope, post = (comparison.open_run(variant) for variant in comparison.variants)
     assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
     own = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
     assert post.settings.to_dict() == {**rope.settings.to_dict(), **own}
@@ -132,7 +134,7 @@ def test_all_variants_see_the_same_tokens(start):
 
 def test_it_goes_on_where_it_stopped(start):
     whole, parts = trained(start("whole")), start("parts")
-    assert finish(parts.run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
+    assert finish(parts.open_run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
     (stopped,) = parts.results()
     assert (stopped.step, stopped.finished, stopped.memory) == (3, False, None)
     again = start("parts")  # the same command
@@ -152,27 +154,27 @@ def test_it_goes_on_where_it_stopped(start):
         *({**values, "variants": [variant | change]} for change in hostile),
     ):
         (parts.path / "comparison.json").write_text(json.dumps(damaged))
-        with pytest.raises(ConfigError, match=r"comparison.json lacks config"):
+        with pytest.raises(ConfigError, match=r"comparison.json is damaged"):
             Comparison.open(parts.path)
-    with pytest.raises(ConfigError, match=r"is no comparison"):
+    with pytest.raises(ConfigError, match=r"is not a comparison"):
         Comparison.open(parts.path / "rope")
 
 
 def test_budgets(start, tmp_path, text_file, tokenizer_folder):
     free = {name: value for name, value in SETTINGS.items() if name != "steps"}
-    other = [Variant.read("base"), Variant.read("x: optimizer=adafactor")]  # which has no beta2 to share
-    assert start("tokens", other, tokens=1000, settings=free).settings["steps"] == 16  # of 64 tokens
-    assert start("minutes", minutes=0.02, settings=free).settings["steps"] > 0
-    warm = start("warm", tokens=1000, settings={**free, "warmup_steps": 3})
-    assert warm.run(warm.variants[0]).settings.warmup_steps == 3
+    other = [Variant.parse("base"), Variant.parse("x: optimizer=adafactor")]  # which has no beta2 to share
+    assert start("tokens", other, budget=Budget(tokens=1000), settings=free).settings["steps"] == 16  # of 64 tokens
+    assert start("minutes", budget=Budget(minutes=0.02), settings=free).settings["steps"] > 0
+    warm = start("warm", budget=Budget(tokens=1000), settings={**free, "warmup_steps": 3})
+    assert warm.open_run(warm.variants[0]).settings.warmup_steps == 3
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
-        start("both", tokens=1000)
+        start("both", budget=Budget(tokens=1000))
     prepare(DataOptions([text_file]), load(tokenizer_folder), tmp_path / "prepared")
     prepared = start_comparison(
         tmp_path / "own", [tmp_path / "prepared"], start("other").config, VARIANTS, settings=SETTINGS
     )
     assert prepared.data == tmp_path / "prepared" and not (tmp_path / "own/data").exists()
-    assert len(TokenDataset.open(prepared.run(VARIANTS[0]).data, "train")) > 0
+    assert len(TokenDataset.open(prepared.open_run(VARIANTS[0]).data, "train")) > 0
     with pytest.raises(DataError, match="stdin can be read only once"):
         start_comparison(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.experiments.scaling_grid import Grid, _fitting, start_grid
+from mlxlm.experiments.scaling_grid import Grid, GridOptions, _fit_to_time, start_grid
 from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW, ScalingLaw
@@ -26,30 +26,31 @@ def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
     monkeypatch.setattr(auto_size, "_BENCHMARK_FRACTION", 0.0)
 
     def make(**changes):
-        given = {"sizes": [2e4, 1e5], "tokens": [128, 256], "tokenizer": tokenizer_folder, "settings": TINY, **changes}
-        return start_grid(tmp_path / "grid", [text_file], **given)
+        settings = changes.pop("settings", TINY)
+        options = GridOptions(**{"sizes": [2e4, 1e5], "tokens": [128, 256], **changes})
+        return start_grid(tmp_path / "grid", [text_file], options, tokenizer=tokenizer_folder, settings=settings)
 
     return make
 
 
 def test_a_grid_is_made_trained_and_gone_on_with(start, text_file):
     grid = start()
-    assert [(c.hidden_size, c.tokens, c.steps) for c in grid.cells] == [(32, 128, 2), (32, 256, 4), (64, 128, 2),
+    assert [(c.hidden_size, c.tokens, c.steps) for c in grid.runs] == [(32, 128, 2), (32, 256, 4), (64, 128, 2),
                                                                     (64, 256, 4)]  # fmt: skip
-    assert grid.points() == [] and grid.seconds_left(0) == pytest.approx(sum(c.seconds for c in grid.cells))
+    assert grid.points() == [] and grid.seconds_left(0) == pytest.approx(sum(c.seconds for c in grid.runs))
     with pytest.raises(ConfigError, match="no run of .* is finished"):
         grid.flops_per_second()
-    finish(grid.run(grid.cells[0]))
-    finish(grid.run(grid.cells[1]), stop_at=2)
+    finish(grid.open_run(grid.runs[0]))
+    finish(grid.open_run(grid.runs[1]), stop_at=2)
     again = start()  # the same arguments: the same grid
-    assert again.cells == grid.cells and len(again.points()) == 1
-    for cell in again.cells:
-        run = again.run(cell)
+    assert again.runs == grid.runs and len(again.points()) == 1
+    for cell in again.runs:
+        run = again.open_run(cell)
         if not is_finished(run):
             finish(run, resume=True)
     points = again.points()
-    assert [(p.parameters, p.tokens) for p in points] == [(c.parameters, c.tokens) for c in again.cells]
-    last = [e for e in read_log(Run.open(again.path / again.cells[-1].name)) if e["event"] == "validation"][-1]
+    assert [(p.parameters, p.tokens) for p in points] == [(c.parameters, c.tokens) for c in again.runs]
+    last = [e for e in read_log(Run.open(again.path / again.runs[-1].name)) if e["event"] == "validation"][-1]
     assert points[-1].loss == last["loss"] and again.seconds_left(4) == 0
     assert again.flops_per_second() > 0
     with pytest.raises(ConfigError, match="grid of runs with other tokens"):
@@ -58,15 +59,15 @@ def test_a_grid_is_made_trained_and_gone_on_with(start, text_file):
 
 
 def test_ratios_multiply_parameters(start):
-    grid = start(tokens=[], ratios=[0.01, 0.02])
+    grid = start(tokens=[], tokens_per_parameter=[0.01, 0.02])
     assert grid.by_ratio
-    for cell in grid.cells:
+    for cell in grid.runs:
         assert min(abs(cell.tokens - r * cell.parameters) for r in (0.01, 0.02)) <= 32  # half a step
 
 
 def test_a_grid_says_how_long_once(start):
     with pytest.raises(ConfigError, match="only one of them"):
-        start(ratios=[5])
+        start(tokens_per_parameter=[5])
 
 
 @pytest.mark.parametrize("seconds", [10.0, 1e4, 1e5])
@@ -76,7 +77,7 @@ def test_the_default_grid_fills_the_time_and_keeps_to_the_text(seconds):
     def token_seconds(config):
         return 6 * config.parameter_count() / 1e10
 
-    found = _fitting(members, token_seconds, seconds, 1e7, [], [])
+    found = _fit_to_time(members, token_seconds, seconds, 1e7, GridOptions())
     assert len(found) == 16 and len({c.hidden_size for c, _ in found}) == 4 and len({n for _, n in found}) == 4
     assert max(n for _, n in found) <= 1e7
     total = sum(token_seconds(c) * n for c, n in found)
@@ -92,10 +93,10 @@ def test_lengths_that_are_asked_for_fit_the_time_or_are_refused():
         return 6 * config.parameter_count() / 1e10
 
     most = 2 * members[3].parameter_count()
-    found = _fitting(members, token_seconds, 1e4, most, [1, 5, 10], [])
+    found = _fit_to_time(members, token_seconds, 1e4, most, GridOptions(tokens_per_parameter=[1, 5, 10]))
     assert len({(c.hidden_size, n) for c, n in found}) == len(found) and max(n for _, n in found) == most
-    with pytest.raises(ConfigError, match="takes longer, even of the smallest models"):
-        _fitting(members, token_seconds, 10.0, 1e12, [], [1e9, 2e9])
+    with pytest.raises(ConfigError, match="even the smallest models take longer"):
+        _fit_to_time(members, token_seconds, 10.0, 1e12, GridOptions(tokens=[1e9, 2e9]))
 
 
 def test_what_cant_be_trained_is_refused_before_anything_is(start, tmp_path):
@@ -109,25 +110,25 @@ def test_prepared_data_needs_no_sizes_and_no_other_tokenizer(start, tmp_path, te
     from mlxlm.tokenizer import load, train
 
     prepare(DataOptions([text_file]), load(tokenizer_folder), tmp_path / "data")
-    grid = start_grid(tmp_path / "other", [tmp_path / "data"], minutes=1e-3, settings=TINY)
+    grid = start_grid(tmp_path / "other", [tmp_path / "data"], GridOptions(minutes=1e-3), settings=TINY)
     assert grid.vocab_size == load(tokenizer_folder).vocab_size
     train([text_file.read_text()], 270).save(tmp_path / "words")
     with pytest.raises(DataError, match="prepared with another tokenizer"):
-        start_grid(tmp_path / "x", [tmp_path / "data"], tokenizer=tmp_path / "words", sizes=[2e4], settings=TINY)
+        start_grid(tmp_path / "x", [tmp_path / "data"], GridOptions([2e4]), tokenizer=tmp_path / "words", settings=TINY)
 
 
 def test_weight_decay_follows_the_passes_of_each_run_as_in_pretraining(start):
-    grid = start(sizes=[2e4], ratios=[], tokens=[128, 10**6])
-    decays = [grid.run(cell).settings.weight_decay for cell in grid.cells]
-    assert [cell.tokens / grid.unique_tokens > 16 for cell in grid.cells] == [False, True] and decays == [0.1, 1.0]
+    grid = start(sizes=[2e4], tokens_per_parameter=[], tokens=[128, 10**6])
+    decays = [grid.open_run(cell).settings.weight_decay for cell in grid.runs]
+    assert [cell.tokens / grid.unique_tokens > 16 for cell in grid.runs] == [False, True] and decays == [0.1, 1.0]
 
 
 def test_the_time_left_is_of_what_is_not_finished(start):
     grid = start(sizes=[2e4], tokens=[128, 256])
-    finish(grid.run(grid.cells[1]))
-    spent = read_log(Run.open(grid.path / grid.cells[1].name))
+    finish(grid.open_run(grid.runs[1]))
+    spent = read_log(Run.open(grid.path / grid.runs[1].name))
     seconds = next(e["seconds"] for e in reversed(spent) if e["event"] == "step")
-    assert grid.seconds_left(0) == pytest.approx(seconds * grid.cells[0].seconds / grid.cells[1].seconds)
+    assert grid.seconds_left(0) == pytest.approx(seconds * grid.runs[0].seconds / grid.runs[1].seconds)
 
 
 def test_a_warmup_needs_no_steps(start):
@@ -216,19 +217,19 @@ def test_a_spoilt_grid_is_named_and_nothing_predicted_from_none(start, capfd):
     grid = start()
     path = grid.path / "grid.json"
     text = path.read_text()
-    cell = json.loads(text)["cells"][0]
+    cell = json.loads(text)["runs"][0]
     for spoilt in (
-        {"cells": []},
+        {"runs": []},
         {"unique_tokens": 0},
-        {"cells": [[1]]},
+        {"runs": [[1]]},
         {"settings": 3},
         {"saved_args": None},
         {"vocab_size": "x"},
-        {"cells": [{**cell, "seconds": math.nan}]},
-        {"cells": [{**cell, "seconds": None}]},
+        {"runs": [{**cell, "seconds": math.nan}]},
+        {"runs": [{**cell, "seconds": None}]},
     ):
         path.write_text(json.dumps({**json.loads(text), **spoilt}))
-        with pytest.raises(ConfigError, match=r"grid.json lacks or spoils"):
+        with pytest.raises(ConfigError, match=r"grid.json is damaged"):
             Grid.open(grid.path)
     path.write_text(text)
     command = ["scaling", "--out", str(grid.path), "--fit-only", "--json"]
@@ -258,14 +259,14 @@ def test_idle_options_are_refused(tmp_path, text_file, capsys, options, message)
 
 def test_the_command_fits_what_is_finished(start, capfd):
     law, grid = ScalingLaw(1.0, 20.0, 0.4, 20.0, 0.4), start(sizes=[2e4, 1e5, 2e5], tokens=[64, 256, 512])
-    for cell in grid.cells:  # runs as if they had been trained
-        run = grid.run(cell)
+    for cell in grid.runs:  # runs as if they had been trained
+        run = grid.open_run(cell)
         (run.path / "checkpoints" / f"step-{cell.steps}").mkdir(parents=True)
         entry = {"step": cell.steps, "loss": 1.0, "seconds": 2.0, "event": "step"}
         checked = {"event": "validation", "step": cell.steps, "loss": law.loss(cell.parameters, cell.tokens)}
         run.log_file.write_text(json.dumps(entry) + "\n" + json.dumps(checked) + "\n")
     command = ["scaling", "--out", str(grid.path), "--fit-only"]
-    if not is_finished(grid.run(grid.cells[0])):
+    if not is_finished(grid.open_run(grid.runs[0])):
         pytest.fail("a finished run is known by its last checkpoint")
     assert _run([*command, "--json", "--predict", "1m:1e4", "--compute-budget", "2h"]) == 0
     said = json.loads(capfd.readouterr().out)

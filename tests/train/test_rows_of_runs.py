@@ -11,7 +11,6 @@ from mlxlm.experiments.sweep import prepare_shared_data
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Run, Started, Step, TokenizerOptions, start_run, train
-from mlxlm.train.run_data import no_phase
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import QUICK, contents, finish
 
@@ -71,22 +70,10 @@ def test_a_tokenizer_is_trained_without_what_is_held_out(tmp_path, make_text, ti
     rows = (json.dumps({"text": text[i * size : (i + 1) * size]}) + "\n" for i in range(documents))
     sources = [tmp_path / "text.jsonl"]
     sources[0].write_text("".join(rows))
-    given = {"tokenizer_type": "byte-level", "validation": (), "validation_fraction": 0.2, "on_bad_input": "stop"}
-    shared, _ = prepare_shared_data(
-        tmp_path,
-        sources,
-        300,
-        exact=True,
-        tokenizer=None,
-        text_column=None,
-        weights=None,
-        seed=1,
-        phase=no_phase,
-        **given,
-    )
     settings = {**QUICK, "steps": 1, "seed": 1}
     data = DataOptions(sources, validation_fraction=0.2)
     tokenizer = TokenizerOptions(vocab_size=300)
+    shared, _ = prepare_shared_data(tmp_path, data, tokenizer, seed=1)
     run = start_run(tmp_path / "run", data, tiny_config, tokenizer=tokenizer, settings=settings)
     wanted = train_tokenizer(training_texts(DataOptions(sources, validation_fraction=0.2), seed=1), 300)
     assert wanted.fingerprint != train_tokenizer(read_texts(sources), 300).fingerprint
