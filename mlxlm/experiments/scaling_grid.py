@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from mlxlm.checkpoint.locations import is_run_folder
-from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.experiments.scaling_fit import ScalingPoint
+from mlxlm.experiments.scaling_runs import (
+    DEFAULT_RATIOS,
+    TRAINING_FRACTION,
+    GridOptions,
+    GridRun,
+    fit_to_time,
+    plan_runs,
+)
 from mlxlm.experiments.sweep import (
     Sweep,
     data_options,
@@ -21,13 +27,11 @@ from mlxlm.experiments.sweep import (
     saved_args,
     tokenizer_options,
 )
-from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
+from mlxlm.plan.model_sizes import model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
-from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
 from mlxlm.report import read_run
-from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size, nearest_models
+from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size
 from mlxlm.train.budget import num_rows
-from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase, prepared_source
 from mlxlm.train.settings import TrainSettings
@@ -36,78 +40,8 @@ from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import write_json
 
-DEFAULT_MINUTES = 30.0  # of a whole grid
-DEFAULT_RATIOS = (5.0, 10.0, 20.0, 40.0)  # tokens per parameter for given sizes
-_DIVISORS = (8, 4, 2, 1)  # of the largest size and the largest token count, where neither is given
 _MAX_SEQ_LENGTH = 256
 _MIN_STEPS = 400  # of the shortest run: with fewer, the learning rate schedule is too short
-_TRAINING_FRACTION = 0.85  # of the minutes; the rest is for validation, saving and plots
-
-Lengths = list[tuple[ModelConfig, int]]  # models and their training tokens
-
-
-@dataclass(frozen=True)
-class GridOptions:
-    """Sizes and lengths of the runs of a grid.
-
-    Attributes:
-        sizes: Numbers of parameters, embedding included; the nearest models of `mlxlm.plan.model_sizes` are used.
-            Without sizes, they and as many token counts are chosen for the time.
-        tokens_per_parameter: Training lengths of each size, in tokens per parameter.
-        tokens: Training lengths of each size, in tokens.
-        minutes: Time limit for the training steps of all runs, by a benchmark. It has no effect on given sizes.
-
-    Raises:
-        ConfigError: Both lengths are given.
-    """
-
-    sizes: Sequence[float] = ()
-    tokens_per_parameter: Sequence[float] = ()
-    tokens: Sequence[float] = ()
-    minutes: float = DEFAULT_MINUTES
-
-    def __post_init__(self) -> None:
-        if self.tokens_per_parameter and self.tokens:
-            raise ConfigError("tokens and tokens per parameter each say how long to train", "only one of them")
-
-    def check_positive(self) -> None:
-        """Raise ConfigError unless all numbers are positive and finite."""
-        numbers = (*self.sizes, *self.tokens_per_parameter, *self.tokens)
-        if not 0 < self.minutes < math.inf or not all(0 < x < 1e18 for x in numbers):
-            raise ConfigError("sizes, tokens and minutes must be positive numbers")
-
-    def lengths(self, parameters: int, default_ratios: Sequence[float] = ()) -> list[float]:
-        """Return the training lengths of a size, in tokens."""
-        return list(self.tokens) or [ratio * parameters for ratio in self.tokens_per_parameter or default_ratios]
-
-
-@dataclass(frozen=True)
-class GridRun:
-    """A planned run of a grid.
-
-    Attributes:
-        hidden_size: Width of the model, see `model_of_width`.
-        parameters: Number of parameters, embedding included.
-        tokens: Training tokens.
-        steps: Training steps.
-        seconds: Predicted time of its steps.
-    """
-
-    hidden_size: int
-    parameters: int
-    tokens: int
-    steps: int
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        """Name of its folder."""
-        return f"{self.parameters}-{self.tokens}"
-
-    def is_valid(self) -> bool:
-        """Return whether the types and values are possible, for a run that was read from a file."""
-        counts = (self.hidden_size, self.parameters, self.tokens, self.steps)
-        return all(type(n) is int and n > 0 for n in counts) and 0 <= float(self.seconds) < math.inf
 
 
 @dataclass(frozen=True)
@@ -198,8 +132,8 @@ class Grid(Sweep):
         seconds = self._finished_seconds()
         if not seconds:
             raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
-        largest = max(seconds, key=_param_tokens)
-        return FLOPS_PER_PARAM_TOKEN * _param_tokens(largest) / seconds[largest]
+        largest = max(seconds, key=lambda run: run.param_tokens)
+        return FLOPS_PER_PARAM_TOKEN * largest.param_tokens / seconds[largest]
 
     def _finished_seconds(self) -> dict[GridRun, float]:
         """Return the measured time of the steps of each finished run."""
@@ -250,17 +184,17 @@ def start_grid(
         )
         unique_tokens = Manifest.read(shards).train.tokens
         with phase("benchmarking two model sizes", None):
-            models = _candidates(options, loaded.vocab_size)
+            models = options.models(loaded.vocab_size)
             token_seconds = fit_token_seconds(models, 60 * options.minutes / 4, lambda _config: provisional)
         if options.sizes:
             lengths = [(c, int(n)) for c in models for n in options.lengths(c.parameter_count(), DEFAULT_RATIOS)]
         else:
-            seconds = 60 * options.minutes * _TRAINING_FRACTION
-            lengths = _fit_to_time(models, token_seconds, seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
+            seconds = 60 * options.minutes * TRAINING_FRACTION
+            lengths = fit_to_time(models, token_seconds, seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
         row = provisional.max_seq_length * provisional.grad_accumulation_steps
         values.setdefault("batch_size", num_rows(min(n for _, n in lengths) / _MIN_STEPS, row))
         content = {
-            "runs": [asdict(run) for run in _plan_runs(lengths, values, token_seconds)],
+            "runs": [asdict(run) for run in plan_runs(lengths, values, token_seconds)],
             "vocab_size": loaded.vocab_size,
             "settings": values,
             "data": relative_data_path(shards, folder),
@@ -272,10 +206,6 @@ def start_grid(
     return Grid.open(out)
 
 
-def _param_tokens(run: GridRun) -> int:
-    return run.parameters * run.tokens
-
-
 def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: TokenizerOptions) -> int | None:
     """Return a vocabulary size for the largest model; None if none has to be chosen."""
     if tokenizer.vocab_size is not None or tokenizer.path is not None or prepared_source(data.sources):
@@ -283,67 +213,3 @@ def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: Tok
     if options.sizes:
         return vocab_size_for(max(options.sizes))
     return guess_vocab_size(15 * options.minutes, data.sources, data.text_column, data.on_bad_input)
-
-
-def _candidates(options: GridOptions, vocab_size: int) -> list[ModelConfig]:
-    return nearest_models(list(options.sizes), vocab_size) if options.sizes else model_family(vocab_size)
-
-
-def _plan_runs(
-    lengths: Lengths, settings: dict[str, Any], token_seconds: Callable[[ModelConfig], float]
-) -> list[GridRun]:
-    """Round the lengths to steps. Lengths that round to the same number of steps become one run."""
-    tokens_per_step = TrainSettings.provisional(settings).tokens_per_step
-    runs = {}
-    for config, n in lengths:
-        steps = max(1, round(n / tokens_per_step))
-        check_memory(config, TrainSettings.provisional({**settings, "steps": steps}), preset="")
-        tokens = steps * tokens_per_step
-        seconds = token_seconds(config) * tokens
-        run = GridRun(config.hidden_size, config.parameter_count(), tokens, steps, seconds)
-        runs[run.name] = run
-    return sorted(runs.values(), key=_param_tokens)
-
-
-def _fit_to_time(
-    models: list[ModelConfig],
-    token_seconds: Callable[[ModelConfig], float],
-    seconds: float,
-    max_tokens: float,
-    options: GridOptions,
-) -> Lengths:
-    """Return the grid of the largest models that can be trained in `seconds`.
-
-    Args:
-        models: All candidates, smallest first.
-        token_seconds: Training time per token of a model.
-        seconds: Time for all runs. If it is too short for the smallest models, they get fewer tokens.
-        max_tokens: Of one run.
-        options: Their lengths, if given.
-
-    Raises:
-        ConfigError: The lengths are given, and take too long even for the smallest models.
-    """
-    best = None
-    for last in range(len(_DIVISORS) - 1, len(models)):
-        largest = models[last].parameter_count()
-        sizes = nearest_models([largest / n for n in _DIVISORS], models[0].vocab_size)
-        if len(sizes) < len(_DIVISORS):
-            sizes = models[last + 1 - len(_DIVISORS) : last + 1]
-        longest = min(max_tokens, TOKENS_PER_PARAMETER * largest)
-        default_lengths = [longest / n for n in _DIVISORS]
-        grid = []
-        for config in sizes:
-            lengths = options.lengths(config.parameter_count()) or default_lengths
-            grid += [(config, int(n)) for n in sorted({min(max_tokens, n) for n in lengths})]
-        total = sum(token_seconds(config) * n for config, n in grid)
-        if total <= seconds:
-            best = grid
-        elif best is not None:
-            return best
-        elif options.tokens_per_parameter or options.tokens:
-            minutes = f"{math.ceil(total / _TRAINING_FRACTION / 60):,} minutes"
-            raise ConfigError("even the smallest models take longer to train on so many tokens", minutes)
-        else:
-            return [(config, max(1, int(n * seconds / total))) for config, n in grid]
-    return best

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.experiments.scaling_grid import Grid, GridOptions, _fit_to_time, start_grid
+from mlxlm.experiments.scaling_grid import Grid, start_grid
+from mlxlm.experiments.scaling_runs import GridOptions, fit_to_time
 from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW, ScalingLaw
@@ -77,7 +78,7 @@ def test_the_default_grid_fills_the_time_and_keeps_to_the_text(seconds):
     def token_seconds(config):
         return 6 * config.parameter_count() / 1e10
 
-    found = _fit_to_time(members, token_seconds, seconds, 1e7, GridOptions())
+    found = fit_to_time(members, token_seconds, seconds, 1e7, GridOptions())
     assert len(found) == 16 and len({c.hidden_size for c, _ in found}) == 4 and len({n for _, n in found}) == 4
     assert max(n for _, n in found) <= 1e7
     total = sum(token_seconds(c) * n for c, n in found)
@@ -93,10 +94,10 @@ def test_lengths_that_are_asked_for_fit_the_time_or_are_refused():
         return 6 * config.parameter_count() / 1e10
 
     most = 2 * members[3].parameter_count()
-    found = _fit_to_time(members, token_seconds, 1e4, most, GridOptions(tokens_per_parameter=[1, 5, 10]))
+    found = fit_to_time(members, token_seconds, 1e4, most, GridOptions(tokens_per_parameter=[1, 5, 10]))
     assert len({(c.hidden_size, n) for c, n in found}) == len(found) and max(n for _, n in found) == most
     with pytest.raises(ConfigError, match="even the smallest models take longer"):
-        _fit_to_time(members, token_seconds, 10.0, 1e12, GridOptions(tokens=[1e9, 2e9]))
+        fit_to_time(members, token_seconds, 10.0, 1e12, GridOptions(tokens=[1e9, 2e9]))
 
 
 def test_what_cant_be_trained_is_refused_before_anything_is(start, tmp_path):
