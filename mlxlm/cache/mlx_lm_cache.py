@@ -29,8 +29,8 @@ class MlxLmKVCache(KVCache):
         before = self.size()
         if self.rotation is not None and before + n > self.rotation.size:
             before -= self.rotation.step  # the update will drop this many
-        apart = mx.arange(before + n)[None] - mx.arange(before, before + n)[:, None]
-        return causal_mask(apart, window_size)
+        distance = mx.arange(before + n)[None] - mx.arange(before, before + n)[:, None]
+        return causal_mask(distance, window_size)
 
 
 def _dequantized(x: mx.array | QuantizedKV) -> mx.array:

@@ -1,4 +1,4 @@
-"""Attention of few queries over a long key-value cache, plain or quantized, on Metal."""
+"""Metal decode attention: few queries over a long key-value cache, plain or quantized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxlm.kernels.metal import FLOATS, MetalKernel
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
-MAX_ROWS = 64  # query rows per key head: what fits the registers of one threadgroup
+MAX_ROWS = 64  # queries · heads per key head that fit in the registers of one threadgroup
 
 _OPTIONS = ("scale", "cap", "window", "slopes")
 _QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
@@ -31,11 +31,11 @@ _QUANTIZED_KERNEL = MetalKernel(
 _COMBINE_KERNEL = MetalKernel("attention_decode_combine", inputs=("parts",), outputs=("out",))
 
 _SIMD = 32  # threads of a SIMD group
-_SIMDGROUPS = 8  # of a threadgroup, unless the rows need more
-_TILE_BYTES = 16384  # of threadgroup memory for staged keys and values: half of what Metal gives
-_THREADGROUPS = 128  # wanted on the GPU: three on each of the 40 cores of a large one
-_SPLIT_SHARE = 12  # splits may add a twelfth to the bytes that the keys and values take
-_CONSTANT_SIZE = 8  # MLX passes an input of fewer elements in Metal's constant address space
+_SIMDGROUPS = 8  # per threadgroup
+_TILE_BYTES = 16384  # threadgroup memory for tiles of keys and values: half of Metal's limit
+_THREADGROUPS = 128  # target number on the GPU: about three per core of a large GPU (40 cores)
+_SPLIT_SHARE = 12  # splits may add at most 1/12 to the memory traffic of the keys and values
+_CONSTANT_SIZE = 8  # MLX puts inputs with fewer elements in Metal's constant address space
 
 
 def decode_attention(
@@ -48,17 +48,26 @@ def decode_attention(
     softcap: float | None = None,
     slopes: mx.array | None = None,
 ) -> mx.array:
-    """softmax(scores) · values for up to 8 queries at the end of the keys, in one pass over the visible keys.
+    """Compute attention of the last T <= 8 positions in one pass over the visible keys, in float32.
 
-    queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]`, all float32, float16 or bfloat16, lying in memory as
-    they please (a cache hands over slices of its buffers). Query t stands at p = S - T + t and sees the keys
-    s <= p, with a `window` those > p - window; scores are scale · q · k, then softcap · tanh(score / softcap), then
-    plus slopes[h] · (s - p) with float32 slopes `[H]` (ALiBi). Returns `[B, H, T, D]`, 0 for a query that sees no
-    key; arithmetic is in float32.
+    Query t has position p = S - T + t and sees the keys s <= p, with a `window` only those > p - window. Scores are
+    scale · q · k, then softcap · tanh(score / softcap), then ALiBi's slopes[h] · (s - p) is added. The keys are split
+    over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023): see `_splits`.
 
-    The keys are divided over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al.
-    2023): see `_splits`. Raises ValueError for shapes, dtypes or options that are not served: D in HEAD_DIMS, T at
-    most 8 and T · H / H_kv at most 64.
+    Args:
+        queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D in HEAD_DIMS, T · H / H_kv <= 64.
+        keys: `[B, H_kv, S, D]` in the same dtype, with any strides (such as a slice of a cache buffer).
+        values: As the keys.
+        scale: Multiplies the scores.
+        window: Sliding window in tokens.
+        softcap: Soft cap of the scores.
+        slopes: ALiBi slopes, float32 `[H]`.
+
+    Returns:
+        `[B, H, T, D]`; 0 for a query that sees no key.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported.
     """
     _check(queries, scale, window, softcap, slopes)
     shape = queries.shape
@@ -82,21 +91,32 @@ def quantized_decode_attention(
     softcap: float | None = None,
     slopes: mx.array | None = None,
 ) -> mx.array:
-    """`decode_attention` over keys and values that `mx.quantize(x, group_size=group_size, bits=bits)` gave.
+    """Compute `decode_attention` over quantized keys and values, which are dequantized in registers.
 
-    keys and values are its triples: codes uint32 `[B, H_kv, S, D · bits / 32]`, scales and biases
-    `[B, H_kv, S, D / group_size]` in the queries' dtype; group_size 32 or 64, a divisor of D; bits 4 or 8. They are
-    unpacked in registers. Raises ValueError as `decode_attention` does.
+    Args:
+        queries: As for `decode_attention`.
+        keys: The result of `mx.quantize`: packed uint32 `[B, H_kv, S, D · bits / 32]`, scales and biases
+            `[B, H_kv, S, D / group_size]` in the queries' dtype.
+        values: As the keys.
+        scale: As for `decode_attention`, like the following options.
+        group_size: 32 or 64, a divisor of D.
+        bits: 4 or 8.
+        window: Sliding window in tokens.
+        softcap: Soft cap of the scores.
+        slopes: ALiBi slopes, float32 `[H]`.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported.
     """
     _check(queries, scale, window, softcap, slopes)
     head_dim = queries.shape[3]
     if bits not in (4, 8) or group_size not in (32, 64) or head_dim % group_size:
-        raise ValueError(f"no quantization to {bits} bits in groups of {group_size} for head dim {head_dim}")
+        raise ValueError(f"head dim {head_dim} doesn't support quantization to {bits} bits in groups of {group_size}")
     arrays = (*keys, *values)
     for name, x in zip(_QUANTIZED, arrays, strict=True):
-        codes = name in ("keys", "values")
-        width = head_dim * bits // 32 if codes else head_dim // group_size
-        dtype = mx.uint32 if codes else queries.dtype
+        is_packed = name in ("keys", "values")
+        width = head_dim * bits // 32 if is_packed else head_dim // group_size
+        dtype = mx.uint32 if is_packed else queries.dtype
         _check_rows(name, x, keys[0].shape[:3], queries.shape, width)
         if x.dtype != dtype:
             raise ValueError(f"{name} must be {dtype}, not {x.dtype}")
@@ -111,9 +131,9 @@ def _check(queries, scale, window, softcap, slopes):
         raise ValueError(f"queries must be [B, H, T, D] of float32, float16 or bfloat16, not {_describe(queries)}")
     heads, count, head_dim = queries.shape[1:]
     if 0 in queries.shape or count > MAX_QUERIES:
-        raise ValueError(f"decoding takes 1 to {MAX_QUERIES} queries of at least one head, not {_describe(queries)}")
+        raise ValueError(f"expected 1 to {MAX_QUERIES} queries with at least one head, not {_describe(queries)}")
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head dim {head_dim} is none of {', '.join(map(str, HEAD_DIMS))}")
+        raise ValueError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
     if window is not None and window < 1:
         raise ValueError(f"the window must be at least 1, not {window}")
     if softcap is not None and not softcap > 0:
@@ -123,7 +143,7 @@ def _check(queries, scale, window, softcap, slopes):
 
 
 def _check_rows(name: str, x: mx.array, like: tuple[int, ...], queries: tuple[int, ...], width: int) -> None:
-    """One of the arrays that make up the keys and values, of which all have the first three axes of the keys."""
+    """Check the shape of one array of the keys or values; the first three axes are those of the keys."""
     if x.ndim != 4 or x.shape != (queries[0], *like[1:], width) or 0 in x.shape:
         raise ValueError(f"{name} do not fit queries {queries}: {_describe(x)}, not ({queries[0]}, H_kv, S, {width})")
     heads, count = queries[1:3]
@@ -139,7 +159,7 @@ def _describe(x: mx.array) -> str:
 
 
 def _in_device_memory(x: mx.array) -> mx.array:
-    """Enough batch entries, which nothing reads, for an array to be no constant: a kernel of its own to compile."""
+    """Pad a tiny array with unused batch entries: as a constant, it would need another kernel variant."""
     if x.size >= _CONSTANT_SIZE:
         return x
     return mx.pad(x, [(0, _CONSTANT_SIZE), (0, 0), (0, 0), (0, 0)])
@@ -147,41 +167,50 @@ def _in_device_memory(x: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class _Division:
-    """How a threadgroup divides query rows and keys among its SIMD groups."""
+    """How a threadgroup divides queries and keys among its SIMD groups.
+
+    Args:
+        row_groups: Number of groups of query rows.
+        key_groups: Number of groups of keys.
+        step: Keys that a SIMD group processes at once.
+        tile: Keys in threadgroup memory; 0 reads them directly from device memory.
+    """
 
     row_groups: int
     key_groups: int
-    step: int  # keys that a SIMD group takes in at once
-    tile: int  # keys in threadgroup memory, 0 if read from device memory directly
+    step: int
+    tile: int
 
     @classmethod
     def of(cls, rows: int, head_dim: int, itemsize: int) -> _Division:
-        """A SIMD group holds up to 8 rows in registers (4 of head dim 256): 64 for queries and sums, of Apple's 128.
+        """Choose the division for a number of query rows.
 
-        With more rows, row groups share tiles of the keys in threadgroup memory; there are at most 8, since 16 of so
-        many registers would not fit a threadgroup, so that 33 rows of head dim 256 and more spill.
+        A SIMD group keeps up to 8 rows in registers (4 for head dim 256): 64 registers for queries and sums, of
+        Apple's 128. With more rows, row groups share tiles of the keys in threadgroup memory. There are at most 8 row
+        groups, since 16 with this many registers don't fit in a threadgroup; so more than 32 rows of head dim 256
+        spill.
         """
         row_groups = min(_SIMDGROUPS, -(-rows // (8 if head_dim <= 128 else 4)))
-        mine = -(-rows // row_groups)
-        step = _SIMD >> (mine - 1).bit_length()
+        rows_per_group = -(-rows // row_groups)
+        step = _SIMD >> (rows_per_group - 1).bit_length()
         if row_groups == 1:
             return cls(1, _SIMDGROUPS, step, 0)
-        fit = _TILE_BYTES // (2 * head_dim * itemsize)
-        key_groups = max(1, min(_SIMDGROUPS // row_groups, fit // step))
+        capacity = _TILE_BYTES // (2 * head_dim * itemsize)
+        key_groups = max(1, min(_SIMDGROUPS // row_groups, capacity // step))
         run = key_groups * step
-        return cls(row_groups, key_groups, step, fit // run * run)
+        return cls(row_groups, key_groups, step, capacity // run * run)
 
 
 def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int, row_bytes: int, run: int) -> int:
-    """How many threadgroups share the visible keys of a head: enough to fill the GPU, as long as that is cheap.
+    """Return how many threadgroups share the visible keys of a head: enough to fill the GPU, if that is cheap.
 
-    Each split costs its queries (read again) and its partial result (float32, written and read): all splits together
-    at most 1/12 of the bytes of the keys and values. Nor has one fewer keys than its threadgroup takes in at once.
+    A split reads the queries again, and writes and reads a partial result in float32. All splits together may cost at
+    most 1/12 of the bytes of the keys and values. A split has at least the keys that a threadgroup processes at once.
     """
-    wanted = -(-_THREADGROUPS // kv_heads)
+    target = -(-_THREADGROUPS // kv_heads)
     split_bytes = rows * (head_dim * itemsize + 8 * (head_dim + 2) + 4)
-    least = max(run, -(-_SPLIT_SHARE * split_bytes // row_bytes))
-    return max(1, min(wanted, visible // least))
+    min_keys = max(run, -(-_SPLIT_SHARE * split_bytes // row_bytes))
+    return max(1, min(target, visible // min_keys))
 
 
 def _attend(kernel, queries, arrays, row_bytes, template, scale, window, softcap, slopes):
@@ -192,7 +221,7 @@ def _attend(kernel, queries, arrays, row_bytes, template, scale, window, softcap
     division = _Division.of(rows, D, queries.itemsize)
     windowed = window is not None
     window = min(window, S) if windowed else S
-    visible = min(S, window + T - 1)  # by any of the queries
+    visible = min(S, window + T - 1)  # keys that any query sees
     run = division.key_groups * division.step
     splits = _splits(visible, B * kv_heads, rows, D, queries.itemsize, row_bytes, run)
     out_type = mx.float32 if splits > 1 else queries.dtype

@@ -1,7 +1,7 @@
-"""Causal attention for training on Metal: memory linear in the length, forward and backward.
+"""Metal attention for training, with memory linear in the length, forward and backward.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691): tiles of scores are made, used and forgotten; the log-sum-exp of each
-row, the only thing kept beside the output, lets the gradients make them again.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691): scores are computed in tiles and never stored. The gradients recompute
+them from the log-sum-exp of each row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from functools import lru_cache
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import FLOATS, MetalKernel
 
-# A lane keeps its part of keys, values and both gradients: 96 registers at 128 in half precision, of some 128.
+# A lane stores its part of keys, values and both gradients: with head dim 128 in half precision, 96 of ~128 registers.
 MAX_HEAD_DIM = 128
 
-_ROWS = 32  # rows of a threadgroup: four SIMD groups of eight
-_STAGED_BYTES = 8192  # of a staged tile: two of them, padded, take about half of a threadgroup's 32 KiB
+_ROWS = 32  # rows per threadgroup: four SIMD groups of eight
+_STAGED_BYTES = 8192  # bytes of a staged tile: two padded tiles take about half of a threadgroup's 32 KiB
 
 _HEADERS = ("common.h", "attention_tiles.h")
 _FORWARD = MetalKernel(
@@ -44,12 +44,20 @@ _GRAD_KEY_VALUE = MetalKernel(
 def tiled_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, window: int | None = None
 ) -> mx.array:
-    """softmax(queries · keysᵀ · scale) · values, row t of T seeing the keys up to S - T + t, with a gradient.
+    """Compute causal attention with a gradient: query t sees the keys up to S - T + t. Sums are float32.
 
-    queries `[B, H, T, D]`, keys and values `[B, H_kv, S, D]`, of one dtype out of float32, float16 and bfloat16, with
-    any strides; H a multiple of H_kv, D a multiple of 8 up to 128. With a `window`, a row sees only the last `window`
-    of its keys, its own included. Sums are float32. Returns `[B, H, T, D]` in the inputs' dtype; a row that
-    sees no key (T > S) is 0 and has no gradient. Raises ValueError for other shapes and dtypes.
+    Args:
+        queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D is a multiple of 8 up to 128.
+        keys: `[B, H_kv, S, D]` in the same dtype, with any strides. H is a multiple of H_kv.
+        values: As the keys.
+        scale: Multiplies the scores.
+        window: Sliding window: a query sees only the last `window` keys, including its own.
+
+    Returns:
+        `[B, H, T, D]` in the inputs' dtype. A query that sees no key (T > S) gives 0 and has no gradient.
+
+    Raises:
+        ValueError: Shapes or dtypes are not supported.
     """
     return tiled_attention_with_lse(queries, keys, values, scale, window=window)[0]
 
@@ -57,9 +65,11 @@ def tiled_attention(
 def tiled_attention_with_lse(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, window: int | None = None
 ) -> tuple[mx.array, mx.array]:
-    """`tiled_attention`, and the natural log of each row's sum of exponentials: float32 `[B, H, T]`.
+    """Compute `tiled_attention` and the log-sum-exp of each row's scores (natural logarithm).
 
-    It is -inf for a row that sees no key, and has a gradient as the output does.
+    Returns:
+        The output `[B, H, T, D]`, and the log-sum-exp, float32 `[B, H, T]`: -inf for a query that sees no key. Both
+        have a gradient.
     """
     _check(queries, keys, values, window)
     output, lse = _differentiable(float(scale), window)(queries, keys, values)
@@ -69,27 +79,27 @@ def tiled_attention_with_lse(
 def _check(queries, keys, values, window):
     shapes = f"queries {queries.shape}, keys {keys.shape}, values {values.shape}"
     if not queries.ndim == keys.ndim == values.ndim == 4:
-        raise ValueError(f"attention takes arrays of four axes, not {shapes}")
+        raise ValueError(f"attention requires arrays with four axes, not {shapes}")
     if queries.dtype not in FLOATS or not queries.dtype == keys.dtype == values.dtype:
         dtypes = ", ".join(str(x.dtype) for x in (queries, keys, values))
-        raise ValueError(f"attention takes float32, float16 or bfloat16, the same for all, not {dtypes}")
+        raise ValueError(f"attention requires float32, float16 or bfloat16, the same for all, not {dtypes}")
     B, H, T, D = queries.shape
     kv_heads, S = keys.shape[1:3]
     if keys.shape != values.shape or keys.shape != (B, kv_heads, S, D):
-        raise ValueError(f"attention takes keys and values of one shape that fits the queries', not {shapes}")
+        raise ValueError(f"attention requires keys and values of one shape that fits the queries, not {shapes}")
     if 0 in queries.shape or 0 in keys.shape:
-        raise ValueError(f"attention takes no empty array, not {shapes}")
+        raise ValueError(f"attention doesn't support empty arrays: {shapes}")
     if H % kv_heads:
-        raise ValueError(f"{H} query heads are no multiple of {kv_heads} key heads")
+        raise ValueError(f"{H} query heads are not a multiple of {kv_heads} key heads")
     if D % 8 or D > MAX_HEAD_DIM:
-        raise ValueError(f"head dimension {D} is no multiple of 8 up to {MAX_HEAD_DIM}, what registers hold")
+        raise ValueError(f"head dim {D} is not a multiple of 8 up to {MAX_HEAD_DIM}")
     if window is not None and window < 1:
-        raise ValueError(f"attention window {window} is less than 1")
+        raise ValueError(f"window {window} is less than 1")
 
 
 @lru_cache
 def _differentiable(scale: float, window: int | None):
-    """(queries, keys, values) -> (output, lse) with a gradient."""
+    """Make the differentiable function (queries, keys, values) -> (output, log-sum-exp)."""
 
     @mx.custom_function
     def attend(queries, keys, values):
@@ -130,7 +140,7 @@ def _scalars(keys, scale, window):
 
 
 def _launch(kernel, rows, inputs, outputs):
-    """A threadgroup for each head and each tile of `rows`, the queries or the keys."""
+    """Launch one threadgroup per head and per tile of `rows`, the queries or the keys."""
     B, heads, length, D = rows.shape
     staged = min(32, _STAGED_BYTES // (D * rows.itemsize) // 8 * 8)
     template = {"T": rows.dtype, "D": D, "ROWS": _ROWS, "STAGED": staged}

@@ -1,4 +1,4 @@
-"""Who sees whom in attention whose queries are the last T of S positions."""
+"""Causal attention masks, where the T queries are the last of S positions."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ from mlxlm.backend.mlx import mx
 
 
 def relative_positions(T: int, S: int) -> mx.array:
-    """A key's position minus the row's own, int `[T, S]`."""
+    """Return key position minus query position, int `[T, S]`."""
     return mx.arange(S)[None] - mx.arange(S - T, S)[:, None]
 
 
 def causal_mask(
-    apart: mx.array,
+    distance: mx.array,
     window: int | None,
     first: mx.array | None = None,
     segment_ids: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Whether a row sees a key at this `relative_positions`: its own and those before, with a window the last of these.
+    """Return which keys each query sees.
 
-    `first` int `[B]`: the index of the first key that a batch entry has, the result being `[B, 1, T, S]`. Rows before
-    it see themselves: a row that sees nothing would be NaN. `segment_ids` int `[B, T]` and `[B, S]`: the texts that the
-    rows and the keys are of, the result being `[B, 1, T, S]` too; a row sees the keys of its own.
+    Args:
+        distance: `relative_positions`, int `[T, S]`.
+        window: Sliding window: a query sees only the last `window` keys, including its own.
+        first: int `[B]`, the index of the first key of each batch entry (after left padding). Queries before it see
+            only themselves, since a query that sees nothing would give NaN.
+        segment_ids: int `[B, T]` and `[B, S]`, the texts of the queries and the keys. A query sees keys of its text.
+
+    Returns:
+        bool `[T, S]`, or `[B, 1, T, S]` with `first` or `segment_ids`.
     """
-    seen = apart <= 0
+    visible = distance <= 0
     if window is not None:
-        seen = seen & (apart > -window)
+        visible = visible & (distance > -window)
     if segment_ids is not None:
-        rows, keys = segment_ids
-        seen = seen & (rows[:, None, :, None] == keys[:, None, None, :])
+        query_ids, key_ids = segment_ids
+        visible = visible & (query_ids[:, None, :, None] == key_ids[:, None, None, :])
     if first is None:
-        return seen
-    return seen & ((mx.arange(apart.shape[1]) >= first[:, None, None, None]) | (apart == 0))
+        return visible
+    return visible & ((mx.arange(distance.shape[1]) >= first[:, None, None, None]) | (distance == 0))

@@ -1,4 +1,4 @@
-"""The Metal sources of `metal_kernels/`, and how one is launched."""
+"""Loads and launches the Metal kernels of `metal_kernels/`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from functools import cache, cached_property
 from mlxlm.backend.mlx import mx
 from mlxlm.utils.resources import resource
 
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # what the kernels take
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # dtypes that the kernels support
 
 Output = tuple[Sequence[int], mx.Dtype]  # shape and dtype
 
 
 @dataclass(frozen=True)
 class MetalKernel:
-    """`metal_kernels/<name>.metal`: the body of a kernel function, around which MLX writes the signature.
+    """A kernel of `metal_kernels/`.
 
-    `inputs` and `outputs` are the names that the body uses, `headers` what it needs before the function. Inputs
-    that are not `contiguous` arrive as they lie in memory, and the body must use their `_strides`.
+    The file is the body of a kernel function; MLX generates the signature.
+
+    Args:
+        name: File name without ".metal".
+        inputs: Names of the input arrays in the body.
+        outputs: Names of the output arrays in the body.
+        contiguous: Whether MLX makes the inputs contiguous. Otherwise the body must use their `_strides`.
+        headers: Header files to include before the function.
     """
 
     name: str
@@ -30,11 +36,12 @@ class MetalKernel:
 
     @cached_property
     def source(self) -> str:
+        """The body of the kernel."""
         return resource("metal_kernels", f"{self.name}.metal").read_text(encoding="utf-8")
 
     @cached_property
     def header(self) -> str:
-        """The headers' text, which compilers' messages refer to by name and line."""
+        """The text of all headers, with `#line` directives so that compiler messages name the file and line."""
         texts = ((name, resource("metal_kernels", name).read_text(encoding="utf-8")) for name in self.headers)
         return "".join(f'#line 1 "{name}"\n{text}\n' for name, text in texts)
 
@@ -46,12 +53,23 @@ class MetalKernel:
         threadgroup: tuple[int, int, int],
         outputs: Sequence[Output],
     ) -> list[mx.array]:
-        """Launch `grid` threads (threads, not threadgroups) in groups of `threadgroup`; the outputs, lazily."""
+        """Launch the kernel lazily.
+
+        Args:
+            inputs: Input arrays.
+            template: Template arguments.
+            grid: Number of threads (not of threadgroups).
+            threadgroup: Threads per threadgroup.
+            outputs: Shape and dtype of each output.
+
+        Returns:
+            The output arrays.
+        """
         return launch(self, inputs, template, grid, threadgroup, outputs)
 
 
 def launch(kernel: MetalKernel, inputs, template, grid, threadgroup, outputs) -> list[mx.array]:
-    """Run a kernel on the GPU. Raises RuntimeError without Metal; a compile error comes with the evaluation."""
+    """Run a kernel on the GPU. Raises RuntimeError without Metal; compile errors are raised on evaluation."""
     return _compiled(kernel)(
         inputs=list(inputs),
         template=list(template.items()),

@@ -2,8 +2,8 @@
 
     rms_norm(x) = x / sqrt(mean(x²) + eps) · weight
 
-over the last axis, in float32 whatever the dtypes. A row whose squares leave float32 (values above 1e19)
-becomes 0, as in `mx.fast.rms_norm`; float16 never gets there. NaN spreads over its row.
+over the last axis, computed in float32 for all dtypes. If the squares of a row overflow float32 (values above 1e19),
+the row becomes 0, as in `mx.fast.rms_norm`. A NaN makes its whole row NaN.
 """
 
 from __future__ import annotations
@@ -14,16 +14,41 @@ from mlxlm.backend.mlx import mx
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
-ROWS = (8, 512, 4096)  # decoding, prompts and training: a case has up to so many rows, the last one all that are more
+ROWS = (8, 512, 4096)  # rows of the cases, rounded up: decoding, prefill, training (which has no limit)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """The norm of x `[..., N]` by weight `[N]`, in the dtype that both promote to. Raises ValueError otherwise."""
+    """Compute RMSNorm.
+
+    Args:
+        x: `[..., N]`, float32, float16 or bfloat16.
+        weight: `[N]`.
+        eps: Added to the mean square.
+
+    Returns:
+        `[..., N]` in the dtype that x and weight promote to.
+
+    Raises:
+        ValueError: Shapes or dtypes are invalid.
+    """
     return NORM.implementation(_case(NORM, x, weight))(x, weight, eps)
 
 
 def add_rms_norm(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """h = x + residual and rms_norm(h), x and residual `[..., N]`, weight `[N]`. Raises ValueError otherwise."""
+    """Compute h = x + residual and rms_norm(h).
+
+    Args:
+        x: `[..., N]`, float32, float16 or bfloat16.
+        residual: `[..., N]`.
+        weight: `[N]`.
+        eps: Added to the mean square.
+
+    Returns:
+        h and rms_norm(h), `[..., N]`.
+
+    Raises:
+        ValueError: Shapes or dtypes are invalid.
+    """
     if residual.shape != x.shape or residual.dtype not in DTYPE_NAMES:
         raise ValueError(f"residual is {residual.shape} {residual.dtype}, but x is {x.shape} {x.dtype}")
     return ADD_NORM.implementation(_case(ADD_NORM, x, weight, residual))(x, residual, weight, eps)
@@ -39,7 +64,7 @@ def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.arra
     dtype, size = x.dtype, x.size
     if weight.shape != (N,) or dtype not in DTYPE_NAMES or weight.dtype not in DTYPE_NAMES:
         arrays = f"x {x.shape} {dtype}, weight {weight.shape} {weight.dtype}"
-        raise ValueError(f"a norm takes [..., N] and [N] of float32, float16 or bfloat16: {arrays}")
+        raise ValueError(f"RMSNorm requires [..., N] and [N] of float32, float16 or bfloat16: {arrays}")
     rows = ROWS[0] if size <= ROWS[0] * N else ROWS[1] if size <= ROWS[1] * N else ROWS[2]
     mixed = ()
     if weight.dtype != dtype:
@@ -50,11 +75,11 @@ def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.arra
 
 
 def norm_case(operation: Operation, dtype: str, N: int, rows: int, mixed: tuple[str, ...] = ()) -> Case:
-    """`rows` is one of ROWS, `mixed` names what has another dtype: "weight:float32"."""
+    """Return a case. `rows` is one of ROWS; `mixed` names arrays with another dtype, such as "weight:float32"."""
     return Case(operation.name, dtype, ("N", "rows"), (N, rows), mixed)
 
 
-def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
+def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     rows, N = case.size("rows"), case.size("N")
     dtypes = dict(feature.split(":") for feature in case.features)
     shapes = {"x": (rows, N), "residual": (rows, N), "weight": (N,)}
@@ -68,30 +93,30 @@ def _trial(case: Case) -> tuple[list[Any], dict[str, Any]]:
     return [*arrays, 1e-5], {}
 
 
-def _small(case: Case) -> tuple[Case, ...]:
-    """One row, and enough that a team of threads has several."""
+def _check_cases(case: Case) -> tuple[Case, ...]:
+    """One row, and enough rows that a team of threads has several."""
     return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
 def _prefers_add(case: Case):
     if case.size("rows") == ROWS[0]:
-        return ("mlx", "metal"), "few rows: MLX's own until measured"
-    return ("metal", "mlx"), "MLX does it in two passes"
+        return ("mlx", "metal"), "few rows: MLX's own unless measured"
+    return ("metal", "mlx"), "MLX needs two passes"
 
 
 NORM = Operation(
     "rms_norm",
     {"mlx": mx.fast.rms_norm, "metal": rms_norm_metal},
     lambda case: (("mlx", "metal"), "MLX's own"),
-    _trial,
-    _small,
+    _sample_inputs,
+    _check_cases,
     differentiable=(0, 1),
 )
 ADD_NORM = Operation(
     "add_rms_norm",
     {"mlx": _add_rms_norm_mlx, "metal": add_rms_norm_metal},
     _prefers_add,
-    _trial,
-    _small,
+    _sample_inputs,
+    _check_cases,
     differentiable=(0, 1, 2),
 )

@@ -1,4 +1,4 @@
-"""RMSNorm by the kernels of `metal_kernels/`: which threads take which rows, and the gradients."""
+"""RMSNorm with the Metal kernels of `metal_kernels/`, and its gradient."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ _NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))
 _ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"), outputs=("h", "y"))
 _GRADIENT = MetalKernel("rms_norm_grad", inputs=("x", "weight", "dy", "dh", "eps"), outputs=("dx", "dw"))
 
-# A forward thread holds a run's values and weights, a gradient thread also gradients and column sums. 64 floats
-# of that in 512 threads are 128 KB of the 208 KB of registers of a GPU core: rows up to 16384 and 8192 values
-# are read once, longer ones twice.
+# A forward thread keeps the values and weights of its runs in registers, a gradient thread also gradients and column
+# sums. 64 floats in each of 512 threads are 128 KB of the 208 KB of registers of a GPU core. Rows of up to 16384
+# (forward) and 8192 values (gradient) are read once, longer ones twice.
 _THREADS = 512
 _FORWARD_CHUNKS, _GRADIENT_CHUNKS = 8, 4
-_NARROW = 512  # up to here a SIMD group holds a row, and a threadgroup has four of them
-# A team takes many rows, so that reading the weight (forward) and writing its part of the weight's gradient
-# costs little beside them, but not before there are teams enough to fill the GPU.
+_NARROW = 512  # up to this many values, one SIMD group processes a row; a threadgroup has four SIMD groups
+# A team processes many rows, so that reading the weight (forward) and writing its part of the weight's gradient cost
+# little in comparison. But first there must be enough teams to fill the GPU.
 _FORWARD_ROWS, _FORWARD_TEAMS = 16, 128
 _GRADIENT_ROWS, _GRADIENT_TEAMS = 32, 128
 
 
 def rms_norm_metal(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`rms_norm` by the kernels of `metal_kernels/`: rows are read once, here and in the gradient.
+    """Compute `rms_norm` with Metal kernels that read each row once, also in the gradient.
 
-    Float32, float16 or bfloat16. Raises ValueError if shapes or dtypes don't fit.
+    Raises:
+        ValueError: Shapes or dtypes (float32, float16, bfloat16) are invalid.
     """
     _check(x, weight)
     return _rms_norm_metal(eps)(x, weight)
 
 
 def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """`add_rms_norm` by the kernels of `metal_kernels/`, the addition within the norm's one pass over the rows.
+    """Compute `add_rms_norm` with Metal kernels, in one pass over the rows.
 
-    The norm is that of h as rounded to its dtype. In the gradient too, what h's other users send back is added
-    in the same pass. x and residual have one shape. Raises ValueError if shapes or dtypes don't fit.
+    The norm is that of h after rounding to its dtype. The backward pass also adds the gradient of h from its other
+    users in the same pass.
+
+    Raises:
+        ValueError: Shapes or dtypes (float32, float16, bfloat16) are invalid.
     """
     _check(x, weight)
     if residual.shape != x.shape or residual.dtype not in FLOATS:
@@ -58,11 +62,18 @@ def _describe(x: mx.array) -> str:
 
 @dataclass(frozen=True)
 class _Teams:
-    """The threads that share out the rows: `rms_norm.metal` says how."""
+    """How threads share the rows (see `rms_norm.metal`).
 
-    wide: bool  # a team is a threadgroup, else a SIMD group
-    chunks: int  # runs of four values that a thread holds
-    threads: int  # of a threadgroup
+    Args:
+        wide: Whether a team is a threadgroup, otherwise a SIMD group.
+        chunks: Runs of four values per thread.
+        threads: Threads per threadgroup.
+        groups: Number of threadgroups.
+    """
+
+    wide: bool
+    chunks: int
+    threads: int
     groups: int
 
     @property
@@ -78,15 +89,15 @@ class _Teams:
         return {"grid": (self.groups * self.threads, 1, 1), "threadgroup": (self.threads, 1, 1)}
 
 
-def _teams(rows: int, N: int, most_chunks: int, most_rows: int, enough: int) -> _Teams:
-    """Teams for rows of N values: at most `most_rows` rows each, and `enough` teams if there are the rows."""
-    count = -(-rows // max(1, min(most_rows, rows // enough)))
+def _teams(rows: int, N: int, max_chunks: int, max_rows: int, min_teams: int) -> _Teams:
+    """Choose teams for rows of N values: up to `max_rows` rows each, and `min_teams` teams if there are enough rows."""
+    count = -(-rows // max(1, min(max_rows, rows // min_teams)))
     if N <= _NARROW:
         chunks = 1 if N <= 128 else 2 if N <= 256 else 4
         simdgroups = min(4, count)
         return _Teams(False, chunks, 32 * simdgroups, -(-count // simdgroups))
     chunks = 2
-    while chunks < most_chunks and 4 * chunks * _THREADS < N:
+    while chunks < max_chunks and 4 * chunks * _THREADS < N:
         chunks *= 2
     threads = min(_THREADS, 32 * -(-N // (128 * chunks)))
     return _Teams(True, chunks, threads, count)
@@ -145,7 +156,7 @@ def _add_rms_norm_metal(eps: float):
 
 
 def _gradient(x, weight, dy, dh, eps):
-    """Gradients by x and weight; dh, if any, is added to the first."""
+    """Return the gradients of x and weight; dh, unless None, is added to the first."""
     if x.size == 0:
         return mx.zeros_like(x), mx.zeros_like(weight)
     x2 = x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) · up, the feed-forward gate of Llama (Shazeer 2020, "GLU Variants Improve Transformer")."""
+"""SwiGLU (Shazeer 2020, "GLU Variants Improve Transformer"): silu(gate) · up, as in Llama's MLP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxlm.kernels.exp import exp_nonpositive
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up, elementwise; gate and up of one shape and dtype."""
+    """Compute silu(gate) · up elementwise. Both have the same shape and dtype."""
     if ON_CPU and gate.dtype == mx.float32:
         return _swiglu_cpu(gate, up)
     return _swiglu_fused(gate, up)
@@ -32,7 +32,7 @@ def _swiglu_cpu_vjp(primals, cotangent, _output):
 
 
 def _sigmoid(x: mx.array, e: mx.array) -> mx.array:
-    """1 / (1 + exp(-x)) from e = exp(-|x|), without overflow."""
+    """Return 1 / (1 + exp(-x)) from e = exp(-|x|), without overflow."""
     return mx.where(x >= 0, 1.0, e) / (1.0 + e)
 
 

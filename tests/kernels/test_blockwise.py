@@ -23,7 +23,7 @@ def arrays(B, K, G, T, S, D, scale=1.0, dtype=mx.float32):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of one row or a few, so that short lengths have many of them."""
-    monkeypatch.setattr(module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(module, "_MIN_ROWS", 1)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 2000)
 
 
@@ -36,13 +36,13 @@ def small_blocks(monkeypatch):
 def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, block):
     q, k, v = arrays(B, K, G, T, T + old, D)
     g = random(q.shape, 3)
-    before = module._BLOCK_BYTES, module._LEAST_ROWS
-    module._BLOCK_BYTES, module._LEAST_ROWS = block, 1
+    before = module._BLOCK_BYTES, module._MIN_ROWS
+    module._BLOCK_BYTES, module._MIN_ROWS = block, 1
     try:
         (out,), grads = mx.vjp(lambda *x: blockwise_attention(*x, scale, window=window), [q, k, v], [g])
         mx.eval(out, grads)
     finally:
-        module._BLOCK_BYTES, module._LEAST_ROWS = before
+        module._BLOCK_BYTES, module._MIN_ROWS = before
     q, k, v, g = (oracle.as64(x) for x in (q, k, v, g))
     # Scores of 100 are themselves rounded by 1e-5 in float32.
     tolerance = {0.01: 2e-6, 0.3: 1e-5, 30.0: 5e-4}[scale]

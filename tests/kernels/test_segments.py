@@ -50,13 +50,13 @@ def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi
     options = {"window": window}
     if path is BLOCKWISE:
         options |= {"softcap": softcap, "slopes": -(2.0 ** -mx.arange(1, K * G + 1)) if alibi else None}
-    before = module._BLOCK_BYTES, module._LEAST_ROWS
-    module._BLOCK_BYTES, module._LEAST_ROWS = 3000, 1
+    before = module._BLOCK_BYTES, module._MIN_ROWS
+    module._BLOCK_BYTES, module._MIN_ROWS = 3000, 1
     try:
         (out,), grads = mx.vjp(lambda *x: path(*x, 0.4, segment_ids=segment_ids, **options), [q, k, v], [g])
         mx.eval(out, grads)
     finally:
-        module._BLOCK_BYTES, module._LEAST_ROWS = before
+        module._BLOCK_BYTES, module._MIN_ROWS = before
     for b, lengths in enumerate(rows):
         for start, stop in documents(lengths):
             parts = [alone(x[b : b + 1], start, stop) for x in (q, k, v)]
@@ -69,7 +69,7 @@ def test_a_packed_row_is_each_document_alone(rows, heads, window, softcap, alibi
 
 
 def test_the_gradient_with_soft_cap_and_alibi_is_that_of_the_documents_alone(monkeypatch):
-    monkeypatch.setattr(module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(module, "_MIN_ROWS", 1)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 3000)
     options = {"window": 9, "softcap": 2.0, "slopes": mx.array([-0.5, -0.25])}
     q, k, v, g = (random((1, n, 40, 8), n + i) for i, n in enumerate((2, 1, 1, 2)))

@@ -245,8 +245,8 @@ def array(*shape, dtype=mx.float32):
         (array(1, 2, 8, 32), array(1, 2, 8, 40), array(1, 2, 8, 40), None, "fits the queries"),
         (array(1, 2, 8, 32), array(1, 2, 0, 32), array(1, 2, 0, 32), None, "empty"),
         (array(1, 3, 8, 32), array(1, 2, 8, 32), array(1, 2, 8, 32), None, "multiple of 2"),
-        (*[array(1, 2, 8, 36)] * 3, None, "head dimension 36"),
-        (*[array(1, 2, 8, 256)] * 3, None, "head dimension 256"),
+        (*[array(1, 2, 8, 36)] * 3, None, "head dim 36"),
+        (*[array(1, 2, 8, 256)] * 3, None, "head dim 256"),
         (*[array(1, 2, 8, 32)] * 3, 0, "window 0"),
     ],
 )
