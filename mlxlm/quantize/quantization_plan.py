@@ -172,7 +172,12 @@ def recipe(config: ModelConfig, tensors: LazyTensors, name: str, group_size: int
 
     The layers are those of llama.cpp's Q4_K_M (`use_more_bits`): the first and the last eighth, and every third one
     between. A value projection that is stored together with query and key gets the same bits as these.
+
+    Raises:
+        ConfigError: An unknown name.
     """
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}", f"one of {', '.join(RECIPES)}")
     low, high = (Format(bits, group_size) for bits in RECIPES[name])
     eighth, layers = config.num_hidden_layers // 8, config.num_hidden_layers
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxlm.quantize.quantization_plan import RECIPES, Format
+from mlxlm.quantize.quantization_plan import Format
 from mlxlm.utils.errors import ArgumentError, ConfigError
 
 METHODS = ("rtn", "gptq", "awq")
@@ -100,10 +100,8 @@ class QuantizationSettings:
 
     def _check_values(self) -> None:
         _ = self.format  # raises ConfigError
-        for name, choices in (("method", METHODS), ("recipe", RECIPES)):
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ConfigError(f"unknown {name} {value!r}", f"one of {', '.join(choices)}")
+        if self.method not in METHODS:
+            raise ConfigError(f"unknown method {self.method!r}", f"one of {', '.join(METHODS)}")
         for name in _SEARCHES:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
