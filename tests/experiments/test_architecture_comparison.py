@@ -1,4 +1,4 @@
-"""Variants of a model, trained on the same tokens: what they share, what is continued, what is said of them."""
+"""Architecture comparison, and `mlxlm compare-architectures`."""
 
 import json
 
@@ -29,59 +29,30 @@ TINY = [
 @pytest.fixture
 def start(tmp_path, text_file, tiny_config, tokenizer_folder):
     def make(name="out", variants=VARIANTS, **changes):
-        given = {"tokenizer": tokenizer_folder, "settings": SETTINGS, **changes}
-        return start_comparison(tmp_path / name, [text_file], tiny_config, variants, **given)
+        arguments = {"tokenizer": tokenizer_folder, "settings": SETTINGS, **changes}
+        return start_comparison(tmp_path / name, [text_file], tiny_config, variants, **arguments)
 
     return make
 
 
-def test_ids_of_the_configuration_s_own_tokenizer(tmp_path, text_file, tiny_config, tokenizer_folder):
+def test_special_tokens_are_the_tokenizer_s(tmp_path, text_file, tiny_config, tokenizer_folder):
     config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
     settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
     comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
     run = start_run(
         tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS
     )
-    words = load(tokenizer_folder)
-    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == words.eos_id
+    tokenizer = load(tokenizer_folder)
+    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == tokenizer.eos_id
     assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id
 
 
-def trained(comparison):
+def train_all(comparison):
     for variant in comparison.variants:
         run = comparison.open_run(variant)
         if not is_finished(run):
             assert isinstance(finish(run, resume=True)[-1], Finished)
     return comparison
-
-
-def test_variants_are_read():
-    assert Variant.parse("base") == Variant("base", {}, {})
-    assert Variant.parse("alibi") == Variant("alibi", {"positions": "alibi"}, {})
-    assert Variant.parse("rope_scaling=yarn:4").parts == {"rope_scaling": "yarn:4"}
-    read = Variant.parse("my way: hidden_size=64, dropout=0.1,learning_rate=1e-3")
-    assert read == Variant("my way", {"hidden_size": "64"}, {"dropout": 0.1, "learning_rate": 1e-3})
-    assert read.folder == "my-way"
-    scaling = '{"rope_type": "linear", "factor": 2}'
-    assert Variant.parse(f"x: rope_scaling={scaling}, norm=layer").parts == {"rope_scaling": scaling, "norm": "layer"}
-    nested = '{"rope_type": "linear", "a": {"b": [1, 2], "c": 1}, "factor": 2}'
-    assert Variant.parse(f"x: rope_scaling={nested}, seed=1") == Variant("x", {"rope_scaling": nested}, {"seed": 1})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("wide", "variant 'wide' changes nothing .try: \"wide: NAME=VALUE\", or base"),
-        ("wide:", "'wide:' is not a variant"),
-        ("x: dropout=many", "variant x: dropout is 'many' .try: a number"),
-        ("x: batch_size=4", "variant x: batch_size can't differ between variants .try: one budget"),
-        ("x: norm=layer,", "variant x: '' sets nothing"),
-        ("x: seed=1, seed=2", "variant x: seed is set to both 1 and 2"),
-    ],
-)
-def test_what_is_no_variant(text, message):
-    with pytest.raises(ConfigError, match=message):
-        Variant.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +79,18 @@ def test_what_is_no_variant(text, message):
         (["base", "x: vocab_size=5"], "variant x: vocab_size can't differ .* .try: one tokenizer"),
     ],
 )
-def test_what_can_t_be_compared(start, tmp_path, variants, message):
+def test_impossible_variants_are_rejected(start, tmp_path, variants, message):
     with pytest.raises(ConfigError, match=message):
         start(variants=[Variant.parse(text) for text in variants])
     assert not (tmp_path / "out").exists()
 
 
 def test_all_variants_see_the_same_tokens(start):
-    comparison = trained(start())
+    comparison = train_all(start())
     rope, post = (comparison.open_run(variant) for variant in comparison.variants)
     assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
-    own = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
-    assert post.settings.to_dict() == {**rope.settings.to_dict(), **own}
+    differences = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
+    assert post.settings.to_dict() == {**rope.settings.to_dict(), **differences}
     assert (rope.config.model_type, post.config.model_type) == ("llama", "mlxlm")
     assert post.config.norm_placement == "post" and post.config.positions == "sinusoidal"
     first, second = comparison.results()
@@ -132,14 +103,14 @@ def test_all_variants_see_the_same_tokens(start):
     assert config == post.config and np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
 
 
-def test_it_goes_on_where_it_stopped(start):
-    whole, parts = trained(start("whole")), start("parts")
+def test_continue_after_a_stop(start):
+    whole, parts = train_all(start("whole")), start("parts")
     assert finish(parts.open_run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
     (stopped,) = parts.results()
     assert (stopped.step, stopped.finished, stopped.memory) == (3, False, None)
     again = start("parts")  # the same command
     assert again == Comparison.open(parts.path) == parts
-    trained(again)
+    train_all(again)
     for name in ("rope", "post"):
         last = "checkpoints/step-6"
         assert contents(whole.path / name / last) == contents(parts.path / name / last)
@@ -161,11 +132,11 @@ def test_it_goes_on_where_it_stopped(start):
 
 
 def test_budgets(start, tmp_path, text_file, tokenizer_folder):
-    free = {name: value for name, value in SETTINGS.items() if name != "steps"}
+    settings = {name: value for name, value in SETTINGS.items() if name != "steps"}
     other = [Variant.parse("base"), Variant.parse("x: optimizer=adafactor")]  # which has no beta2 to share
-    assert start("tokens", other, budget=Budget(tokens=1000), settings=free).settings["steps"] == 16  # of 64 tokens
-    assert start("minutes", budget=Budget(minutes=0.02), settings=free).settings["steps"] > 0
-    warm = start("warm", budget=Budget(tokens=1000), settings={**free, "warmup_steps": 3})
+    assert start("tokens", other, budget=Budget(tokens=1000), settings=settings).settings["steps"] == 16  # of 64 tokens
+    assert start("minutes", budget=Budget(minutes=0.02), settings=settings).settings["steps"] > 0
+    warm = start("warm", budget=Budget(tokens=1000), settings={**settings, "warmup_steps": 3})
     assert warm.open_run(warm.variants[0]).settings.warmup_steps == 3
     with pytest.raises(ConfigError, match="tokens and steps each say how long"):
         start("both", budget=Budget(tokens=1000))
@@ -179,32 +150,32 @@ def test_budgets(start, tmp_path, text_file, tokenizer_folder):
         start_comparison(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
 
 
-def test_the_command(tmp_path, text_file, capsys):
+def test_command(tmp_path, text_file, capsys):
     out = str(tmp_path / "out")
     command = ["compare-architectures", str(text_file), "--out", out, *TINY, "--eval-every", "2"]
     variants = ["--variant", "rope", "--variant", "a$_{b$: hidden_size=48, intermediate_size=40, positions=alibi"]
     assert _run([*command, *variants]) == 0
-    table, said = capsys.readouterr()
+    table, stderr = capsys.readouterr()
     lines = table.splitlines()
     assert lines[0].split()[:2] == ["variant", "parameters"] and lines[-1] == f"{out}/comparison.png"
     assert [line.split()[0] for line in lines[1:-1]] == ["rope", "a$_{b$"]
-    assert "% more parameters than a$_{b$, which is a part of its result" in said
-    assert "each variant has one seed" in said
-    assert "a$_{b$: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in said
+    assert "% more parameters than a$_{b$, which is a part of its result" in stderr
+    assert "each variant has one seed" in stderr
+    assert "a$_{b$: only mlxlm opens this model: the nearest family, llama, has no positions 'alibi'" in stderr
     picture = matplotlib.image.imread(f"{out}/comparison.png")
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
     assert _run(["compare-architectures", "--out", out, "--json"]) == 0
-    found, said = capsys.readouterr()
-    values = json.loads(found)
-    assert said.count("already finished") == 2
+    stdout, stderr = capsys.readouterr()
+    values = json.loads(stdout)
+    assert stderr.count("already finished") == 2
     assert [v["name"] for v in values["variants"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 3
     assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
     assert _run(["compare-architectures", "--out", out, "--steps", "5"]) == 2
     assert "--steps would have no effect" in capsys.readouterr().err
 
 
-def test_a_variant_that_fails_leaves_the_others(tmp_path, text_file, capsys):
+def test_failing_variant_does_not_stop_the_others(tmp_path, text_file, capsys):
     command = ["compare-architectures", str(text_file), "--out", str(tmp_path / "out"), *TINY]
     variants = ["--variant", "wild: learning_rate=1e9, grad_clip=0, warmup_steps=0", "--variant", "base", "--json"]
     assert _run([*command, *variants]) == 1
@@ -213,15 +184,15 @@ def test_a_variant_that_fails_leaves_the_others(tmp_path, text_file, capsys):
     assert not wild["finished"] and base["finished"] and values["notes"][0].startswith("wild: stopped at step ")
 
 
-def test_parts_from_the_command_line_make_a_run_that_mlxlm_opens(tmp_path, text_file, capsys):
+def test_pretrain_with_overrides(tmp_path, text_file, capsys):
     run = str(tmp_path / "run")
     command = ["pretrain", str(text_file), "--out", run, *TINY]
     assert _run([*command, "--set", "positions=sinusoidal", "--set", "norm_placement=post"]) == 0
     nearest = "only mlxlm opens this model: the nearest family, llama, has no norm_placement 'post', no positions"
     assert nearest in capsys.readouterr().err
     assert _run(["inspect", run]) == 0
-    shown, warned = capsys.readouterr()
-    assert "on the stream after each sublayer" in shown and "positions      sinusoidal" in shown and nearest in warned
+    stdout, stderr = capsys.readouterr()
+    assert "on the stream after each sublayer" in stdout and "positions      sinusoidal" in stdout and nearest in stderr
     assert _run(["generate", run, "--prompt", "The", "--max-tokens", "4"]) == 0
     assert _run([*command, "--set", "learning_rate=1"]) == 1
     assert "learning_rate can't be overridden (try: --learning-rate)" in capsys.readouterr().err

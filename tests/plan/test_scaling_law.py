@@ -1,0 +1,48 @@
+"""Scaling laws: compute-optimal models and repeated data."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+
+from mlxlm.plan.scaling_law import CHINCHILLA_LAW as CHINCHILLA
+from mlxlm.plan.scaling_law import ScalingLaw, effective_amount
+
+
+@given(st.floats(9, 24), st.floats(0.2, 0.8), st.floats(0.2, 0.8))
+def test_compute_optimal_minimizes_the_loss(power, alpha, beta):
+    law, flops = ScalingLaw(1.7, 400.0, alpha, 410.0, beta), 10**power
+    parameters, tokens = law.compute_optimal(flops)
+    assert 6 * parameters * tokens == pytest.approx(flops)
+    best = minimize_scalar(lambda x: law.loss(math.exp(x), flops / 6 / math.exp(x)), bounds=(-20, 60), method="bounded",
+                           options={"xatol": 1e-10})  # fmt: skip
+    assert law.loss(parameters, tokens) <= best.fun * (1 + 1e-12)
+    assert math.log(parameters) == pytest.approx(best.x, abs=1e-3)
+    assert law.optimal_tokens(parameters) == pytest.approx(tokens)
+    assert law.optimal_parameters(tokens) == pytest.approx(parameters)
+
+
+@pytest.mark.parametrize("law", [ScalingLaw(0.0, 0.0, 0.02, 1.0, 0.02), ScalingLaw(1.0, 1e30, 0.02, 1e-30, 0.02)])
+def test_extreme_exponents_give_finite_values(law):
+    assert all(math.isfinite(x) and x > 0 for x in (*law.compute_optimal(1e15), law.optimal_parameters(1e6)))
+    assert math.isfinite(law.loss_with_repetition(1e6, 1e7, 1e5))
+
+
+def test_loss_with_repetition_rises_for_oversized_models():
+    few = CHINCHILLA.optimal_parameters(1e5)
+    assert CHINCHILLA.loss_with_repetition(few, 1e5, 1e5) == CHINCHILLA.loss(few, 1e5)
+    ten, hundred = (
+        CHINCHILLA.loss_with_repetition(10 * few, 4e5, 1e5),
+        CHINCHILLA.loss_with_repetition(100 * few, 4e5, 1e5),
+    )
+    assert ten > CHINCHILLA.loss(10 * few, 4e5)
+    assert hundred == pytest.approx(CHINCHILLA.loss_with_repetition(1e4 * few, 4e5, 1e5), rel=1e-3)
+
+
+def test_effective_amount_of_repeated_text():
+    assert effective_amount(50, 100) == 50 and effective_amount(100, 100) == 100
+    assert effective_amount(400, 100) == pytest.approx(100 * (1 + 15.39 * (1 - math.exp(-3 / 15.39))))
+    assert effective_amount(400, 100) / 400 > 0.92  # four passes are nearly as good as new text
+    assert effective_amount(1e9, 100) == pytest.approx(1639)
