@@ -52,7 +52,7 @@ class KVCache:
         self._end = 0
         self._bound = 0  # an update that ends at or before this index only writes
         self._first = 0  # index of the first position that the last update returned
-        self._latest = 0  # largest of `_starts` at that time
+        self._last_start = 0  # largest of `_starts` at the time of the last update
 
     # Size and positions
 
@@ -78,7 +78,7 @@ class KVCache:
     @property
     def first(self) -> mx.array | None:
         """Index of each row's first token in what the last update returned, int32 `[B]`. None if all are 0."""
-        if self._latest <= self._first:
+        if self._last_start <= self._first:
             return None
         return mx.array([max(0, start - self._first) for start in self._starts], dtype=mx.int32)
 
@@ -138,9 +138,9 @@ class KVCache:
             self._starts = [begin + pad if pad else start for pad, start in zip(self._pads, self._starts, strict=True)]
             self._pads = None
         if rows == 1:
-            first = self._latest = self._starts[0]
+            first = self._last_start = self._starts[0]
         else:
-            first, self._latest = min(self._starts), max(self._starts)
+            first, self._last_start = min(self._starts), max(self._starts)
         if first > begin:  # all rows start with padding
             first = begin
         if self.window is not None:

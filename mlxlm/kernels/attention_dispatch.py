@@ -20,7 +20,7 @@ LENGTHS = (256, 4096)  # lengths are clipped to this range
 # Head dims that MLX 0.32 fuses on Metal: scaled_dot_product_attention.cpp.
 _FUSED_DECODE_DIMS = (64, 96, 128, 256)
 _FUSED_DECODE_ROWS = 32  # maximum of queries · heads per key head
-_FUSED_PROMPT_DIMS = (64, 72, 80, 96, 128)
+_FUSED_PREFILL_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(
@@ -97,25 +97,22 @@ def _rows(case: Case) -> int:
     return case.size("T") * case.size("H") // case.size("K")
 
 
-def _prefers_decode(case: Case):
+def _preferred_decode_paths(case: Case):
     if ON_CPU or (case.size("D") in _FUSED_DECODE_DIMS and _rows(case) <= _FUSED_DECODE_ROWS):
         return ("mlx", "metal", "blockwise"), "MLX's own"
-    return (
-        "metal",
-        "mlx",
-        "blockwise",
-    ), f"MLX doesn't fuse head dim {case.size('D')} with {_rows(case)} queries per key head"
+    reason = f"MLX doesn't fuse head dim {case.size('D')} with {_rows(case)} queries per key head"
+    return ("metal", "mlx", "blockwise"), reason
 
 
-def _prefers_prefill(case: Case):
+def _preferred_prefill_paths(case: Case):
     if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
         return ("blockwise", "mlx"), "memory linear in the length"
-    if ON_CPU or case.size("D") in _FUSED_PROMPT_DIMS:
+    if ON_CPU or case.size("D") in _FUSED_PREFILL_DIMS:
         return ("mlx", "metal", "blockwise"), "MLX's own"
     return ("metal", "mlx", "blockwise"), f"MLX doesn't fuse head dim {case.size('D')}"
 
 
-def _prefers_training(case: Case):
+def _preferred_training_paths(case: Case):
     if case.size("T") < LINEAR_MEMORY_FROM:
         return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
     if not ON_CPU and not metal_available() and case.dtype != "float32":
@@ -123,7 +120,7 @@ def _prefers_training(case: Case):
     return ("metal", "blockwise", "mlx"), "memory linear in the length"
 
 
-def _prefers_quantized(case: Case):
+def _preferred_quantized_paths(case: Case):
     return ("metal", "mlx"), "MLX has no attention kernel for quantized caches"
 
 
@@ -181,13 +178,15 @@ _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
 _QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
 
 DECODE = Operation(
-    "decode_attention", _DECODE_PATHS, _prefers_decode, _sample_inputs, _decode_check_cases, _unsupported_reason
+    "decode_attention", _DECODE_PATHS, _preferred_decode_paths, _sample_inputs, _decode_check_cases, _unsupported_reason
 )
-PREFILL = Operation("prompt_attention", _PATHS, _prefers_prefill, _sample_inputs, _check_cases, _unsupported_reason)
+PREFILL = Operation(
+    "prompt_attention", _PATHS, _preferred_prefill_paths, _sample_inputs, _check_cases, _unsupported_reason
+)
 TRAINING = Operation(
     "training_attention",
     _PATHS,
-    _prefers_training,
+    _preferred_training_paths,
     _sample_inputs,
     _check_cases,
     _unsupported_reason,
@@ -196,7 +195,7 @@ TRAINING = Operation(
 QUANTIZED = Operation(
     "quantized_decode_attention",
     _QUANTIZED_PATHS,
-    _prefers_quantized,
+    _preferred_quantized_paths,
     _quantized_sample_inputs,
     _decode_check_cases,
     _quantized_unsupported_reason,

@@ -98,7 +98,7 @@ def _check_cases(case: Case) -> tuple[Case, ...]:
     return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
-def _prefers_add(case: Case):
+def _preferred_add_paths(case: Case):
     if case.size("rows") == ROWS[0]:
         return ("mlx", "metal"), "few rows: MLX's own unless measured"
     return ("metal", "mlx"), "MLX needs two passes"
@@ -115,7 +115,7 @@ NORM = Operation(
 ADD_NORM = Operation(
     "add_rms_norm",
     {"mlx": _add_rms_norm_mlx, "metal": add_rms_norm_metal},
-    _prefers_add,
+    _preferred_add_paths,
     _sample_inputs,
     _check_cases,
     differentiable=(0, 1, 2),
