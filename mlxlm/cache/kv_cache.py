@@ -141,8 +141,7 @@ class KVCache:
             first = self._last_start = self._starts[0]
         else:
             first, self._last_start = min(self._starts), max(self._starts)
-        if first > begin:  # all rows start with padding
-            first = begin
+        first = min(first, begin)
         if self.window is not None:
             first = max(first, begin - self.window.num_visible)
         self._first = first

@@ -29,9 +29,7 @@ def python_reference() -> Iterator[list[dict[str, str]]]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise DataError(
-            "this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart FILE"
-        ) from None
+        raise DataError("this Python lacks pydoc_data.topics", "a text file of yours: mlxlm quickstart FILE") from None
     questions, follow_ups = cycle(_QUESTIONS), cycle(_FOLLOW_UPS)
     for topic, text in sorted(topics.items()):
         parts = list(_parts(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def in_one_line(exception: Exception) -> str:
 
 
 def _largest(errors: Iterable[float]) -> float:
-    return max(errors, key=lambda e: (e != e, e))  # NaN counts as the largest
+    return max(errors, key=lambda e: (math.isnan(e), e))  # NaN counts as the largest
 
 
 def _as_list(out: Any) -> list[mx.array]:

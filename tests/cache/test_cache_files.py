@@ -34,7 +34,13 @@ IDENTITY = {"model": "m", "kv": "full", "name": "größer"}
 
 
 def make(seed=0, **changes):
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 50,
+    }
     config = ModelConfig(**{**sizes, "num_key_value_heads": 1, "head_dim": 32, "sliding_window": 8, **changes})
     model = Decoder(config)
     model.init_weights(seed)

@@ -15,10 +15,16 @@ from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
-SIZES = dict(
-    hidden_size=48, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80,
-    vocab_size=97, head_dim=8, max_position_embeddings=400,
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": 97,
+    "head_dim": 8,
+    "max_position_embeddings": 400,
+}
 
 
 def make(layers=3, seed=0, **changes):

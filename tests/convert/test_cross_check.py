@@ -220,7 +220,9 @@ def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
         if isinstance(values.get(name), dict):
             values[name]["rope_theta"] = 50.0
     write_json(folder / "config.json", {**values, "rope_theta": 50.0})  # after the source was opened
-    with pytest.raises(CheckpointError, match="transformers predicts .* the first layer that differs is model.layers.0"):
+    with pytest.raises(
+        CheckpointError, match="transformers predicts .* the first layer that differs is model.layers.0"
+    ):
         cross_check.cross_check_one("transformers", source, source, "out", ids, START)
 
 

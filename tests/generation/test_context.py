@@ -302,7 +302,7 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(lm, tmp_path):
         save_prompt_cache(tmp_path / f"{i}.safetensors", changing.caches, changing.ids, identity)
         with pytest.raises(CheckpointError, match="doesn't say how long"):
             changing.load(tmp_path / f"{i}.safetensors", lm)
-    with pytest.raises(CheckpointError, match="no tokens"):
+    with pytest.raises(CheckpointError, match="without tokens"):
         Context(lm.model).save(tmp_path / "empty.safetensors", lm)
 
 

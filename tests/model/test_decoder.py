@@ -17,9 +17,14 @@ from mlxlm.model.embedding import lookup
 from mlxlm.model.positions import alibi_slopes
 from mlxlm.utils.errors import ConfigError, GenerationError
 
-SIZES = dict(
-    hidden_size=48, num_hidden_layers=3, num_attention_heads=6, intermediate_size=80, vocab_size=97, head_dim=8
-)
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 80,
+    "vocab_size": 97,
+    "head_dim": 8,
+}
 
 
 def make(seed=0, **changes):

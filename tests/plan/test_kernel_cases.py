@@ -77,7 +77,13 @@ def test_prompts_are_read_in_the_chunks_of_generation():
 
 
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():
-    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=9)
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 9,
+    }
     windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
     capped = cases_of(ModelConfig(**sizes, **windows, attn_logit_softcapping=5.0), "float16", "bfloat16")
     alone = {case.features for operation, case in capped if operation is DECODE and "first" not in case.features}

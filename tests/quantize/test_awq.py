@@ -60,7 +60,7 @@ def test_a_scaled_block_computes_the_same(family):
                 value.shape, scale=0.1, key=mx.random.key(1)
             )
     stream = mx.random.normal((1, 12, 64), key=mx.random.key(2))
-    before = [part for part in block(stream, None)]
+    before = list(block(stream, None))
     next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
     inputs = {name: InputStats(outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
     _, changed = awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.float32)

@@ -88,7 +88,7 @@ def test_one_run(tmp_path, tiny_config):
     for expected in ("654k", "50", "5k", "25s", "200", "1 GB", "12345", "paused: <b>battery</b>", "0.5"):
         assert expected in cells, expected
     assert "continued: <b>battery</b>, after 1m15s" in cells
-    assert [t for t in page.texts["summary"]] == [f"step {n}" for n in (50, 40, 30, 20, 10)]
+    assert list(page.texts["summary"]) == [f"step {n}" for n in (50, 40, 30, 20, 10)]
     assert page.texts["pre"][0] == NASTY.replace("\x1b", "\ufffd") + " of step 50"
     assert sum('class="changed"' in line for line in html.split("<tr")) == 1  # clip, of all settings
     drawn = {a.get("data-name") for a in page.all("polyline")}

@@ -100,7 +100,7 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended():
         ended.append(True)
         return batches[0][0].sum()
 
-    tells = load_blas()._threads[0][1]
+    tells = load_blas()._thread_functions[0][1]
     before = tells()
     with pytest.raises(ValueError, match="no such row"):
         CPUDataParallel(function, {}, 2)([[np.ones((3, 2))]])
@@ -132,7 +132,7 @@ def test_an_interrupt_waits_for_all_parts():
 
 
 def test_products_run_on_one_thread_of_the_blas_meanwhile():
-    tells = load_blas()._threads[0][1]
+    tells = load_blas()._thread_functions[0][1]
     seen = []
 
     def function(batches):

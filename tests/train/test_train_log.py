@@ -165,7 +165,7 @@ def test_what_was_announced_before_a_run(tmp_path):
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.report.log_entries._LONGEST", 1000)
+    monkeypatch.setattr("mlxlm.report.log_entries._MAX_LINE", 1000)
     (tmp_path / "log.jsonl").write_bytes(b"x" * 2000)
     with pytest.raises(CheckpointError, match="a line of more than"):
         list(read_log_entries(tmp_path / "log.jsonl"))

@@ -276,7 +276,8 @@ class ProcessGroup:
             main = cards[0]
             secret = main["secret"].encode()
             connections = {0: connect_to_rank0(main["addresses"], main["port"], secret, self.rank)}
-        self._heartbeat = Heartbeat(self.rank, connections, timeout, lambda: self.status(), self._on_lost)
+        status = lambda: self.status()  # noqa: E731, PLW0108 - `self.status` is replaced while the heartbeat runs
+        self._heartbeat = Heartbeat(self.rank, connections, timeout, status, self._on_lost)
 
     def _gather(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the cards of all ranks."""

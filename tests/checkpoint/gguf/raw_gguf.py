@@ -59,7 +59,7 @@ def small_llama(tmp_path, change: dict, remove=()):
             raw.key(name, 4, struct.pack("<I", value))
     shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (4,)}
     layer = {"attn_norm": (4,), "ffn_norm": (4,), "attn_q": (4, 4), "attn_k": (4, 4), "attn_v": (4, 4)}
-    layer |= {name: (4, 4) for name in ("attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    layer |= dict.fromkeys(("attn_output", "ffn_gate", "ffn_up", "ffn_down"), (4, 4))
     shapes |= {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
     for i, (name, shape) in enumerate(shapes.items()):
         raw.tensor(name, shape, offset=128 * i)
