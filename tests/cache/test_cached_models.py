@@ -157,7 +157,7 @@ def test_rotation_equals_a_naive_recomputation(kind, size, keep):
         if rope is None:
             return x
         wavelengths = rope.wavelengths
-        if kind.startswith("longrope") and size > rope.change:
+        if kind.startswith("longrope") and size > rope.longrope_threshold:
             wavelengths = rope.long_wavelengths
         base = rope.base if wavelengths is None else None
         turned = mx.fast.rope(x, rope.dims, traditional=False, base=base, scale=1.0, offset=position, freqs=wavelengths)
