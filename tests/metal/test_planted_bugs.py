@@ -68,7 +68,7 @@ def test_an_endless_loop_ends_and_leaves_the_process_as_it_was(monkeypatch):
         libc.sigaltstack(None, actions[0])
         return actions[0].raw[:24], [a.raw[:8] for a in actions[1:]], signal.getitimer(signal.ITIMER_VIRTUAL)
 
-    monkeypatch.setattr("harness.run.SECONDS", 0.1)
+    monkeypatch.setattr("tests.metal.harness.run.SECONDS", 0.1)
     before = state()
     with pytest.raises(harness.Fault, match="still running after 0.1 seconds"):
         run(Plant(GID + "float v = x[g]; while (v >= 0) v = v + 1 - v / 2; y[g] = v;", ""))
