@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import GenerationError
 
 KV_BITS = (8, 4)
@@ -65,11 +66,6 @@ class KVOptions:
         """
         key_bits, value_bits = _parse_bits(bits)
         return cls(size, NUM_SINK_TOKENS if keep is None else keep, key_bits, value_bits)
-
-
-def is_int_at_least(value: object, minimum: int) -> bool:
-    """Whether `value` is an int (not a bool) of at least `minimum`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _parse_bits(bits: object) -> tuple[object, object]:

@@ -1,4 +1,4 @@
-"""Predicates for single numbers from a configuration."""
+"""Predicates for single numbers from users and files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_int_at_least(value: Any, minimum: int) -> bool:
+    """Whether `value` is an integer of at least `minimum`."""
+    return is_int(value) and value >= minimum
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an integer or a float; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def is_count(value: Any) -> bool:
     """Whether `value` is a positive integer that can be an array dimension."""
     return is_int(value) and 0 < value <= MAX_SIZE
@@ -19,4 +29,4 @@ def is_count(value: Any) -> bool:
 
 def is_positive(value: Any) -> bool:
     """Whether `value` is a positive number in the range of float32."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3e38
+    return is_number(value) and 0 < value < 3e38

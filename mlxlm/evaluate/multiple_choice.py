@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxlm.config.numbers import is_int
 from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
 from mlxlm.generation.context import common_prefix_length
 from mlxlm.generation.loaded_model import LoadedModel
@@ -178,6 +179,6 @@ def _parse_question(row: dict[str, Any], line: int, location: str) -> Question:
         raise DataError(f"{location}: 'question' is not a text", _EXAMPLE)
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
         raise DataError(f"{location}: 'choices' is not a list of two texts or more", _EXAMPLE)
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+    if not is_int(answer) or not 0 <= answer < len(choices):
         raise DataError(f"{location}: 'answer' is not an index from 0 to {len(choices) - 1}", _EXAMPLE)
     return Question(line, question, choices, answer, location)

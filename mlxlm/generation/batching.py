@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.cache.options import is_int_at_least
+from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import wired_limit
 from mlxlm.generation.gumbel_noise import random_seed

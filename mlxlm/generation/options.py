@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mlxlm.cache.options import is_int_at_least
+from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import GenerationError
 
 MAX_LOGPROBS = 1000

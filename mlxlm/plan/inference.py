@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import ModelConfig, counts
+from mlxlm.config.numbers import is_int
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
@@ -54,7 +55,7 @@ class Serving:
         problems += [
             f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
             for name, value in (("num_sequences", self.num_sequences), ("context_length", self.context_length))
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40
+            if not is_int(value) or not 0 < value < 2**40
         ]
         if problems:
             raise ConfigError("invalid inference settings: " + "; ".join(problems))

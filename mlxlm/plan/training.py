@@ -10,6 +10,7 @@ from typing import Any
 from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
+from mlxlm.config.numbers import is_int, is_number
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.kernels import flash_attention
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
@@ -78,13 +79,9 @@ class Training:
             value = getattr(self, name)
             if name == "loss_chunk_size" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < MAX_COUNT:
+            if not is_int(value) or not minimum <= value < MAX_COUNT:
                 yield f"{name} is {value!r}, it must be a whole number from {minimum} to {MAX_COUNT - 1:,}"
-        if (
-            isinstance(self.ema_decay, bool)
-            or not isinstance(self.ema_decay, int | float)
-            or not 0 <= self.ema_decay < 1
-        ):
+        if not is_number(self.ema_decay) or not 0 <= self.ema_decay < 1:
             yield f"ema_decay is {self.ema_decay!r}, it must be at least 0 and less than 1"
         for name, allowed in (
             ("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION)),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxlm.config.numbers import is_int, is_number
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError
 
@@ -58,9 +59,9 @@ def entry_before_start(path: Path, event: str, fields: Sequence[str]) -> dict[st
 
 def number(value: Any) -> float:
     """`value` as a float if it is a finite number, else NaN."""
-    is_finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    is_finite = is_number(value) and abs(value) < 1e300
     return float(value) if is_finite else math.nan
 
 
 def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return is_int(value) and 0 <= value < 2**53

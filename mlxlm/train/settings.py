@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mlxlm.config.numbers import is_int, is_number
 from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
 from mlxlm.data import PACKINGS
 from mlxlm.train import lr_schedules
@@ -139,11 +140,11 @@ class TrainSettings:
 
 
 def _is_count(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value < 2**53
+    return is_int(value) and minimum <= value < 2**53
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
+    return is_number(value) and abs(value) <= _MAX_NUMBER
 
 
 def _problems(s: TrainSettings) -> Iterator[str]:

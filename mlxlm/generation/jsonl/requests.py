@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.cache.options import is_int_at_least
+from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.jsonl.prompts import PromptEncoder
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
