@@ -7,19 +7,17 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, TokenDataset
 from mlxlm.experiments.sweep import (
     Sweep,
-    data_options,
     is_finished,
     prepare_shared_data,
     relative_data_path,
     saved_args,
-    tokenizer_options,
 )
 from mlxlm.experiments.variant import BASE, SETTINGS, Variant, variant_errors
 from mlxlm.families import config_from_hf, config_to_hf
@@ -29,7 +27,7 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import Budget, check_duration
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase
+from mlxlm.train.run_data import Phase, TokenizerOptions, as_data_options, as_tokenizer_options, no_phase
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import set_default_dtype, steps_for
 from mlxlm.train.step_benchmark import probe
@@ -99,36 +97,19 @@ class Comparison(Sweep):
     KIND: ClassVar[str] = "comparison"
     FILE: ClassVar[str] = "comparison.json"
     COMMAND: ClassVar[str] = "mlxlm compare-architectures"
+    KEYS: ClassVar[str] = "config, settings, variants, data or saved_args"
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Open an existing comparison.
-
-        Raises:
-            ConfigError: The folder has no `comparison.json`, or it is damaged.
-        """
-        path = Path(path)
-        values = cls.read_file(path)
-        file = path / cls.FILE
-        try:
-            variants = tuple(Variant(**variant) for variant in values["variants"])
-            texts = [text for v in variants for text in (v.name, *v.parts, *v.parts.values())]
-            settings = [values["settings"], *(variant.settings for variant in variants)]
-            if not all(isinstance(text, str) for text in texts) or any(s.keys() - SETTINGS for s in settings):
-                raise ValueError
-            comparison = cls(
-                path=path,
-                settings=values["settings"],
-                data=path / values["data"],
-                saved_args=dict(values["saved_args"]),
-                config=config_from_hf(values["config"], str(file)),
-                variants=variants,
-            )
-        except (AttributeError, KeyError, TypeError, ValueError):
-            names = "config, settings, variants, data or saved_args"
-            raise ConfigError(f"{file} is damaged: {names} missing or invalid") from None
+    def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        """Return the fields that a comparison adds. See `Sweep.parse_fields`."""
+        variants = tuple(Variant(**variant) for variant in values["variants"])
+        texts = [text for v in variants for text in (v.name, *v.parts, *v.parts.values())]
+        settings = [values["settings"], *(variant.settings for variant in variants)]
+        if not all(isinstance(text, str) for text in texts) or any(s.keys() - SETTINGS for s in settings):
+            raise ValueError
+        config = config_from_hf(values["config"], str(file))
         _check_names(variants)
-        return comparison
+        return {"config": config, "variants": variants}
 
     def open_run(self, variant: Variant, phase: Phase = no_phase) -> Run:
         """Open the variant's run, or make it."""
@@ -181,7 +162,7 @@ def start_comparison(
         ConfigError: There are fewer than two variants, one can't be trained, or `out` has other contents.
         DataError, TokenizerError: As `start_run`.
     """
-    out, data, tokenizer = Path(out), data_options(data), tokenizer_options(tokenizer)
+    out, data, tokenizer = Path(out), as_data_options(data), as_tokenizer_options(tokenizer)
     budget, settings = budget or Budget(), dict(settings or {})
     _check_names(variants)
     shared = TrainSettings.provisional(settings)

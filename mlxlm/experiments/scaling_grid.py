@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.data import DataOptions, Manifest
@@ -20,12 +20,10 @@ from mlxlm.experiments.scaling_runs import (
 )
 from mlxlm.experiments.sweep import (
     Sweep,
-    data_options,
     is_finished,
     prepare_shared_data,
     relative_data_path,
     saved_args,
-    tokenizer_options,
 )
 from mlxlm.plan.model_sizes import model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
@@ -33,7 +31,14 @@ from mlxlm.report import read_run
 from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size
 from mlxlm.train.budget import num_rows
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase, prepared_source
+from mlxlm.train.run_data import (
+    Phase,
+    TokenizerOptions,
+    as_data_options,
+    as_tokenizer_options,
+    no_phase,
+    prepared_source,
+)
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import set_default_dtype
 from mlxlm.utils.errors import ConfigError
@@ -63,39 +68,25 @@ class Grid(Sweep):
     KIND: ClassVar[str] = "grid of runs"
     FILE: ClassVar[str] = "grid.json"
     COMMAND: ClassVar[str] = "mlxlm scaling"
+    KEYS: ClassVar[str] = "runs, vocab_size, settings, data, by_ratio, unique_tokens or saved_args"
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Open an existing grid.
-
-        Raises:
-            ConfigError: The folder has no `grid.json`, or it is damaged.
-        """
-        path = Path(path)
-        values = cls.read_file(path)
-        file = path / cls.FILE
+    def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        """Return the fields that a grid adds. See `Sweep.parse_fields`."""
+        runs = tuple(GridRun(**run) for run in values["runs"])
+        counts = (values["unique_tokens"], values["vocab_size"])
+        if not runs or not all(run.is_valid() for run in runs) or not all(type(n) is int and n > 0 for n in counts):
+            raise ValueError
         try:
-            runs = tuple(GridRun(**run) for run in values["runs"])
-            counts = (values["unique_tokens"], values["vocab_size"])
-            if not runs or not all(run.is_valid() for run in runs) or not all(type(n) is int and n > 0 for n in counts):
-                raise ValueError
-            settings = dict(values["settings"])
-            TrainSettings.provisional(settings)
-            return cls(
-                path=path,
-                settings=settings,
-                data=path / values["data"],
-                saved_args=dict(values["saved_args"]),
-                runs=runs,
-                vocab_size=values["vocab_size"],
-                by_ratio=bool(values["by_ratio"]),
-                unique_tokens=values["unique_tokens"],
-            )
-        except (KeyError, TypeError, ValueError):
-            names = "runs, vocab_size, settings, data, by_ratio, unique_tokens or saved_args"
-            raise ConfigError(f"{file} is damaged: {names} missing or invalid") from None
+            TrainSettings.provisional(dict(values["settings"]))
         except ConfigError as error:
             raise ConfigError(f"{file}: {error.message}", error.hint) from None
+        return {
+            "runs": runs,
+            "vocab_size": values["vocab_size"],
+            "by_ratio": bool(values["by_ratio"]),
+            "unique_tokens": values["unique_tokens"],
+        }
 
     def open_run(self, run: GridRun, phase: Phase = no_phase) -> Run:
         """Open a planned run, or make it."""
@@ -169,7 +160,7 @@ def start_grid(
         DataError, TokenizerError: As `start_run`.
     """
     out, options = Path(out), options or GridOptions()
-    data, tokenizer = data_options(data), tokenizer_options(tokenizer)
+    data, tokenizer = as_data_options(data), as_tokenizer_options(tokenizer)
     args = saved_args(data, tokenizer, **asdict(options), settings=settings or {})
     if grid := Grid.reopen(out, args):
         return grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from mlxlm.utils.json_files import read_json
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(ABC):
     """A folder of runs on the same data: a JSON file that describes it, `data/` (unless it was prepared before), runs.
 
     Attributes:
@@ -51,22 +52,40 @@ class Sweep:
     KIND: ClassVar[str]  # in error messages
     FILE: ClassVar[str]
     COMMAND: ClassVar[str]
+    KEYS: ClassVar[str]  # of the file, in error messages
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
         """Open an existing sweep.
 
         Raises:
-            ConfigError: The folder has no such file, or it is damaged.
+            ConfigError: The folder has no `FILE`, or it is damaged.
         """
-        raise NotImplementedError
+        path = Path(path)
+        file = path / cls.FILE
+        if not file.is_file():
+            raise ConfigError(f"{path} is not a {cls.KIND}: it has no {cls.FILE}", f"the --out of {cls.COMMAND}")
+        values = read_json(file)
+        try:
+            return cls(
+                path=path,
+                settings=dict(values["settings"]),
+                data=path / values["data"],
+                saved_args=dict(values["saved_args"]),
+                **cls.parse_fields(values, file),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ConfigError(f"{file} is damaged: {cls.KEYS} missing or invalid") from None
 
     @classmethod
-    def read_file(cls, path: Path) -> Any:
-        """Return the contents of the JSON file in the folder `path`. Raises ConfigError if there is none."""
-        if not (path / cls.FILE).is_file():
-            raise ConfigError(f"{path} is not a {cls.KIND}: it has no {cls.FILE}", f"the --out of {cls.COMMAND}")
-        return read_json(path / cls.FILE)
+    @abstractmethod
+    def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        """Return the fields that the subclass adds, from the contents of `file`.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: A key is missing or invalid.
+            ConfigError: A value can't work; the message names `file`.
+        """
 
     @classmethod
     def reopen(cls, path: Path, args: Mapping[str, Any]) -> Self | None:
@@ -169,16 +188,6 @@ def prepare_shared_data(
 def relative_data_path(data: Path, folder: Path) -> str:
     """Return the path of the shards as the file in `folder` has it: relative if inside, so that both can be moved."""
     return data.name if data.parent == folder else str(data)
-
-
-def data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:
-    """Return `data` as DataOptions."""
-    return data if isinstance(data, DataOptions) else DataOptions(data)
-
-
-def tokenizer_options(tokenizer: TokenizerOptions | str | Path | None) -> TokenizerOptions:
-    """Return `tokenizer` as TokenizerOptions."""
-    return tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
 
 
 def is_finished(run: Run) -> bool:

@@ -25,7 +25,7 @@ from mlxlm.train.log import RunLog
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, no_phase
+from mlxlm.train.run_data import Phase, as_data_options, no_phase
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import merge_budget
 from mlxlm.train.step import TrainStep
@@ -156,7 +156,7 @@ def start_finetune(
     """
     out = Path(out)
     check_not_exists(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
-    data = data if isinstance(data, DataOptions) else DataOptions(data)
+    data = as_data_options(data)
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
     values.setdefault("max_seq_length", min(DEFAULT_SEQ_LENGTH, config.max_position_embeddings))

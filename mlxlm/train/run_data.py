@@ -41,6 +41,16 @@ class TokenizerOptions:
     vocab_size: int | None = None
 
 
+def as_data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:
+    """Return `data` as DataOptions; paths are the sources."""
+    return data if isinstance(data, DataOptions) else DataOptions(data)
+
+
+def as_tokenizer_options(tokenizer: TokenizerOptions | str | Path | None) -> TokenizerOptions:
+    """Return `tokenizer` as TokenizerOptions."""
+    return tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
+
+
 def prepared_source(sources: Sequence[str | Path]) -> Path | None:
     """Return the folder of prepared data that `sources` consists of; None for text.
 

@@ -33,6 +33,8 @@ from mlxlm.train.run import Run
 from mlxlm.train.run_data import (
     Phase,
     TokenizerOptions,
+    as_data_options,
+    as_tokenizer_options,
     check_shards,
     check_sources,
     existing_tokenizer,
@@ -84,8 +86,7 @@ def start_run(
     """
     out = Path(out)
     check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
-    data = data if isinstance(data, DataOptions) else DataOptions(data)
-    options = tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
+    data, options = as_data_options(data), as_tokenizer_options(tokenizer)
     budget, values = merge_budget(budget, minutes, settings)
     if config is None and budget.minutes is None:
         raise ConfigError("there is no model, and no time to choose one by", "a preset, or minutes")
