@@ -60,8 +60,8 @@ class ModelConfig:
     num_attention_heads: int
     intermediate_size: int
     vocab_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]  # both are set in __post_init__
+    head_dim: int = None  # type: ignore[assignment]
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
