@@ -103,7 +103,7 @@ def os_errors_as(error_type: type[MlxlmError], action: str, path: Path | str) ->
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise error_type(f"cannot {action} {path}: {reason}", _HINTS.get(error.errno)) from error
+        raise error_type(f"cannot {action} {path}: {reason}", _HINTS.get(error.errno or 0)) from error
 
 
 _HINTS = {

@@ -9,7 +9,7 @@ import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -37,21 +37,12 @@ def atomic_new_folder(
         error_type: `path` exists, or writing fails.
     """
     check_not_exists(path, error_type, hint)
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(error_type, "write", path), _parent(path):
-        _remove_abandoned(path)
+    with _partial(Path(path), error_type, make_parent=True) as partial:
         partial.mkdir()
-        try:
-            with _rename_in_errors(partial, path):
-                yield partial
-            for file in partial.rglob("*"):
-                _flush(file)
-            _flush(partial)
-            partial.replace(path)
-            _flush(path.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+        for file in partial.rglob("*"):
+            _flush(file)
+        _flush_and_rename(partial, Path(path))
 
 
 @contextmanager
@@ -67,30 +58,24 @@ def atomic_new_files(
         error_type: `path` or another version of a file exists, or writing fails.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(error_type, "write", path), _parent(path):
+    moved: list[Path] = []
+    with _partial(path, error_type, make_parent=True) as partial:
         _check_no_file(path, error_type, hint)
-        _remove_abandoned(path)
         partial.mkdir()
-        moved: list[Path] = []
+        with _rename_in_errors(partial / path.name, path), _rename_in_errors(partial, path.parent):
+            yield partial
         try:
-            with _rename_in_errors(partial / path.name, path), _rename_in_errors(partial, path.parent):
-                yield partial
             for file in sorted(partial.iterdir(), key=lambda file: file.name == path.name):
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
                     continue
                 _check_no_file(target, error_type, hint)
-                _flush(file)
-                file.replace(target)
                 moved.append(target)
-            _flush(path.parent)
+                _flush_and_rename(file, target)
         except BaseException:
             for target in moved:
                 target.unlink(missing_ok=True)
             raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
@@ -103,19 +88,31 @@ def atomic_new_file(
         error_type: `path` exists (with `hint`), or writing fails.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(error_type, "write", path), _parent(path):
+    with _partial(path, error_type, make_parent=True) as partial:
         _check_no_file(path, error_type, hint)
-        _remove_abandoned(path)
-        try:
-            with partial.open("xb") as file:
-                yield file
-            _flush(partial)
-            _check_no_file(path, error_type, hint)  # again, since writing can take minutes
-            partial.replace(path)
-            _flush(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            yield file
+        _check_no_file(path, error_type, hint)  # again, since writing can take minutes
+        _flush_and_rename(partial, path)
+
+
+@contextmanager
+def atomic_write(path: Path, error_type: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
+    """Write or replace a file atomically: yields a hidden file that is flushed and renamed to `path` on success.
+
+    Raises:
+        error_type: Writing fails.
+    """
+    with _partial(path, error_type) as partial:
+        with partial.open("wb") as file:
+            yield file
+        _flush_and_rename(partial, path)
+
+
+def write_bytes(path: Path, content: bytes, error_type: type[MlxlmError] = CheckpointError) -> None:
+    """Write or replace a file atomically. Raises `error_type` if that fails."""
+    with atomic_write(path, error_type) as file:
+        file.write(content)
 
 
 def working_folder(path: Path) -> Path:
@@ -126,13 +123,40 @@ def working_folder(path: Path) -> Path:
     Raises:
         CheckpointError: Writing fails.
     """
-    parts = path.with_name(f"{path.name}-parts")  # not the hidden folder of `atomic_new_folder(path)`
-    folder = parts.with_name(f".{parts.name}.{os.getpid()}.partial")
     with os_errors_as(CheckpointError, "write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(parts)
+        folder = _hidden_name(path.with_name(f"{path.name}-parts"))  # not that of `atomic_new_folder(path)`
         folder.mkdir()
     return folder
+
+
+@contextmanager
+def _partial(path: Path, error_type: type[MlxlmError], make_parent: bool = False) -> Iterator[Path]:
+    """Yield the hidden name of a file or folder that will be renamed to `path`; in the end remove what still has it."""
+    with os_errors_as(error_type, "write", path), _parent(path) if make_parent else nullcontext():
+        partial = _hidden_name(path)
+        try:
+            with _rename_in_errors(partial, path):
+                yield partial
+        finally:
+            _remove(partial)
+
+
+def _hidden_name(path: Path) -> Path:
+    """This process's hidden name for `path`. Removes files and folders with those of processes that were killed."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        owner = partial.name.split(".")[-2]
+        # Our own pid is an earlier process's: in containers, pids repeat.
+        if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
+            _remove(partial)
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -174,26 +198,6 @@ def check_not_exists(path: Path | str, error_type: type[MlxlmError], hint: str) 
         raise error_type(f"{path} already exists", hint)
 
 
-@contextmanager
-def atomic_write(path: Path, error_type: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Write or replace a file atomically: yields a hidden file that is flushed and renamed to `path` on success.
-
-    Raises:
-        error_type: Writing fails.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with os_errors_as(error_type, "write", path):
-        _remove_abandoned(path)
-        try:
-            with partial.open("wb") as file:
-                yield file
-            _flush(partial)
-            partial.replace(path)
-            _flush(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
 def stage_copy(source: Path, target: Path) -> Path:
     """Copy `source` to a hidden file next to `target`, to be renamed with `commit_file`.
 
@@ -202,9 +206,8 @@ def stage_copy(source: Path, target: Path) -> Path:
     Raises:
         CheckpointError: Writing fails.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with os_errors_as(CheckpointError, "write", target):
-        _remove_abandoned(target)
+        partial = _hidden_name(target)
         try:
             partial.hardlink_to(source)
         except OSError:
@@ -212,7 +215,7 @@ def stage_copy(source: Path, target: Path) -> Path:
                 shutil.copy2(source, partial)  # keeps the modification time, for `same_file`
                 _flush(partial)
             except BaseException:
-                partial.unlink(missing_ok=True)
+                _remove(partial)
                 raise
     return partial
 
@@ -244,22 +247,10 @@ def has_hard_links(folder: Path) -> bool:
     return True  # or the disk is full
 
 
-def write_bytes(path: Path, content: bytes, error_type: type[MlxlmError] = CheckpointError) -> None:
-    """Write or replace a file atomically. Raises `error_type` if that fails."""
-    with atomic_write(path, error_type) as file:
-        file.write(content)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove hidden files and folders for `path` that killed processes left."""
-    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        owner = partial.name.split(".")[-2]
-        # Our own pid is an earlier process's: in containers, pids repeat.
-        if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
-            if partial.is_dir():
-                shutil.rmtree(partial, ignore_errors=True)
-            else:
-                partial.unlink(missing_ok=True)
+def _flush_and_rename(partial: Path, path: Path) -> None:
+    _flush(partial)
+    partial.replace(path)
+    _flush(path.parent)
 
 
 def _flush(path: Path) -> None:

@@ -36,7 +36,9 @@ def read_json(
     return parse_json(read_bytes(path, max_bytes, error_type), str(path), error_type, hint)
 
 
-def read_json_object(path: Path, max_bytes: int, error_type: type[MlxlmError], hint: str | None = None) -> dict:
+def read_json_object(
+    path: Path, max_bytes: int, error_type: type[MlxlmError], hint: str | None = None
+) -> dict[str, Any]:
     """Read a JSON file that contains an object."""
     return _check_object(read_json(path, max_bytes, error_type, hint), str(path), error_type, hint)
 
@@ -64,10 +66,11 @@ def parse_json(
             raise error_type(f"{name} has {json.dumps(duplicate)} twice", hint)
         return value
 
-    hooks = {"parse_constant": refuse_constant, "object_pairs_hook": refuse_duplicates} if strict else {}
     text = decode_utf8(content, name, error_type, hint, "utf-8" if strict else "utf-8-sig")
     try:
-        return json.loads(text, **hooks)
+        if strict:
+            return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise error_type(f"{name} is not JSON: {error.msg} at character {error.pos + 1}", hint) from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
