@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from mlxlm.backend.mlx import nn
 from mlxlm.cache.kv_buffer import group_size
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.mlx_lm_cache import MlxLmKVCache
@@ -13,7 +16,7 @@ from mlxlm.utils.errors import GenerationError
 DEFAULT = KVOptions()  # unbounded and unquantized
 
 
-def make_cache(model, options: KVOptions = DEFAULT) -> list:
+def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
     """Make one cache per layer.
 
     A layer with sliding-window attention gets a window cache, unless `options.size` is not larger than its window.
@@ -35,8 +38,8 @@ def make_cache(model, options: KVOptions = DEFAULT) -> list:
         return model.make_cache()
     if not isinstance(model, Decoder):
         rotation = None if options.size is None else RotationPolicy(options.size, options.keep)
-        bits = {"key_bits": options.key_bits, "value_bits": options.value_bits}
-        return [MlxLmKVCache(rotation=rotation, **bits) for _ in model.layers]
+        key_bits, value_bits = options.key_bits, options.value_bits
+        return [MlxLmKVCache(rotation=rotation, key_bits=key_bits, value_bits=value_bits) for _ in model.layers]
     return [_make_layer_cache(model, layer, options) for layer in range(len(model.layers))]
 
 

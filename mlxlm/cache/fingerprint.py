@@ -8,12 +8,12 @@ from dataclasses import asdict, is_dataclass
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 
 _NUM_SAMPLES = 64  # values hashed per parameter
 
 
-def fingerprint(model) -> str:
+def fingerprint(model: nn.Module) -> str:
     """Hash a model: SHA-256, in hexadecimal.
 
     Covers the configuration and the names, shapes, dtypes and evenly spaced samples of the parameters. Evaluates
@@ -21,7 +21,8 @@ def fingerprint(model) -> str:
     """
     digest = hashlib.sha256()
     for name in ("config", "args"):  # mlxlm's models, mlx_lm's models
-        if is_dataclass(settings := getattr(model, name, None)):
+        settings = getattr(model, name, None)
+        if is_dataclass(settings) and not isinstance(settings, type):
             digest.update(json.dumps(asdict(settings), sort_keys=True, default=str).encode())
     parameters = sorted(tree_flatten(model.parameters()))
     samples = [_sample(value) for _, value in parameters]

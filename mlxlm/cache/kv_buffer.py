@@ -32,24 +32,24 @@ class KVBuffer:
 
     Args:
         arrays: The array, or the packed values, scales and biases; they share the first three axes.
-        bits: 8 or 4, or None if not quantized.
-        group: The quantization group size, None if not quantized.
+        quantization: Bits (8 or 4) and group size, None if not quantized.
     """
 
-    __slots__ = ("arrays", "bits", "group")
+    __slots__ = ("arrays", "quantization")
 
-    def __init__(self, arrays: Sequence[mx.array], bits: int | None, group: int | None) -> None:
-        self.arrays, self.bits, self.group = list(arrays), bits, group
+    def __init__(self, arrays: Sequence[mx.array], quantization: tuple[int, int] | None) -> None:
+        self.arrays, self.quantization = list(arrays), quantization
 
     @classmethod
-    def like(cls, x: mx.array, bits: int | None, group: int | None) -> KVBuffer:
+    def like(cls, x: mx.array, quantization: tuple[int, int] | None) -> KVBuffer:
         """Make an empty buffer for positions with the shape and dtype of x `[B, H, T, D]`."""
         empty = x[:, :, :0]
-        if bits is None:
-            return cls([empty], None, None)
+        if quantization is None:
+            return cls([empty], None)
+        bits, group = quantization
         packed = empty.astype(mx.uint32)[..., : x.shape[3] * bits // 32]
         scales = empty[..., : x.shape[3] // group]
-        return cls([packed, scales, scales], bits, group)
+        return cls([packed, scales, scales], quantization)
 
     @property
     def rows(self) -> int:
@@ -64,8 +64,8 @@ class KVBuffer:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the dequantized values: `[B, H, capacity, D]`."""
-        width = self.arrays[-1].shape[3]
-        return (*self.arrays[0].shape[:3], width if self.bits is None else width * self.group)
+        _, group = self.quantization or (None, 1)
+        return (*self.arrays[0].shape[:3], self.arrays[-1].shape[3] * group)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -79,13 +79,10 @@ class KVBuffer:
 
     def quantize(self, x: mx.array) -> Sequence[mx.array]:
         """Encode x `[B, H, T, D]` in the form of the arrays."""
-        return [x] if self.bits is None else QuantizedKV.of(x, self.bits, self.group).arrays
+        return [x] if self.quantization is None else QuantizedKV.of(x, *self.quantization).arrays
 
     def write(self, first: int, end: int, x: mx.array) -> None:
         """Write x `[B, H, end - first, D]` to these positions, in place unless the arrays are shared."""
-        if self.bits is None:
-            self.arrays[0][..., first:end, :] = x
-            return
         for array, part in zip(self.arrays, self.quantize(x), strict=True):
             array[..., first:end, :] = part
 
@@ -96,14 +93,13 @@ class KVBuffer:
 
     def read(self, first: int, end: int) -> mx.array | QuantizedKV:
         """Return positions `first` to `end`, quantized if the buffer is."""
-        if self.bits is None:
-            return self.arrays[0][..., first:end, :]
-        return QuantizedKV(*(x[..., first:end, :] for x in self.arrays), self.bits, self.group)
+        parts = [x[..., first:end, :] for x in self.arrays]
+        return parts[0] if self.quantization is None else QuantizedKV._make([*parts, *self.quantization])
 
     def dequantized(self) -> mx.array:
         """Return all positions `[B, H, capacity, D]` in their original dtype."""
         values = self.read(0, self.capacity)
-        return values if self.bits is None else values.dequantized()
+        return values.dequantized() if isinstance(values, QuantizedKV) else values
 
     def slice_row(self, row: int, first: int, end: int) -> KVBuffer:
         """Copy positions of one row to a new buffer."""
@@ -111,7 +107,7 @@ class KVBuffer:
 
     def map_arrays(self, change: Callable[[mx.array], mx.array]) -> KVBuffer:
         """Return a new buffer with `change` applied to each array."""
-        return KVBuffer([change(x) for x in self.arrays], self.bits, self.group)
+        return KVBuffer([change(x) for x in self.arrays], self.quantization)
 
     def resize(self, first: int, end: int, capacity: int) -> KVBuffer:
         """Return a new buffer of `capacity` positions that begins with positions `first` to `end` of this one."""
@@ -126,17 +122,18 @@ class KVBuffer:
         """
         valid = len({x.shape[:3] for x in arrays}) == 1 and all(x.ndim == 4 and x.shape[3] for x in arrays)
         valid = valid and all(x.dtype in FLOATS for x in (arrays if bits is None else arrays[1:]))
-        group = None
+        quantization = None
         if bits is not None and valid:
             packed, scales, biases = arrays
             group = packed.shape[3] * 32 // bits // scales.shape[3]
             widths = packed.shape[3] * 32, biases.shape[3]
             valid = packed.dtype == mx.uint32 and scales.dtype == biases.dtype
             valid = valid and group in GROUP_SIZES and widths == (scales.shape[3] * group * bits, scales.shape[3])
+            quantization = bits, group
         if not valid:
             kind = "unquantized" if bits is None else f"{bits}-bit"
             raise ValueError(f"not {kind} keys or values: " + ", ".join(f"{x.shape} {x.dtype}" for x in arrays))
-        return cls(arrays, bits, group)
+        return cls(arrays, quantization)
 
     @classmethod
     def stack(cls, buffers: Sequence[KVBuffer]) -> KVBuffer:
@@ -144,7 +141,7 @@ class KVBuffer:
         longest = max(buffer.capacity for buffer in buffers)
         aligned = [buffer.map_arrays(lambda x: zero_pad(x, longest - x.shape[2], 0)).arrays for buffer in buffers]
         arrays = [mx.concatenate(parts, axis=0) for parts in zip(*aligned, strict=True)]
-        return cls(arrays, buffers[0].bits, buffers[0].group)
+        return cls(arrays, buffers[0].quantization)
 
 
 def zero_pad(x: mx.array, before: int, after: int) -> mx.array:

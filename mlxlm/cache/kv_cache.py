@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from itertools import chain
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer, group_size
-from mlxlm.cache.rotation import RotationPolicy, Sink, SlidingWindow
+from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
 STEP = 256  # the buffers grow by this many positions, so that decoding rarely copies the cache
-
-Cached = mx.array | QuantizedKV
 
 
 class KVCache:
@@ -43,11 +42,12 @@ class KVCache:
         self.rotation, self.window = rotation, window
         self.key_bits, self.value_bits = key_bits, value_bits
         self.expected_length: int | None = None
-        self._keys: KVBuffer | None = None
-        self._values: KVBuffer | None = None
+        self._buffers: list[KVBuffer] = []  # of keys and of values; none before the first token
         self._starts: list[int] = []  # index of each row's first token
         self._dropped: list[int] = []  # number of tokens that each row has dropped
-        self._sinks: list[Sink | None] = []  # for rows that have dropped tokens
+        # Original keys and values of the sinks of rows that have dropped tokens. Keys are always shifted from these, so
+        # that rounding errors don't accumulate.
+        self._sinks: list[list[KVBuffer]] = []
         self._pads: list[int] | None = None  # left padding of the next update
         self._end = 0
         self._bound = 0  # an update that ends at or before this index only writes
@@ -85,14 +85,7 @@ class KVCache:
     @property
     def max_update_size(self) -> int | None:
         """Maximum number of positions of the next update, None if unlimited. Never 0."""
-        if self.rotation is None:
-            return None
-        pads = self._pads or [0] * len(self._starts)
-        sizes = [
-            self.rotation.max_update_size(self._end - start) + pad
-            for start, pad in zip(self._starts, pads, strict=True)
-        ]
-        return min(sizes, default=self.rotation.size)
+        return None if self.rotation is None else self._room(self.rotation)
 
     @property
     def max_size(self) -> int | None:
@@ -102,22 +95,17 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, including their unused capacity."""
-        if self._keys is None:
-            return 0
-        sinks = sum(x.nbytes for sink in self._sinks if sink for x in sink.arrays)
-        return self._keys.nbytes + self._values.nbytes + sinks
+        return sum(buffer.nbytes for buffer in chain(self._buffers, *self._sinks))
 
     def size(self) -> int:
         """Number of tokens in the longest row."""
         return self._end - min(self._starts, default=0)
 
-    def empty(self) -> bool:
-        """Whether the cache has no tokens yet."""
-        return self._keys is None
-
     # Updates
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Cached, Cached]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
         """Append keys and values `[B, H_kv, T, D]`.
 
         Returns:
@@ -131,8 +119,9 @@ class KVCache:
         if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
             self._make_room(keys, values)
         begin, end = self._end, self._end + count
-        self._keys.write(begin, end, keys)
-        self._values.write(begin, end, values)
+        key_buffer, value_buffer = self._buffers
+        key_buffer.write(begin, end, keys)
+        value_buffer.write(begin, end, values)
         self._end = end
         if self._pads is not None:
             self._starts = [begin + pad if pad else start for pad, start in zip(self._pads, self._starts, strict=True)]
@@ -145,7 +134,7 @@ class KVCache:
         if self.window is not None:
             first = max(first, begin - self.window.num_visible)
         self._first = first
-        return self._keys.read(first, end), self._values.read(first, end)
+        return key_buffer.read(first, end), value_buffer.read(first, end)
 
     def set_left_padding(self, pads: Sequence[int]) -> None:
         """Declare the first `pads[b]` positions of row b in the next update as padding.
@@ -167,63 +156,61 @@ class KVCache:
         rows, count = keys.shape[0], keys.shape[2]
         if not self._starts:
             self._begin(rows)
-        if self._keys is None:
+        if not self._buffers:
             self._allocate(keys, values)
-        for buffer, new in ((self._keys, keys), (self._values, values)):
+        for buffer, new in zip(self._buffers, (keys, values), strict=True):
             if (buffer.shape[1], buffer.shape[3], buffer.dtype) != (new.shape[1], new.shape[3], new.dtype):
                 problem = f"the cache has {buffer.dtype} {buffer.shape}, but the model gives {new.dtype} {new.shape}"
                 raise GenerationError(problem, "the model that the cache was made with")
         if rows != len(self._starts) or max(self._pads or [0]) > count:
             raise ValueError(f"keys {keys.shape} for {len(self._starts)} rows with padding {self._pads}")
         if self.rotation is not None:
-            self._rotate(count)
-        if self._end + count > self._keys.capacity:
-            self._move(count)
-        self._bound = self._keys.capacity
-        if self.rotation is not None:
-            self._bound = min(self._bound, *(start + self.rotation.size for start in self._starts))
+            self._rotate(self.rotation, count)
+        capacity = self._buffers[0].capacity
+        if self._end + count > capacity:
+            capacity = self._move(count)
+        sizes = [] if self.rotation is None else [start + self.rotation.size for start in self._starts]
+        self._bound = min([capacity, *sizes])
 
     def _begin(self, rows: int) -> None:
-        self._starts, self._dropped, self._sinks = [0] * rows, [0] * rows, [None] * rows
+        self._starts, self._dropped, self._sinks = [0] * rows, [0] * rows, [[]] * rows
 
-    def _allocate(self, keys: mx.array, values: mx.array) -> None:
-        quantized = [x.shape[3] for x, bits in ((keys, self.key_bits), (values, self.value_bits)) if bits]
-        group = group_size(*quantized) if quantized else None
-        self._keys = KVBuffer.like(keys, self.key_bits, group)
-        self._values = KVBuffer.like(values, self.value_bits, group)
+    def _allocate(self, *sides: mx.array) -> None:
+        bits = self.key_bits, self.value_bits
+        group = group_size(*(x.shape[3] for x, b in zip(sides, bits, strict=True) if b))
+        self._buffers = [KVBuffer.like(x, None if b is None else (b, group)) for x, b in zip(sides, bits, strict=True)]
 
-    def _rotate(self, count: int) -> None:
+    def _room(self, policy: RotationPolicy) -> int:
+        pads = self._pads or [0] * len(self._starts)
+        sizes = (policy.max_update_size(self._end - start) + pad for start, pad in zip(self._starts, pads, strict=True))
+        return min(sizes, default=policy.size)
+
+    def _rotate(self, policy: RotationPolicy, count: int) -> None:
         """Drop the oldest tokens after the sinks in rows that would become too long."""
-        policy, full = self.rotation, []
-        for row, (start, pad) in enumerate(zip(self._starts, self._pads or [0] * self.rows, strict=True)):
-            length, added = self._end - start, count - pad
-            if added > policy.max_update_size(length):
-                raise GenerationError(
-                    f"{added} tokens at once, but a rotating cache with {length} of {policy.size} tokens has room for "
-                    f"{policy.max_update_size(length)}",
-                    f"chunks of at most {policy.step} tokens",
-                )
-            if length + added > policy.size:
-                full.append(row)
-        for row in full:
-            self._drop(row)
+        if count > (room := self._room(policy)):
+            raise GenerationError(
+                f"{count} tokens at once, but a rotating cache with {self.size()} of {policy.size} tokens has room for "
+                f"{room}",
+                f"chunks of at most {policy.step} tokens",
+            )
+        for row, pad in enumerate(self._pads or [0] * self.rows):
+            if self._end - self._starts[row] + count - pad > policy.size:
+                self._drop(policy, row)
 
-    def _drop(self, row: int) -> None:
-        policy, start = self.rotation, self._starts[row]
-        if policy.keep and self._sinks[row] is None:
-            end = start + policy.keep
-            self._sinks[row] = Sink(self._keys.slice_row(row, start, end), self._values.slice_row(row, start, end))
+    def _drop(self, policy: RotationPolicy, row: int) -> None:
+        start = self._starts[row]
+        if policy.keep and not self._sinks[row]:
+            self._sinks[row] = [buffer.slice_row(row, start, start + policy.keep) for buffer in self._buffers]
         self._starts[row] += policy.step
         self._dropped[row] += policy.step
-        if (sink := self._sinks[row]) is not None:
-            keys = sink.keys.arrays
-            if policy.shift_keys is not None:
-                keys = self._keys.quantize(policy.shift_keys(sink.keys.dequantized(), self._dropped[row], self))
-            self._keys.write_to_row(row, self._starts[row], keys)
-            self._values.write_to_row(row, self._starts[row], sink.values.arrays)
+        for side, (buffer, sink) in enumerate(zip(self._buffers, self._sinks[row], strict=False)):
+            arrays: Sequence[mx.array] = sink.arrays
+            if side == 0 and policy.shift_keys is not None:
+                arrays = buffer.quantize(policy.shift_keys(sink.dequantized(), self._dropped[row], self))
+            buffer.write_to_row(row, self._starts[row], arrays)
 
-    def _move(self, count: int) -> None:
-        """Move the tokens to the front of new buffers, with room for `count` more; drop what no window can see."""
+    def _move(self, count: int) -> int:
+        """Move to new buffers with room for `count` more tokens; drop what no window can see. Return the capacity."""
         if self.window is not None:
             for row, start in enumerate(self._starts):
                 lost = max(0, self._end - self.window.num_retained - start)
@@ -232,13 +219,13 @@ class KVCache:
         first = min(self._starts)
         needed = self._end - first + count
         capacity = -(-needed // STEP) * STEP
-        if (bound := self.rotation or self.window) is not None:
+        if bound := self.rotation or self.window:
             capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
             capacity = min(capacity, max(needed, bound.num_retained) + bound.extra_capacity)
-        self._keys = self._keys.resize(first, self._end, capacity)
-        self._values = self._values.resize(first, self._end, capacity)
+        self._buffers = [buffer.resize(first, self._end, capacity) for buffer in self._buffers]
         self._starts = [start - first for start in self._starts]
         self._end -= first
+        return capacity
 
     # Trimming
 
@@ -246,7 +233,7 @@ class KVCache:
         """Whether the last `n` tokens of every row can be removed: not if the tokens before them were dropped."""
         bound = self.rotation or self.window
         return all(
-            not lost or self._end - n - start >= bound.min_tokens_to_trim
+            not lost or bound is not None and self._end - n - start >= bound.min_tokens_to_trim
             for start, lost in zip(self._starts, self._dropped, strict=True)
         )
 
@@ -281,27 +268,25 @@ class KVCache:
         for cache in rows:
             merged._starts += [longest - (cache._end - start) for start in cache._starts] or [longest]
             merged._dropped += cache._dropped or [0]
-            merged._sinks += cache._sinks or [None]
+            merged._sinks += cache._sinks or [[]]
         merged._end = longest
-        for side in ("_keys", "_values"):
-            if filled := [buffer for cache in rows if (buffer := getattr(cache, side)) is not None]:
-                setattr(merged, side, KVBuffer.stack([cache._filled(side, filled[0]) for cache in rows]))
+        like = next((cache._buffers for cache in rows if cache._buffers), [])
+        sides = zip(*(cache._filled(like) for cache in rows), strict=True)
+        merged._buffers = [KVBuffer.stack(side) for side in sides]
         return merged
 
-    def _filled(self, side: str, like: KVBuffer) -> KVBuffer:
-        """The filled part of the keys or the values; before the first token, no positions of the form of `like`."""
-        buffer, first = getattr(self, side), min(self._starts, default=0)
-        if buffer is None:
-            return like.map_arrays(lambda x: mx.zeros((self.rows, x.shape[1], 0, x.shape[3]), x.dtype))
-        return buffer.map_arrays(lambda x: x[:, :, first : self._end])
+    def _filled(self, like: Sequence[KVBuffer] = ()) -> list[KVBuffer]:
+        """The filled part of keys and values; before the first token, no positions in the form of `like`."""
+        if not self._buffers:
+            B = self.rows
+            return [b.map_arrays(lambda x: mx.zeros((B, x.shape[1], 0, x.shape[3]), x.dtype)) for b in like]
+        first, end = min(self._starts), self._end
+        return [buffer.map_arrays(lambda x: x[:, :, first:end]) for buffer in self._buffers]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order, without their common padding."""
-        first = min(self._starts[row] for row in rows)
-        index = mx.array(rows)
-        for name in ("_keys", "_values"):
-            if (buffer := getattr(self, name)) is not None:
-                setattr(self, name, buffer.map_arrays(lambda x: mx.take(x[:, :, first : self._end], index, axis=0)))
+        first, end, index = min(self._starts[row] for row in rows), self._end, mx.array(rows)
+        self._buffers = [b.map_arrays(lambda x: mx.take(x[:, :, first:end], index, axis=0)) for b in self._buffers]
         self._starts = [self._starts[row] - first for row in rows]
         self._dropped = [self._dropped[row] for row in rows]
         self._sinks = [self._sinks[row] for row in rows]
@@ -312,8 +297,7 @@ class KVCache:
         """Copy the cache. Arrays are shared until either copy is written to."""
         other = copy(self)
         other._starts, other._dropped, other._sinks = list(self._starts), list(self._dropped), list(self._sinks)
-        if self._keys is not None:
-            other._keys, other._values = self._keys.map_arrays(copy), self._values.map_arrays(copy)
+        other._buffers = [buffer.map_arrays(copy) for buffer in self._buffers]
         return other
 
     def _empty_like(self) -> KVCache:
@@ -327,10 +311,7 @@ class KVCache:
     @property
     def state(self) -> tuple[mx.array, ...]:
         """All arrays with tokens: the filled part of keys and values, and the sinks."""
-        if self._keys is None:
-            return ()
-        filled = [*self._filled("_keys", self._keys).arrays, *self._filled("_values", self._values).arrays]
-        return (*filled, *(x for sink in self._sinks if sink for x in sink.arrays))
+        return tuple(x for buffer in chain(self._filled(), *self._sinks) for x in buffer.arrays)
 
     @state.setter
     def state(self, value: tuple[mx.array, ...]) -> None:
@@ -341,9 +322,6 @@ class KVCache:
         if not value:
             return
         parts = 1 if self.key_bits is None else 3
-        self._keys, self._values = (
-            KVBuffer.of(value[:parts], self.key_bits),
-            KVBuffer.of(value[parts:], self.value_bits),
-        )
-        self._begin(self._keys.rows)
-        self._end = self._keys.capacity
+        keys, values = KVBuffer.of(value[:parts], self.key_bits), KVBuffer.of(value[parts:], self.value_bits)
+        self._buffers, self._end = [keys, values], keys.capacity
+        self._begin(keys.rows)

@@ -16,7 +16,7 @@ class MlxLmKVCache(KVCache):
         keys, values = super().update_and_fetch(keys, values)
         return _dequantized(keys), _dequantized(values)
 
-    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False):
+    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
         """Make the attention mask for `n` new positions of one text (called by mlx_lm's models).
 
         Returns:

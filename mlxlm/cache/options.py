@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import GenerationError
@@ -64,18 +65,9 @@ class KVOptions:
         Raises:
             GenerationError: Names every invalid option.
         """
-        key_bits, value_bits = _parse_bits(bits)
-        return cls(size, NUM_SINK_TOKENS if keep is None else keep, key_bits, value_bits)
-
-
-def _parse_bits(bits: object) -> tuple[object, object]:
-    """Bits of keys and of values. Unknown values are returned as they are: `KVOptions` reports them."""
-    if isinstance(bits, str):
-        parts = [part.strip().lower() for part in bits.split(",")]
-        bits = tuple(_BITS_BY_NAME.get(part, part) for part in parts)
-        bits = bits if len(bits) == 2 else bits[0] if len(bits) == 1 else bits
-    if not isinstance(bits, tuple | list):
-        return bits, bits
-    if len(bits) != 2:
-        raise GenerationError(f"cache bits are {bits!r}", "one number for both, or two: 8 or 8,4 or none,4")
-    return bits[0], bits[1]
+        sides: list[Any] = list(bits) if isinstance(bits, tuple | list) else [bits]
+        if isinstance(bits, str):  # unknown names are reported by `KVOptions`
+            sides = [_BITS_BY_NAME.get(name.strip().lower(), name) for name in bits.split(",")]
+        if len(sides) not in (1, 2):
+            raise GenerationError(f"cache bits are {bits!r}", "one number for both, or two: 8 or 8,4 or none,4")
+        return cls(size, NUM_SINK_TOKENS if keep is None else keep, sides[0], sides[-1])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.config import counts
 
 ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], offset, cache) -> the keys, moved by `offset` positions
@@ -95,23 +94,3 @@ class SlidingWindow:
     def min_tokens_to_trim(self) -> int:
         """Tokens that `trim` must leave if some were dropped."""
         return self.num_visible
-
-
-@dataclass(frozen=True)
-class Sink:
-    """Original keys and values of a row's sinks, the first `keep` tokens.
-
-    Keys are always shifted from these, so that rounding errors don't accumulate.
-
-    Args:
-        keys: 1 row, `keep` positions.
-        values: The same.
-    """
-
-    keys: KVBuffer
-    values: KVBuffer
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays of both buffers."""
-        return [*self.keys.arrays, *self.values.arrays]
