@@ -1,4 +1,4 @@
-"""Caches in files: what comes back, and files that nobody should trust."""
+"""Caches in files: what comes back, and malformed files."""
 
 import json
 import os
@@ -60,10 +60,9 @@ IDS = [int(i) for i in np.random.default_rng(0).integers(0, 50, 240)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [5, 240])
-@pytest.mark.parametrize("layers", [None, ("full_attention", "sliding_attention")])
-def test_a_text_goes_on_as_if_it_had_never_been_in_a_file(kind, count, layers, tmp_path):
-    model, kv = make(layer_types=layers), KINDS[kind]
+@pytest.mark.parametrize("count", [5, 200])
+def test_a_loaded_cache_equals_the_saved_one(kind, count, tmp_path):
+    model, kv = make(layer_types=("full_attention", "sliding_attention")), KINDS[kind]
     caches = read(model, kv, IDS[:count])
     path = tmp_path / "text.cache"
     save_prompt_cache(path, caches, IDS[:count], IDENTITY)
@@ -77,12 +76,12 @@ def test_a_text_goes_on_as_if_it_had_never_been_in_a_file(kind, count, layers, t
             new.is_trimmable(),
         )
         assert [x.tolist() for x in old.state] == [x.tolist() for x in new.state]
-    for token in IDS[:40]:
+    for token in IDS[:12]:
         one, other = (model(mx.array([[token]]), c) for c in (caches, again))
         assert mx.array_equal(one, other)
 
 
-def test_a_file_is_never_written_over(tmp_path):
+def test_files_are_replaced_only_if_allowed(tmp_path):
     model, path = make(), tmp_path / "a.cache"
     caches = read(model, KVOptions(), IDS[:5])
     save_prompt_cache(path, caches, IDS[:5], IDENTITY)
@@ -92,10 +91,10 @@ def test_a_file_is_never_written_over(tmp_path):
     assert path.read_bytes() == before
     save_prompt_cache(path, caches, IDS[:5], {"model": "other"}, replace=True)
     assert load_prompt_cache_identity(path) == {"model": "other"}
-    path.write_bytes(b"a letter to my grandmother")
+    path.write_bytes(b"another file")
     with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         save_prompt_cache(path, caches, IDS[:5], IDENTITY, replace=True)
-    assert path.read_bytes() == b"a letter to my grandmother"
+    assert path.read_bytes() == b"another file"
     with pytest.raises(CheckpointError, match="without tokens"):
         save_prompt_cache(tmp_path / "b.cache", make_cache(model), [], IDENTITY)
     with pytest.raises(CheckpointError, match="the architecture.s own type"):
@@ -127,7 +126,7 @@ def test_two_processes_write_one_file(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["a.cache"]
 
 
-def test_a_link_stays_one_and_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+def test_symbolic_links_and_full_disks(tmp_path, monkeypatch):
     model, real, link = make(), tmp_path / "real.cache", tmp_path / "link.cache"
     caches = read(model, KVOptions(), IDS[:5])
     link.symlink_to(real)
@@ -145,7 +144,7 @@ def test_a_link_stays_one_and_a_full_disk_leaves_the_old_file(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_kind_of_cache_is_refused_and_none_is_changed(kind, tmp_path):
+def test_other_cache_settings_are_an_error(kind, tmp_path):
     model, path = make(), tmp_path / "a.cache"
     save_prompt_cache(path, read(model, KINDS[kind], IDS[:60]), IDS[:60], IDENTITY)
     for other in KINDS:
@@ -155,12 +154,12 @@ def test_another_kind_of_cache_is_refused_and_none_is_changed(kind, tmp_path):
             continue
         with pytest.raises(CheckpointError, match="layer 0"):
             load_prompt_cache(path, caches)
-        assert all(cache.empty() and cache.offset == 0 for cache in caches)
+        assert not any(cache.state or cache.offset for cache in caches)
     with pytest.raises(CheckpointError, match="caches of 2 layers, but the model has 3"):
         load_prompt_cache(path, make_cache(make(num_hidden_layers=3), KINDS[kind]))
 
 
-def test_a_model_of_other_sizes_says_so(tmp_path):
+def test_a_model_of_other_sizes_is_an_error(tmp_path):
     path = tmp_path / "a.cache"
     save_prompt_cache(path, read(make(), KVOptions(), IDS[:9]), IDS[:9], IDENTITY)
     other = make(num_key_value_heads=2)
@@ -190,7 +189,7 @@ def file(tmp_path_factory):
     return model, kv, path.read_bytes()
 
 
-def test_a_header_that_lies_is_an_error(file, tmp_path):
+def test_malformed_headers(file, tmp_path):
     model, kv, content = file
     path = tmp_path / "bad.cache"
 
@@ -202,7 +201,7 @@ def test_a_header_that_lies_is_an_error(file, tmp_path):
         before = mx.get_active_memory()
         with pytest.raises(CheckpointError, match=match):
             load_prompt_cache(path, caches)
-        assert mx.get_active_memory() - before < 1 << 20 and all(cache.empty() for cache in caches)
+        assert mx.get_active_memory() - before < 1 << 20 and not any(cache.state for cache in caches)
 
     def reshape(name, shape, dtype=None):
         def change(header):
@@ -241,9 +240,9 @@ def test_a_header_that_lies_is_an_error(file, tmp_path):
     refused(reshape("ids", [4, 15]), "no token IDs")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(place=st.floats(0, 1), value=st.integers(0, 255), cut=st.none() | st.floats(0, 1))
-def test_a_damaged_file_is_read_or_refused(file, tmp_path_factory, place, value, cut):
+def test_a_damaged_file_is_read_or_an_error(file, tmp_path_factory, place, value, cut):
     model, kv, content = file
     damaged = bytearray(content)
     header = 8 + struct.unpack("<Q", content[:8])[0]
@@ -254,13 +253,13 @@ def test_a_damaged_file_is_read_or_refused(file, tmp_path_factory, place, value,
     try:
         ids, _ = load_prompt_cache(path, caches)
     except CheckpointError as error:
-        assert "\n" not in str(error) and all(cache.empty() for cache in caches)
+        assert "\n" not in str(error) and not any(cache.state for cache in caches)
     else:
         assert len(ids) == caches[0].offset == 60
         mx.eval(model(mx.array([[1]]), caches))
 
 
-def test_a_fingerprint_is_of_weights_and_configuration():
+def test_the_fingerprint_covers_weights_and_configuration():
     models = make(), make(1), make(rope_theta=5.0), make(rms_norm_eps=0.1)
     found = {fingerprint(model) for model in models}
     assert len(found) == 4 and fingerprint(make()) in found and all(len(f) == 64 for f in found)

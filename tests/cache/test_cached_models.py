@@ -17,7 +17,6 @@ from mlxlm.utils.errors import GenerationError
 
 SIZES = {
     "hidden_size": 48,
-    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 80,
@@ -27,7 +26,7 @@ SIZES = {
 }
 
 
-def make(layers=3, seed=0, **changes):
+def make(layers=2, seed=0, **changes):
     model = Decoder(ModelConfig(**{**SIZES, "num_hidden_layers": layers, **changes}))
     model.init_weights(seed)
     # Larger keys and queries than fresh ones: who is seen must matter.
@@ -65,7 +64,7 @@ def close(found, wanted, atol=5e-5):
 WINDOWED = {
     "mistral": {"sliding_window": 9},
     "gemma 2": {
-        "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+        "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"),
         "norm_placement": "both", "attn_logit_softcapping": 2.0, "norm_unit_offset": True,
     },
     "alibi": {"sliding_window": 9, "positions": "alibi", "norm": "layer"},
@@ -78,15 +77,14 @@ def windowed_models(kind):
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-@settings(max_examples=5)
-@given(pieces=st.lists(st.integers(1, 70), min_size=3, max_size=5), trims=st.lists(st.integers(1, 64), max_size=2))
+@settings(max_examples=4)
+@given(pieces=st.lists(st.integers(5, 70), min_size=3, max_size=5), trims=st.lists(st.integers(1, 64), max_size=2))
 @example(pieces=[1], trims=[64])
-@example(pieces=[70], trims=[])
-def test_a_layer_with_a_window_forgets_only_what_it_cannot_see(kind, pieces, trims):
+def test_window_caches_give_the_logits_of_the_whole_text(kind, pieces, trims):
     model, tokens = windowed_models(kind), tokens_of(250)
     whole, caches = np.array(model(tokens)), make_cache(model)
     close(as_room_allows(model, caches, tokens, pieces), whole)
-    for trim in trims:  # and back, as far as the slack goes
+    for trim in trims:  # up to the slack
         for cache in caches:
             assert cache.trim(trim) == trim
         at = 250 - trim
@@ -97,7 +95,7 @@ def test_a_layer_with_a_window_forgets_only_what_it_cannot_see(kind, pieces, tri
 
 
 @pytest.mark.parametrize("window, slack", [(9, 64), (512, 128), (4096, 1024), (100_000, 1024)])
-def test_a_window_leaves_an_answer_to_take_back(window, slack):
+def test_slack_of_a_window(window, slack):
     assert SlidingWindow.of(window).num_retained == window - 1 + slack
 
 
@@ -148,9 +146,9 @@ ROTATING = {
 
 
 @pytest.mark.parametrize("kind", ROTATING)
-@pytest.mark.parametrize("size, keep", [(20, 4), (12, 0), (11, 1)])
+@pytest.mark.parametrize("size, keep", [(20, 4), (11, 1)])
 def test_rotation_equals_a_naive_recomputation(kind, size, keep):
-    model, tokens = make(2, **ROTATING[kind]), tokens_of(45)
+    model, tokens = make(**ROTATING[kind]), tokens_of(36)
     rope = model.layers[0].self_attn.rope
 
     def turn(x, position):
@@ -165,15 +163,14 @@ def test_rotation_equals_a_naive_recomputation(kind, size, keep):
         return turned if rope.query_scale is None else turned * mx.sqrt(rope.query_scale)
 
     wanted = naive(model, tokens, size, keep, turn)
-    for pieces in ([1], [7, 2], [100]):
+    for pieces in ([1], [7, 2]):
         caches = make_cache(model, KVOptions(size, keep))
         close(as_room_allows(model, caches, tokens, pieces), wanted, 1e-4)
         assert all(cache.size() <= size for cache in caches)
-    assert np.abs(np.array(wanted - model(tokens))[:, size + 5 :]).max() > 1e-2  # another thing than seeing all
+    assert np.abs(np.array(wanted - model(tokens))[:, size + 5 :]).max() > 1e-2
 
 
 def test_positions_of_kept_tokens_stay_exact_in_a_long_text():
-    """After thousands of tokens, the kept keys are where a fresh cache would have put them."""
     model = make(1)
     rope, size, keep = model.layers[0].self_attn.rope, 24, 4
     cache = make_cache(model, KVOptions(size, keep))[0]
@@ -182,18 +179,18 @@ def test_positions_of_kept_tokens_stay_exact_in_a_long_text():
     for i in range(keep):
         key = plain[:, :, i : i + 1]
         cache.update_and_fetch(rope(key, key, cache)[1], key)
-    for _ in range(3000):
+    for _ in range(1000):
         keys, _ = cache.update_and_fetch(token, token)
         mx.eval(keys)
     dropped = cache.offset - cache.size()
-    assert dropped > 2900
+    assert dropped > 900
     wanted = mx.fast.rope(plain, 8, traditional=False, base=rope.base, scale=1.0, offset=dropped)
-    close(keys[:, :, :keep], wanted, 1e-3)  # a float32 angle of 3,000 is exact to 2e-4
+    close(keys[:, :, :keep], wanted, 1e-3)
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (None, 4), (8, 4)])
 def test_rotating_and_quantized_is_near_to_rotating(bits):
-    model, tokens = make(2, head_dim=32), tokens_of(80)
+    model, tokens = make(head_dim=32), tokens_of(80)
     plain = as_room_allows(model, make_cache(model, KVOptions(24, 4)), tokens, [9])
     caches = make_cache(model, KVOptions(24, 4, *bits))
     found = as_room_allows(model, caches, tokens, [9])
@@ -211,7 +208,7 @@ def test_a_quantized_cache_computes_with_what_it_holds():
             form = {"group_size": 32, "bits": 4}
             return super().update_and_fetch(*(mx.dequantize(*mx.quantize(x, **form), **form) for x in (keys, values)))
 
-    model, tokens = make(2, head_dim=32, attn_logit_softcapping=3.0), tokens_of(50)
+    model, tokens = make(head_dim=32, attn_logit_softcapping=3.0), tokens_of(50)
     for ends in ([50], list(range(1, 51)), [20, 21, 30, 50]):
         found = in_pieces(model, make_cache(model, KVOptions.of(bits=4)), tokens, ends)
         close(found, in_pieces(model, [Rounded() for _ in model.layers], tokens, ends))
@@ -221,20 +218,19 @@ ROWS = {
     "rope": {},
     "learned": {"positions": "learned", "position_offset": 2, "norm": "layer"},
     "alibi": {"positions": "alibi"},
-    "window": {"sliding_window": 9},
     "gemma 2": WINDOWED["gemma 2"],
 }
 
 
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions(size=30), KVOptions.of(bits="8,4")], ids=str)
 @pytest.mark.parametrize("kind", ROWS)
-def test_rows_of_any_length_equal_each_alone(kind, kv):
+def test_rows_of_different_lengths_equal_each_alone(kind, kv):
     model = make(head_dim=32, **ROWS[kind])
     atol = 5e-5 if kv.key_bits is None else 0.05  # a rounding of float32 can change a code
-    lengths, more = [3, 28, 17, 1], 40
+    lengths, more = [3, 28, 17, 1], 20
     texts = [tokens_of(n + more, seed) for seed, n in enumerate(lengths)]
     alone = [as_room_allows(model, make_cache(model, kv), text, [11]) for text in texts]
-    # Read side by side with padding, …
+    # Read together with padding.
     longest = max(lengths)
     pads = [longest - n for n in lengths]
     caches = make_cache(model, kv)
@@ -247,7 +243,7 @@ def test_rows_of_any_length_equal_each_alone(kind, kv):
     assert mx.isfinite(logits).all()
     for row, (n, pad) in enumerate(zip(lengths, pads, strict=True)):
         close(logits[row, pad:], alone[row][0, :n], atol)
-    # … or each alone and then put together: both go on alike.
+    # Read separately and merged.
     single = []
     for text, n in zip(texts, lengths, strict=True):
         own = make_cache(model, kv)
@@ -261,7 +257,7 @@ def test_rows_of_any_length_equal_each_alone(kind, kv):
             logits = model(token, several)
             for i, row in enumerate(rows):
                 close(logits[i, 0], alone[row][0, lengths[row] + step], atol)
-        if step == 20:  # a text ends, and the others change places
+        if step == 10:  # a text ends, and the others change places
             rows = [2, 0, 1]
             for cache in (*caches, *merged):
                 cache.select([2, 0, 1])
@@ -281,7 +277,7 @@ def test_a_long_padded_prompt():
     close(logits[1, 1070:], model(short)[0])
 
 
-def test_models_whose_positions_change_take_one_length_at_a_time():
+def test_positions_that_depend_on_the_length_cannot_be_batched():
     dynamic = make(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=20)
     longrope = make(rope_scaling={**LONGROPE, "original_max_position_embeddings": 16})
     assert make().supports_batching and not dynamic.supports_batching and not longrope.supports_batching
@@ -293,7 +289,7 @@ def test_models_whose_positions_change_take_one_length_at_a_time():
             model(tokens_of(5, rows=2), caches)
 
 
-def test_what_a_model_cannot_have_is_refused():
+def test_cache_options_that_a_model_does_not_support():
     dynamic = make(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(GenerationError, match='"dynamic" can.t keep the first tokens.*keep'):
         make_cache(dynamic, KVOptions(size=20))
@@ -311,7 +307,7 @@ def test_what_a_model_cannot_have_is_refused():
             make_cache(Foreign(), kv)
 
 
-def test_a_learned_table_ends_a_rotating_text_too():
+def test_learned_positions_end_with_a_rotating_cache_too():
     model = make(positions="learned", max_position_embeddings=30)
     caches = make_cache(model, KVOptions(size=10))
     as_room_allows(model, caches, tokens_of(30), [4])
@@ -320,7 +316,7 @@ def test_a_learned_table_ends_a_rotating_text_too():
 
 
 def test_the_smaller_of_window_and_size_decides():
-    model = make(sliding_window=16, layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    model = make(sliding_window=16, layer_types=("sliding_attention", "full_attention"))
     kinds = [(c.window is not None, c.rotation is not None) for c in make_cache(model, KVOptions(size=40))]
-    assert kinds == [(True, False), (False, True), (True, False)]
+    assert kinds == [(True, False), (False, True)]
     assert all(c.rotation is not None and c.window is None for c in make_cache(model, KVOptions(size=16)))
