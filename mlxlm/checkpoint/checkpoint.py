@@ -13,28 +13,43 @@ from mlxlm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class _CheckpointFiles:
+    path: Path
+    format: str
+    hf_config: Mapping[str, Any]
+    tensors: LazyTensors = field(repr=False)
+    load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Checkpoint(_CheckpointFiles):
     """A checkpoint whose headers were read; tensors and the tokenizer are read on demand.
 
     Attributes:
         path: The folder of the weights, or the file.
         format: "safetensors", "pytorch", "gguf" or "llama2.c".
         hf_config: Hugging Face's configuration: config.json, or the equivalent of another format's metadata.
-        config: None for an architecture that only mlx_lm implements.
         tensors: The decoder's tensors (`model.layers.0.self_attn.q_proj.weight`, ...). With `config.quantization`, a
-            quantized module has MLX's packed `.weight`, `.scales` and in affine mode `.biases`. Where `config` is None,
-            the file's tensors under the file's names.
+            quantized module has MLX's packed `.weight`, `.scales` and in affine mode `.biases`.
         load_tokenizer: Raises TokenizerError if there is none or it can't be read.
-        unsupported_reason: Why `config` is None.
+        config: The decoder's configuration.
     """
 
-    path: Path
-    format: str
-    hf_config: Mapping[str, Any]
-    config: ModelConfig | None
-    tensors: LazyTensors = field(repr=False)
-    load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
-    unsupported_reason: str | None = None
+    config: ModelConfig
+
+
+@dataclass(frozen=True)
+class MlxLmCheckpoint(_CheckpointFiles):
+    """A checkpoint of an architecture that only mlx_lm implements, with the tensors under the file's names.
+
+    The attributes are those of `Checkpoint`, with `unsupported_reason` instead of `config`: the feature that mlxlm's
+    decoder lacks.
+    """
+
+    unsupported_reason: str
+
+
+AnyCheckpoint = Checkpoint | MlxLmCheckpoint
 
 
 def token_id_list(value: Any) -> list[Any]:

@@ -9,7 +9,6 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_submodule
 from mlxlm.model import Block, Decoder
 from mlxlm.model.norms import add_norm, make_norm
-from mlxlm.utils.errors import CheckpointError
 
 LAYER_PREFIX = "model.layers"
 
@@ -22,14 +21,9 @@ class LayerwiseModel:
     """The parts of a checkpoint's decoder, each loaded when it is used.
 
     They are the decoder's own modules and compute the same values, bit for bit. Nothing is cached.
-
-    Raises:
-        CheckpointError: Only mlx_lm implements the architecture.
     """
 
     def __init__(self, checkpoint: Checkpoint):
-        if checkpoint.config is None:
-            raise CheckpointError(f"{checkpoint.path} can't be run layer by layer: {checkpoint.unsupported_reason}")
         self.config = checkpoint.config
         self._tensors = checkpoint.tensors
         self._top_tensors = {n: t for n, t in checkpoint.tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}

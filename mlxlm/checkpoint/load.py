@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, load_with_mlx_lm
@@ -31,7 +31,7 @@ def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | MlxLmConfig
     return load_checkpoint(open_checkpoint(source))
 
 
-def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
+def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
     """Load the model of an open checkpoint in evaluation mode.
 
     On a GPU, weights keep their dtype and quantization and are read on first use. On a CPU, they are read immediately
@@ -41,9 +41,9 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[nn.Module, ModelConfig | Ml
     Raises:
         CheckpointError: The weights don't fit in memory at all.
     """
-    config = checkpoint.config
-    if config is None:
+    if not isinstance(checkpoint, Checkpoint):
         return load_with_mlx_lm(checkpoint)
+    config = checkpoint.config
     model = Decoder(config)
     _load_weights(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
     return model, config

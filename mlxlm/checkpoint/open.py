@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import dequantize, hub, pytorch, safetensors
-from mlxlm.checkpoint.checkpoint import Checkpoint, token_id_list
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.gguf import open_gguf
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.llama2c import open_llama2c
 from mlxlm.checkpoint.locations import locate
+from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
@@ -30,7 +32,7 @@ _PART_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
-def open_checkpoint(source: Path | str) -> Checkpoint:
+def open_checkpoint(source: Path | str) -> AnyCheckpoint:
     """Open a model folder, a run, a hub id (`owner/name`), a `.gguf` file or a llama2.c `.bin` file.
 
     An existing path has priority over a hub id, and a name with the suffix of a file is not a hub id. Only headers are
@@ -44,6 +46,7 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
     path = Path(source)
     with os_errors_as(CheckpointError, "read", path):
         is_folder, exists = path.is_dir(), path.exists()
+    checkpoint: AnyCheckpoint
     if exists and not is_folder:
         checkpoint = _open_file(path)
     elif not exists and path.suffix in (".gguf", *_PART_SUFFIXES):
@@ -52,9 +55,30 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
         checkpoint = _open_folder(hub.download(str(source)))
     else:
         checkpoint = _open_folder(path)
-    if checkpoint.config is not None:
+    if isinstance(checkpoint, Checkpoint):
         _check_shapes(checkpoint.config, checkpoint.tensors, checkpoint.path)
     return checkpoint
+
+
+def open_decoder_checkpoint(source: Path | str, purpose: str = "used") -> Checkpoint:
+    """Open a checkpoint of an architecture that mlxlm's decoder implements.
+
+    Args:
+        source: As for `open_checkpoint`.
+        purpose: What the checkpoint is for, in the error: "converted".
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: As `open_checkpoint`; or only mlx_lm implements the architecture.
+    """
+    checkpoint = open_checkpoint(source)
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    hint = None
+    with suppress(CheckpointError):
+        build_with_mlx_lm(checkpoint)
+        hint = "mlxlm chat or mlxlm generate, which run this model as it is"
+    reason = checkpoint.unsupported_reason
+    raise CheckpointError(f"{source} can't be {purpose}: mlxlm's decoder has no {reason}", hint)
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -69,7 +93,7 @@ def _open_file(path: Path) -> Checkpoint:
     raise CheckpointError(f"{path} is not a model", "a model folder, a .gguf file or a llama2.c .bin file")
 
 
-def _open_folder(path: Path) -> Checkpoint:
+def _open_folder(path: Path) -> AnyCheckpoint:
     location = locate(path)
     file = location.root / "config.json"
     if not file.exists() or not (safetensors.has_weights(location.weights) or pytorch.has_weights(location.weights)):
@@ -94,9 +118,9 @@ def _open_folder(path: Path) -> Checkpoint:
 
     reason = families.unsupported_feature(values)
     if reason:
-        return Checkpoint(weights, format, values, None, tensors, tokenizer, reason)
+        return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason)
     config = config_from_hf(values, source=str(file))
-    return Checkpoint(weights, format, values, config, _decoder_tensors(config, tensors, weights), tokenizer)
+    return Checkpoint(weights, format, values, _decoder_tensors(config, tensors, weights), tokenizer, config)
 
 
 def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

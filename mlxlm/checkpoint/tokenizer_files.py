@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint
 from mlxlm.checkpoint.locations import locate
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 
@@ -18,7 +18,7 @@ _FILES = (
 )  # fmt: skip
 
 
-def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
+def copy_tokenizer(checkpoint: AnyCheckpoint, folder: Path) -> list[str]:
     """Copy the source's tokenizer files to `folder`, or write the tokenizer of another format.
 
     Returns:
@@ -38,7 +38,7 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> list[str]:
     return warnings
 
 
-def check_tokenizer(checkpoint: Checkpoint) -> list[str]:
+def check_tokenizer(checkpoint: AnyCheckpoint) -> list[str]:
     """Return a warning if the checkpoint has no tokenizer; raise TokenizerError if it has one that can't be read."""
     try:
         checkpoint.load_tokenizer()

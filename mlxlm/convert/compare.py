@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
-from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+from mlxlm.config import ModelConfig
 from mlxlm.convert.tensor_diff import relative_error
 from mlxlm.data import Document
 from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
 from mlxlm.kernels import log_softmax
+from mlxlm.model import Block
 from mlxlm.utils.errors import CheckpointError
 
 TOLERANCE = 1e-3  # relative error; summation order in float32 causes far less, 4-bit weights far more
@@ -78,7 +82,7 @@ class Comparison:
         for name, error in self.layers.items():
             growth[name] = error - before
             before = error
-        return [name for name in sorted(growth, key=growth.get, reverse=True)[:n] if growth[name] > 0]
+        return [name for name in sorted(growth, key=lambda name: growth[name], reverse=True)[:n] if growth[name] > 0]
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -86,8 +90,8 @@ class Comparison:
 
 
 def compare(
-    a: Checkpoint,
-    b: Checkpoint,
+    a: AnyCheckpoint,
+    b: AnyCheckpoint,
     documents: Sequence[Sequence[int]],
     *,
     text_bytes: int | None = None,
@@ -117,18 +121,18 @@ def compare(
     """
     progress = progress or (lambda done, total: None)
     layers: dict[str, float] = {}
-    if a.config is None or b.config is None:
-        (model_a, config_a), (model_b, config_b) = load_checkpoint(a), load_checkpoint(b)
+    configs: list[ModelConfig | MlxLmConfig]
+    run: Callable[[_Batches], _LogitPairs]
+    if isinstance(a, Checkpoint) and isinstance(b, Checkpoint):
+        configs, run = [a.config, b.config], partial(_layer_by_layer, a, b, errors=layers, progress=progress)
     else:
-        config_a, config_b = a.config, b.config
-    _check_documents(a, b, documents, config_a.vocab_size, config_b.vocab_size)
-    max_length = min(config_a.max_position_embeddings, config_b.max_position_embeddings)
+        loaded = [load_checkpoint(a), load_checkpoint(b)]
+        configs = [config for _, config in loaded]
+        run = partial(_whole_models, [model for model, _ in loaded], progress=progress)
+    _check_documents(a, b, documents, *(config.vocab_size for config in configs))
+    max_length = min(config.max_position_embeddings for config in configs)
     context_length, stride = window_lengths(max_length, context_length, stride)
-    batches = _batches(documents, context_length, stride)
-    if a.config is None or b.config is None:
-        pairs = _whole_models(model_a, model_b, batches, progress)
-    else:
-        pairs = _layer_by_layer(a, b, batches, layers, progress)
+    pairs = run(_batches(documents, context_length, stride))
     totals = _Totals()
     for logits_a, logits_b, targets in pairs:
         totals.add(logits_a, logits_b, targets)
@@ -155,7 +159,7 @@ def compare(
 
 
 def tokenize_for_both(
-    a: Checkpoint, b: Checkpoint, documents: Callable[[], Iterable[Document]], count: int
+    a: AnyCheckpoint, b: AnyCheckpoint, documents: Callable[[], Iterable[Document]], count: int
 ) -> tuple[list[list[int]], int]:
     """The first `count` tokens of `documents()`, and the bytes of the predicted ones.
 
@@ -170,7 +174,9 @@ def tokenize_for_both(
     return tokens
 
 
-def _check_documents(a: Checkpoint, b: Checkpoint, documents, vocab_a: int, vocab_b: int) -> None:
+def _check_documents(
+    a: AnyCheckpoint, b: AnyCheckpoint, documents: Sequence[Sequence[int]], vocab_a: int, vocab_b: int
+) -> None:
     """Raise CheckpointError unless both models can read these documents."""
     if vocab_a != vocab_b:
         raise CheckpointError(
@@ -185,7 +191,7 @@ def _check_documents(a: Checkpoint, b: Checkpoint, documents, vocab_a: int, voca
             raise CheckpointError(problem, "the models' own tokenizer")
 
 
-def _batches(documents, context_length: int, stride: int) -> _Batches:
+def _batches(documents: Sequence[Sequence[int]], context_length: int, stride: int) -> _Batches:
     """Windows of equal length in batches."""
     rows_by_shape: dict[tuple[int, int], list[list[int]]] = {}
     for tokens in documents:
@@ -235,11 +241,11 @@ def kl_divergence(log_p: mx.array, log_q: mx.array) -> mx.array:
     return mx.maximum(mx.where(mx.abs(change) < 0.5, small, mx.exp(log_q) - p - p * change), 0)
 
 
-def _whole_models(model_a, model_b, batches: _Batches, progress: LayerProgress) -> _LogitPairs:
+def _whole_models(models: Sequence[nn.Module], batches: _Batches, progress: LayerProgress) -> _LogitPairs:
     """Logits of two models that can't run layer by layer."""
     for done, (inputs, targets) in enumerate(batches, start=1):
         for row, target in zip(inputs, targets, strict=True):
-            logits_a, logits_b = (model(row[None])[0, -target.size :] for model in (model_a, model_b))
+            logits_a, logits_b = (model(row[None])[0, -target.size :] for model in models)
             yield logits_a, logits_b, target
         progress(done, len(batches))
 
@@ -278,7 +284,7 @@ def _layer_by_layer(
     progress(num_layers + 2, num_layers + 2)
 
 
-def _run_layer(block, states: list[HiddenState]) -> Iterator[HiddenState]:
+def _run_layer(block: Block, states: list[HiddenState]) -> Iterator[HiddenState]:
     for state in states:
         output = block(*state)
         mx.eval(output)
@@ -292,8 +298,10 @@ def _merge(state: HiddenState) -> mx.array:
 
 def _flatten(state: HiddenState, new: int) -> HiddenState:
     """The last `new` positions, `[B, T, hidden]` -> `[1, B·new, hidden]`: norm and head are applied per position."""
-    return tuple(None if part is None else part[:, -new:].reshape(1, -1, part.shape[-1]) for part in state)
+    residual, hidden = (None if part is None else part[:, -new:].reshape(1, -1, part.shape[-1]) for part in state)
+    return residual, hidden
 
 
 def _slice(state: HiddenState, rows: slice) -> HiddenState:
-    return tuple(None if part is None else part[:, rows] for part in state)
+    residual, hidden = state
+    return residual[:, rows], None if hidden is None else hidden[:, rows]

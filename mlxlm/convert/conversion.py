@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import with_read_progress
-from mlxlm.checkpoint.mlx_lm import unconvertible_hint
-from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.output_formats import dtype_names, writer_for
 from mlxlm.convert.verify import Progress, verify
@@ -98,14 +96,14 @@ def convert(
     if cross_check and not verify_output:
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
-    checkpoint = _open_source(source)
+    checkpoint = open_decoder_checkpoint(source, "converted")
     writer = writer_class(checkpoint, out, dtype, outtype)
     tensors = writer.tensors
     if progress is not None:
         tensors = with_read_progress(tensors, partial(progress, "writing"))
     with writer.atomic_output() as folder:
         files = writer.write(folder, tensors)
-        written = open_checkpoint(files.path)
+        written = open_decoder_checkpoint(files.path)
         checks = []
         if verify_output:
             backends = writer.backends if cross_check else ()
@@ -126,14 +124,6 @@ def convert(
         warnings=[*files.warnings, *_backend_warnings(checks)],
         notes=files.notes,
     )
-
-
-def _open_source(source: Path | str) -> Checkpoint:
-    checkpoint = open_checkpoint(source)
-    if checkpoint.config is None:
-        problem = f"{source} can't be converted: mlxlm's decoder has no {checkpoint.unsupported_reason}"
-        raise CheckpointError(problem, unconvertible_hint(checkpoint))
-    return checkpoint
 
 
 def _backend_warnings(checks: list[Check]) -> list[str]:

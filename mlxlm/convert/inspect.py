@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
@@ -77,21 +77,25 @@ class Description:
         return asdict(self)
 
 
-def describe(checkpoint: Checkpoint) -> Description:
+def describe(checkpoint: AnyCheckpoint) -> Description:
     """Describe an open checkpoint. Reads only headers and the tokenizer.
 
     Missing tensors and wrong shapes are errors of `open_checkpoint`.
     """
-    config, values = checkpoint.config, checkpoint.hf_config
+    config = checkpoint.config if isinstance(checkpoint, Checkpoint) else None
+    runtime, problem = "mlxlm's own decoder", None
+    limits: list[str] = []
+    if isinstance(checkpoint, MlxLmCheckpoint):
+        runtime = f"mlx_lm: mlxlm's has no {checkpoint.unsupported_reason}"
+        problem, limits = _of_mlx_lm(checkpoint)
     parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    plan = dict(_quantization(checkpoint) or {})
+    plan = dict(_quantization(config, checkpoint.hf_config) or {})
     layer_overrides = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
     default = {name: entry for name, entry in plan.items() if name not in layer_overrides}
-    tokenizer, warnings = _tokenizer(checkpoint)
+    tokenizer, warnings = _tokenizer(checkpoint, config)
     if config is not None and (own := compatibility_warning(config)):
         warnings.append(own)
-    problem, limits = (None, []) if config is not None else _of_mlx_lm(checkpoint)
     warnings += limits
     widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
     unused = [name for name in layer_overrides if f"{name}.weight" not in checkpoint.tensors]
@@ -100,8 +104,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     return Description(
         path=str(checkpoint.path),
         format=checkpoint.format,
-        family=str(values.get("model_type", "unnamed")),
-        runtime=f"mlx_lm: mlxlm's has no {checkpoint.unsupported_reason}" if config is None else "mlxlm's own decoder",
+        family=str(checkpoint.hf_config.get("model_type", "unnamed")),
+        runtime=runtime,
         problem=problem,
         architecture=_architecture(config) if config is not None else {},
         tensors=len(checkpoint.tensors),
@@ -118,7 +122,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     )
 
 
-def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
+def _of_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[str | None, list[str]]:
     """Why mlx_lm can't run a model, judged by its configuration, and warnings about one that it can run."""
     try:
         _, limit = build_with_mlx_lm(checkpoint)
@@ -127,13 +131,12 @@ def _of_mlx_lm(checkpoint: Checkpoint) -> tuple[str | None, list[str]]:
     return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
 
 
-def _quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    config = checkpoint.config
-    found = get_quantization_config(checkpoint.hf_config) if config is None else config.quantization
+def _quantization(config: ModelConfig | None, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = get_quantization_config(values) if config is None else config.quantization
     return found if isinstance(found, Mapping) else None
 
 
-def _types(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+def _types(checkpoint: AnyCheckpoint) -> dict[str, tuple[int, int]]:
     """Stored types, the one with most bytes first."""
     found: dict[str, tuple[int, int]] = {}
     for tensor in checkpoint.tensors.values():
@@ -142,7 +145,7 @@ def _types(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def _tokenizer(checkpoint: Checkpoint) -> tuple[TokenizerInfo | None, list[str]]:
+def _tokenizer(checkpoint: AnyCheckpoint, config: ModelConfig | None) -> tuple[TokenizerInfo | None, list[str]]:
     try:
         tokenizer = checkpoint.load_tokenizer()
     except TokenizerError as error:
@@ -156,9 +159,9 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[TokenizerInfo | None, list[str]]
         eos_token=names.get("eos"),
         chat_template=tokenizer.chat_template is not None,
     )
-    size = None if checkpoint.config is None else checkpoint.config.vocab_size
-    if size is not None and tokenizer.vocab_size > size:
-        return facts, [f"the tokenizer has {tokenizer.vocab_size} tokens and the model {size}: it can't be used"]
+    if config is not None and tokenizer.vocab_size > config.vocab_size:
+        counts = f"{tokenizer.vocab_size} tokens and the model {config.vocab_size}"
+        return facts, [f"the tokenizer has {counts}: it can't be used"]
     return facts, []
 
 

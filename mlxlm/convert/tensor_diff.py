@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
@@ -54,7 +54,7 @@ class TensorDiff:
         return asdict(self)
 
 
-def tensor_diff(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] | None = None) -> TensorDiff:
+def tensor_diff(a: AnyCheckpoint, b: AnyCheckpoint, progress: Callable[[int, int], None] | None = None) -> TensorDiff:
     """Compare two checkpoints tensor by tensor, one of each in memory. `progress(done, total)` counts tensors."""
     tensors_a, tensors_b = dequantized_tensors(a), dequantized_tensors(b)
     shared = [name for name in tensors_a if name in tensors_b]
@@ -81,12 +81,12 @@ def tensor_diff(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], Non
     )
 
 
-def dequantized_tensors(checkpoint: Checkpoint) -> LazyTensors:
+def dequantized_tensors(checkpoint: AnyCheckpoint) -> LazyTensors:
     """The checkpoint's tensors, with quantized matrices in float32.
 
     If only mlx_lm runs the architecture and only mlx_lm has the quantization, tensors are as stored.
     """
-    if checkpoint.config is not None:
+    if isinstance(checkpoint, Checkpoint):
         return dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization or {})
     quantization = get_quantization_config(checkpoint.hf_config)
     if quantization is None or any(validate_quantization(quantization)):
@@ -111,9 +111,9 @@ def relative_error(pairs: Iterable[tuple[mx.array, mx.array]]) -> float:
     return math.sqrt(difference / size) if size else math.sqrt(difference)
 
 
-def config_diff(a: Checkpoint, b: Checkpoint) -> dict[str, tuple[Any, Any]]:
+def config_diff(a: AnyCheckpoint, b: AnyCheckpoint) -> dict[str, tuple[Any, Any]]:
     """Fields of the configurations that differ; fields of config.json if mlxlm doesn't support the architecture."""
-    if a.config is None or b.config is None:
+    if not (isinstance(a, Checkpoint) and isinstance(b, Checkpoint)):
         names = sorted({*a.hf_config, *b.hf_config} - {*_IGNORED, "quantization_config"})
         return {n: (a.hf_config.get(n), b.hf_config.get(n)) for n in names if a.hf_config.get(n) != b.hf_config.get(n)}
     pairs = {f.name: (getattr(a.config, f.name), getattr(b.config, f.name)) for f in fields(ModelConfig)}

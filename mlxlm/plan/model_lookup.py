@@ -41,19 +41,14 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     if (root / "config.json").is_file():
         return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.open import open_checkpoint
+    from mlxlm.checkpoint.open import open_decoder_checkpoint
 
     if not path.exists():
         if not hub.is_id(name):
             known = [*preset_names(), *reference_names()]
             raise ConfigError(f"there is no model {name!r}", f"a path, a hub id, or one of {', '.join(known)}")
         return load_config(hub.download_config(name))
-    checkpoint = open_checkpoint(path)
-    if checkpoint.config is None:
-        raise ConfigError(
-            f"{name}: this decoder has no {checkpoint.unsupported_reason}", "a model of one of mlxlm's families"
-        )
-    return checkpoint.config
+    return open_decoder_checkpoint(path, "planned").config
 
 
 def _root(path: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from mlxlm.backend.mlx import limit_buffer_cache, mx
 from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
-from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.bit_targets import search_bits
@@ -81,7 +81,7 @@ def quantize(
         checksums: dict[str, int] = {}
         warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
         shutil.rmtree(scratch)
-        written = open_checkpoint(folder)
+        written = open_decoder_checkpoint(folder)
         checks = verify(model.checkpoint, written, str(out), checksums, progress) if settings.verify else []
         if settings.cross_check:
             checks.append(cross_check_mlx_lm(model.checkpoint, written, str(out), progress))

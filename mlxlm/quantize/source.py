@@ -10,8 +10,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.checkpoint.mlx_lm import unconvertible_hint
-from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.checkpoint.tokenizer_files import check_tokenizer
 from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.utils.errors import CheckpointError
@@ -48,10 +47,7 @@ def open_source(source: Path | str) -> Source:
         CheckpointError: Only mlx_lm runs the architecture, or the model is already quantized by MLX.
         TokenizerError: It has a tokenizer that can't be read.
     """
-    checkpoint = open_checkpoint(source)
-    if checkpoint.config is None:
-        problem = f"{source} can't be quantized: mlxlm's decoder has no {checkpoint.unsupported_reason}"
-        raise CheckpointError(problem, unconvertible_hint(checkpoint))
+    checkpoint = open_decoder_checkpoint(source, "quantized")
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is already quantized", "the unquantized model")
     check_tokenizer(checkpoint)  # before hours of work

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_checkpoint
+from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, DataOptions, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.model import Decoder
@@ -190,12 +190,9 @@ def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     """Open a model to fine-tune, and its tokenizer; `model`: see `open_checkpoint`.
 
     Raises:
-        CheckpointError: As `open_checkpoint`; or the architecture is one that mlxlm leaves to mlx_lm; or the tokenizer
-            has more tokens than the model.
+        CheckpointError: As `open_decoder_checkpoint`; or the tokenizer has more tokens than the model.
     """
-    base = open_checkpoint(model)
-    if base.config is None:
-        raise CheckpointError(f"{base.path} can't be trained: {base.unsupported_reason}", "a model of another family")
+    base = open_decoder_checkpoint(model, "fine-tuned")
     tokenizer = base.load_tokenizer()
     chat_tokens = {
         token for format_ in CHAT_FORMATS.values() if format_.has_tokens(tokenizer) for token in format_.tokens

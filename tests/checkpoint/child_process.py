@@ -100,7 +100,7 @@ def peak_memory() -> float:
 def stages(path: str) -> Iterator:
     """What a user does with a checkpoint, each stage a function without arguments."""
     from mlxlm.backend.mlx import mx
-    from mlxlm.checkpoint import load_checkpoint, open_checkpoint
+    from mlxlm.checkpoint import Checkpoint, load_checkpoint, open_checkpoint
 
     checkpoints = []
 
@@ -126,7 +126,7 @@ def stages(path: str) -> Iterator:
     if checkpoints:
         yield read
         yield tokenize
-        if checkpoints[0].config is not None:
+        if isinstance(checkpoints[0], Checkpoint):
             yield run
 
 

@@ -8,12 +8,11 @@ from mlxlm.checkpoint.layerwise import LayerwiseModel
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
-from mlxlm.utils.errors import CheckpointError
 
 
 def in_memory(config: ModelConfig, model: Decoder) -> Checkpoint:
     tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, config, tensors, load_tokenizer=None)
+    return Checkpoint("here", "safetensors", {}, tensors, None, config)
 
 
 FAMILIES = {
@@ -70,7 +69,7 @@ def test_memory_does_not_grow_with_the_number_of_layers():
             name: LazyTensor(shape, mx.float32, "F32", 0, lambda shape=shape: mx.full(shape, 0.01))
             for name, shape in shapes.items()
         }
-        model = LayerwiseModel(Checkpoint("here", "safetensors", {}, config, tensors, None))
+        model = LayerwiseModel(Checkpoint("here", "safetensors", {}, tensors, None, config))
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         mx.eval(model.run(mx.zeros((1, 8), dtype=mx.int32)))
@@ -78,8 +77,3 @@ def test_memory_does_not_grow_with_the_number_of_layers():
 
     few, many = peak(2), peak(12)
     assert many < 1.5 * few, (few, many)  # how many arrays of a layer are alive together varies
-
-
-def test_mlx_lm_architectures_are_errors():
-    with pytest.raises(CheckpointError, match="layer by layer: it is a mamba"):
-        LayerwiseModel(Checkpoint("here", "safetensors", {}, None, {}, None, unsupported_reason="it is a mamba model"))

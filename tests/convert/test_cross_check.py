@@ -37,7 +37,7 @@ def model(tiny_config):
 def memory(model):
     """A checkpoint that is not in files."""
     tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, model.config, tensors, no_tokenizer)
+    return Checkpoint("here", "safetensors", {}, tensors, no_tokenizer, model.config)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def source(tiny_config, tiny_tokenizer):
     model = Decoder(tiny_config.with_changes(**ids))
     model.init_weights(0)
     tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, model.config, tensors, lambda: tiny_tokenizer)
+    return Checkpoint("here", "safetensors", {}, tensors, lambda: tiny_tokenizer, model.config)
 
 
 def with_config(source: Checkpoint, format="safetensors", **changes) -> Checkpoint:

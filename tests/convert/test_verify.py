@@ -30,7 +30,7 @@ def no_tokenizer():
 def checkpoint(model: Decoder, config: ModelConfig | None = None, **changed) -> Checkpoint:
     arrays = dict(tree_flatten(model.parameters())) | changed
     tensors = {name: lazy_tensor(value) for name, value in arrays.items()}
-    return Checkpoint("here", "safetensors", {}, config or model.config, tensors, no_tokenizer)
+    return Checkpoint("here", "safetensors", {}, tensors, no_tokenizer, config or model.config)
 
 
 NAME = "model.layers.1.self_attn.q_proj.weight"

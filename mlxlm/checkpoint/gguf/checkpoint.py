@@ -39,7 +39,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
     tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
-    return Checkpoint(header.path, "gguf", family_config(config), config, tensors, lambda: read_tokenizer(keys))
+    return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(keys), config)
 
 
 def _minus_one(tensor: LazyTensor) -> LazyTensor:

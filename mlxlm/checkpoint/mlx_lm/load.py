@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, nn
-from mlxlm.checkpoint.checkpoint import Checkpoint, token_id_list
+from mlxlm.checkpoint.checkpoint import MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.mlx_lm.build import build_model
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.numbers import is_count
@@ -37,7 +37,7 @@ class MlxLmConfig:
     eos_ids: frozenset[int]
 
 
-def load_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, MlxLmConfig]:
+def load_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, MlxLmConfig]:
     """Load the model of an open checkpoint through mlx_lm, in evaluation mode.
 
     Raises:
@@ -64,7 +64,7 @@ def load_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, MlxLmConfig]:
     )
 
 
-def build_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, tuple[int, str] | None]:
+def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int, str] | None]:
     """Build the model of a checkpoint without its weights.
 
     Returns:
@@ -83,16 +83,7 @@ def build_with_mlx_lm(checkpoint: Checkpoint) -> tuple[nn.Module, tuple[int, str
         raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from error.__cause__
 
 
-def unconvertible_hint(checkpoint: Checkpoint) -> str | None:
-    """Hint for a model that can't be converted or quantized but can be run; None if it can't be run either."""
-    try:
-        build_with_mlx_lm(checkpoint)
-    except CheckpointError:
-        return None
-    return "mlxlm chat or mlxlm generate, which run this model as it is"
-
-
-def _load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
     """Load weights with mlx_lm's own loader, which knows the many forms of quantized folders."""
     from mlx_lm.utils import load_model
 
