@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
@@ -11,6 +12,7 @@ import tokenizers
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
+@dataclass(frozen=True)
 class ByteDecoder:
     """The decoder of a tokenizer whose tokens have the same bytes in any context.
 
@@ -20,14 +22,13 @@ class ByteDecoder:
         strip_first_space: Decoding drops a space at the beginning of a text (Llama 2's dummy prefix).
     """
 
-    def __init__(self, byte_level: bool, replacements: list[tuple[str, str]], strip_first_space: bool):
-        self.byte_level = byte_level
-        self.replacements = replacements
-        self.strip_first_space = strip_first_space
+    byte_level: bool
+    replacements: list[tuple[str, str]]
+    strip_first_space: bool
 
     @classmethod
     def from_runtime(cls, runtime: tokenizers.Tokenizer) -> ByteDecoder | None:
-        """The decoder of `runtime`, or None if it is of another type."""
+        """Return the decoder of `runtime`, or None if it is of another type."""
         if runtime.decoder is None:
             return None
         spec = json.loads(runtime.decoder.__getstate__())
@@ -40,11 +41,8 @@ class ByteDecoder:
             if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in types:
                 types.pop()
                 replacements.append((step["pattern"]["String"], step["content"]))
-        if types == ["ByteFallback", "Fuse"]:
-            return cls(False, replacements, False)
-        if types == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1]):
-            return cls(False, replacements, True)
-        return None
+        strips = types == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1])
+        return cls(False, replacements, strips) if strips or types == ["ByteFallback", "Fuse"] else None
 
     def token_bytes(self, token: str) -> bytes:
         """The bytes of a token's spelling in the vocabulary."""
@@ -66,7 +64,7 @@ def _strips_one_space(step: dict[str, Any]) -> bool:
 def _byte_of_character() -> dict[str, int]:
     """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1, and U+0100 on for the other 68 bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
+    others = sorted({*range(256)} - printable)
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
+from typing import Protocol
 
 
-class StreamingDetokenizer:
+class StreamingDetokenizer(Protocol):
     """The interface that `Tokenizer.detokenizer()` returns: `add_token` for each id in order, then `finalize`."""
 
     def add_token(self, token_id: int) -> str:
         """Return the text that a token completes, "" within a multi-byte character."""
-        raise NotImplementedError
 
     def finalize(self) -> str:
         """Return the remaining text; an incomplete character is U+FFFD."""
-        raise NotImplementedError
 
 
-class ByteDetokenizer(StreamingDetokenizer):
+class ByteDetokenizer:
     """For tokenizers whose tokens have fixed bytes (byte-level and byte fallback).
 
     The parts join to exactly `Tokenizer.decode(ids)`, for any ids. Invalid UTF-8 becomes U+FFFD by the "maximal
@@ -45,7 +44,7 @@ class ByteDetokenizer(StreamingDetokenizer):
         return text
 
 
-class WindowDetokenizer(StreamingDetokenizer):
+class WindowDetokenizer:
     """For any other decoder (WordPiece, Unigram): decodes a short window twice and emits the difference.
 
     The window starts at the previously emitted tokens, so that a decoder that joins or cleans up neighboring tokens

@@ -44,7 +44,7 @@ def load(path: str | Path) -> Tokenizer:
     folder = source.parent
     config = _read_object(folder / "tokenizer_config.json")
     model = None
-    model_names: dict[str, str | None] = {}
+    model_names: dict[str, str] = {}
     if source.suffix == ".json" and source.name != "vocab.json":
         runtime = _from_json(source)
         if (folder / "tokenizer.model").is_file():
@@ -104,24 +104,20 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_template(step: Any, path: Path) -> None:
-    """Check a post-processor: it adds few tokens to one text, and all are in its table (else the library panics)."""
+    """Check that a post-processor adds few tokens to one text, all of them in its table (else the library panics)."""
     if not isinstance(step, dict):
         return
     for nested in step.get("processors") or ():
         _check_template(nested, path)
     if step.get("type") != "TemplateProcessing":
         return
-    for field in ("single", "pair"):
-        sequences = [piece["Sequence"]["id"] for piece in step[field] if "Sequence" in piece]
-        ids = sum(len(token["ids"]) for token in step["special_tokens"].values())
-        if len(step[field]) + ids > _MAX_TEMPLATE or len(set(sequences)) < len(sequences):
-            raise TokenizerError(
-                f"{path}: post_processor.{field} repeats a text, or adds more than {_MAX_TEMPLATE} tokens"
-            )
-        for piece in step[field]:
-            name = piece.get("SpecialToken", {}).get("id")
-            if name is not None and name not in step["special_tokens"]:
-                raise TokenizerError(f"{path}: post_processor.{field} has '{name}', which is not in special_tokens")
+    pieces, tokens = step["single"], step["special_tokens"]  # `pair` is never used
+    num_ids = sum(len(token["ids"]) for token in tokens.values())
+    if len(pieces) + num_ids > _MAX_TEMPLATE or sum("Sequence" in piece for piece in pieces) > 1:
+        raise TokenizerError(f"{path}: post_processor.single repeats a text, or adds more than {_MAX_TEMPLATE} tokens")
+    for piece in pieces:
+        if "SpecialToken" in piece and (name := piece["SpecialToken"]["id"]) not in tokens:
+            raise TokenizerError(f"{path}: post_processor.single has '{name}', which is not in special_tokens")
 
 
 def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokenizer:
@@ -145,34 +141,29 @@ def _from_vocab_and_merges(vocabulary: Path, merges: Path) -> tokenizers.Tokeniz
 
 
 def _special_names(
-    runtime: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], model_names: dict[str, str | None]
-) -> dict[str, str | None]:
+    runtime: tokenizers.Tokenizer, folder: Path, config: dict[str, Any], model_names: dict[str, str]
+) -> dict[str, str]:
     """Texts of special tokens by role.
 
     A field in a configuration file has precedence, even if it is null, then `model_names` from a SentencePiece model,
     then usual names.
     """
-    path = folder / "special_tokens_map.json"
-    token_map = _read_object(path)
-    names: dict[str, str | None] = {}
+    token_map = _read_object(folder / "special_tokens_map.json")
+    names: dict[str, str] = {}
     for role in ROLES:
         field = f"{role}_token"
-        if field in config:
-            names[role] = _token_text(config[field], folder / "tokenizer_config.json", field)
-        elif field in token_map:
-            names[role] = _token_text(token_map[field], path, field)
+        if field in config or field in token_map:
+            file = "tokenizer_config.json" if field in config else "special_tokens_map.json"
+            value = config.get(field, token_map.get(field))  # the text, an object with "content", or null
+            name = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(name, str | None):
+                raise TokenizerError(f"{folder / file}: '{field}' is not a token's text")
         else:
             usual = (name for name in _USUAL_NAMES[role] if runtime.token_to_id(name) is not None)
-            names[role] = model_names.get(role) or next(usual, None)
+            name = model_names.get(role) or next(usual, None)
+        if name is not None:
+            names[role] = name
     return names
-
-
-def _token_text(value: Any, path: Path, field: str) -> str | None:
-    """The text of a token, which is stored as its text, as an object with "content", or as null."""
-    text = value.get("content") if isinstance(value, dict) else value
-    if text is not None and not isinstance(text, str):
-        raise TokenizerError(f"{path}: '{field}' is not a token's text")
-    return text
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

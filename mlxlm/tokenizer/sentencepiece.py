@@ -29,7 +29,7 @@ def parse(data: bytes, name: str) -> Any:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
         model.ParseFromString(data)
     except DecodeError as error:
@@ -57,11 +57,11 @@ def parse(data: bytes, name: str) -> Any:
     return model
 
 
-def special_names(model: Any) -> dict[str, str | None]:
+def special_names(model: Any) -> dict[str, str]:
     """Texts of the special tokens by role ("bos", "eos", "pad", "unk")."""
     spec = model.trainer_spec
     ids = {"bos": spec.bos_id, "eos": spec.eos_id, "pad": spec.pad_id, "unk": spec.unk_id}
-    return {role: model.pieces[i].piece if 0 <= i < len(model.pieces) else None for role, i in ids.items()}
+    return {role: model.pieces[i].piece for role, i in ids.items() if 0 <= i < len(model.pieces)}
 
 
 def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> tokenizers.Tokenizer:
@@ -93,7 +93,7 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
         models.BPE(
             vocab={text: i for i, text in enumerate(texts)},
             merges=_merges(mergeable),
-            unk_token=names["unk"],
+            unk_token=names.get("unk"),
             fuse_unk=True,
             byte_fallback=byte_fallback,
         )
@@ -114,8 +114,7 @@ def convert(model: Any, *, add_bos: bool = True, add_eos: bool = False) -> token
     if rules.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
     runtime.decoder = decoders.Sequence(steps)
-    bos = names["bos"] if add_bos else None
-    eos = names["eos"] if add_eos else None
+    bos, eos = names.get("bos") if add_bos else None, names.get("eos") if add_eos else None
     if bos or eos:
         runtime.post_processor = bos_eos_processor(runtime, bos, eos)
     return runtime
@@ -137,10 +136,9 @@ def _crosses_words(text: str, space: str) -> bool:
 
 
 def _normalizer(rules: Any) -> normalizers.Normalizer:
-    steps = []
+    steps: list[normalizers.Normalizer] = []
     if rules.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if rules.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ class Tokenizer:
     def __init__(
         self,
         runtime: tokenizers.Tokenizer,
-        names: dict[str, str | None],
+        names: Mapping[str, str | None],
         *,
         chat_template: str | None = None,
         sentencepiece_model: bytes | None = None,
@@ -63,7 +63,8 @@ class Tokenizer:
         if max(map(len, vocabulary), default=0) > _MAX_TOKEN:
             raise TokenizerError(f"a token has more than {_MAX_TOKEN} characters", "tokens of text")
         self.special_token_names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (vocabulary.get(names.get(r)) for r in ROLES)
+        ids = {role: vocabulary[name] for role, name in self.special_token_names.items()}
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = map(ids.get, ROLES)
         added = runtime.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
         self._special_ids = frozenset(self.special_tokens.values())

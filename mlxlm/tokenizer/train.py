@@ -65,8 +65,7 @@ def train(
     if tokenizer_type not in TOKENIZER_TYPES:
         raise TokenizerError(f"unknown tokenizer type: {tokenizer_type}", " or ".join(TOKENIZER_TYPES))
     tokenizer = (_train_byte_level if tokenizer_type == "byte-level" else _train_sentencepiece)(texts, vocab_size)
-    if exact and tokenizer.vocab_size < vocab_size:
-        supported = tokenizer.vocab_size
+    if exact and (supported := tokenizer.vocab_size) < vocab_size:
         raise TokenizerError(
             f"a vocabulary of {vocab_size} is larger than this text supports, which is {supported}",
             f"a vocabulary size of {supported} or less, or more text",

@@ -9,7 +9,7 @@ from tokenizers import decoders, models
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.detokenizer import WindowDetokenizer
 
-ANY = settings(max_examples=100)
+ANY = settings(max_examples=50)
 IDS = st.lists(st.integers(0, 2**32), max_size=40)
 
 

@@ -10,26 +10,29 @@ from mlxlm.utils.errors import DataError, TokenizerError
 COMMON_TOKENS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
-def test_special_tokens_of_byte_level(corpus):
-    tokenizer = train(corpus, 400, "byte-level")
+def test_special_tokens_of_byte_level(byte_level):
+    tokenizer = byte_level
     assert tokenizer.tokenizer_type == "byte-level"
-    assert tokenizer.vocab_size == 400
+    assert tokenizer.vocab_size == 420
     assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *COMMON_TOKENS]
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, 2, None)
 
 
-def test_special_tokens_of_sentencepiece(corpus):
-    tokenizer = train(corpus, 420, "sentencepiece")
+def test_special_tokens_of_sentencepiece(sentencepiece_bpe):
+    tokenizer = sentencepiece_bpe
     assert tokenizer.tokenizer_type == "sentencepiece"
     assert tokenizer.vocab_size == 420
     assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *COMMON_TOKENS]
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_same_text_gives_the_same_tokenizer(tokenizer_type, corpus):
-    assert train(corpus, 420, tokenizer_type).fingerprint == train(iter(corpus), 420, tokenizer_type).fingerprint
-    assert train(corpus, 420, tokenizer_type).fingerprint != train(corpus, 419, tokenizer_type).fingerprint
+def test_the_same_text_gives_the_same_tokenizer_without_output_or_files(trained, corpus, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert train(iter(corpus), 420, trained.tokenizer_type).fingerprint == trained.fingerprint
+    assert train(corpus, 419, trained.tokenizer_type).fingerprint != trained.fingerprint
+    assert os.listdir(tmp_path) == []
+    assert capfd.readouterr() == ("", "")
 
 
 def test_bos_comes_first(trained):
@@ -51,7 +54,7 @@ def test_digits_are_split(corpus):
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_the_error_for_a_large_vocabulary_tells_the_largest(tokenizer_type, corpus):
+def test_the_error_for_a_large_vocabulary_names_the_largest(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="larger than this text supports") as caught:
         train(corpus, 100_000, tokenizer_type)
     largest = int(caught.value.hint.split()[4])
@@ -59,7 +62,7 @@ def test_the_error_for_a_large_vocabulary_tells_the_largest(tokenizer_type, corp
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-@pytest.mark.parametrize("text", ["The cat sat on the mat.\n" * 500, "a" * 10_000, "a\n" * 5000, "Hello there."])
+@pytest.mark.parametrize("text", ["The cat sat on the mat.\n" * 500, "a" * 10_000, "Hello there."])
 def test_without_exact_the_vocabulary_fits_the_text(tokenizer_type, text):
     trained = train([text], 1024, tokenizer_type, exact=False)
     assert 256 < trained.vocab_size < 1024 and trained.decode(trained.encode(text)) == text
@@ -67,7 +70,7 @@ def test_without_exact_the_vocabulary_fits_the_text(tokenizer_type, text):
 
 
 @pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_the_error_for_a_small_vocabulary_tells_the_smallest(tokenizer_type, corpus):
+def test_the_error_for_a_small_vocabulary_names_the_smallest(tokenizer_type, corpus):
     with pytest.raises(TokenizerError, match="too small") as caught:
         train(corpus, 100, tokenizer_type)
     smallest = int(caught.value.hint.split()[-1])
@@ -106,15 +109,6 @@ def test_unknown_type_and_huge_vocabulary(corpus):
         train(corpus, 400, "unigram")
     with pytest.raises(TokenizerError, match="too large"):
         train(corpus, 10**9)
-
-
-@pytest.mark.parametrize("tokenizer_type", TOKENIZER_TYPES)
-def test_training_is_silent_and_leaves_no_files(tokenizer_type, corpus, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    train(corpus, 420, tokenizer_type)
-    assert os.listdir(tmp_path) == []
-    assert capfd.readouterr() == ("", "")
 
 
 def test_sentencepiece_learns_from_long_lines():
