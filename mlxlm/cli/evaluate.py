@@ -129,6 +129,7 @@ def _row(loss: TextLoss) -> tuple[str, ...]:
 
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
     from contextlib import nullcontext
+    from dataclasses import asdict
 
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
     from mlxlm.generation import load
@@ -145,10 +146,10 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
             for answered in evaluate_multiple_choice(lm, read_questions(path, advance)):
                 answers.append(answered)
                 if file is not None:
-                    file.write(json_line(answered.to_dict()))
+                    file.write(json_line(asdict(answered)))
         accuracy = Accuracy.of(answers)
     if as_json:
-        render.emit_json({"model": model, **accuracy.to_dict(), "results": [a.to_dict() for a in answers]})
+        render.emit_json({"model": model, **asdict(accuracy), "results": [asdict(a) for a in answers]})
         return
     rows = [
         (name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}")

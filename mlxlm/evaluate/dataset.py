@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from mlxlm.backend.mlx import nn
 from mlxlm.data import TokenDataset, validation_batches
 from mlxlm.evaluate.losses import perplexity, sum_nll
 
@@ -24,7 +27,7 @@ class Evaluation:
 
 
 def evaluate_dataset(
-    model,
+    model: nn.Module,
     data: TokenDataset,
     max_seq_length: int,
     batch_size: int = 8,
@@ -39,11 +42,11 @@ def evaluate_dataset(
     between tokenizers. Special tokens count as tokens and have no bytes; in conversations only the answers count.
 
     Args:
-        model: Is in evaluation mode meanwhile.
+        model: Evaluated in evaluation mode, then set back to its mode.
         data: Prepared tokens.
         max_seq_length: Predicted tokens per window.
         batch_size: Windows per batch.
-        max_tokens: Predict only as many, in windows spread evenly over the data.
+        max_tokens: Predict at most this many tokens, in windows spread evenly over the data.
         document_mask: See `mlxlm.data.validation_batches`.
         mask_prompt: See `mlxlm.data.validation_batches`.
     """
@@ -53,8 +56,11 @@ def evaluate_dataset(
     masks = {"document_mask": document_mask, "mask_prompt": mask_prompt}
     try:
         for batch in validation_batches(data, batch_size, max_seq_length, max_tokens, **masks):
-            total += sum_nll(model, batch.tokens, batch.loss_weights, batch.segment_ids)
-            count += float(batch.loss_weights.sum())
+            weights = (
+                np.ones_like(batch.tokens[:, 1:], np.float32) if batch.loss_weights is None else batch.loss_weights
+            )
+            total += sum_nll(model, batch.tokens, weights, batch.segment_ids)
+            count += float(weights.sum())
     finally:
         model.train(training)
     loss = total / count

@@ -28,7 +28,7 @@ except ImportError as error:
     raise PlatformError(f"the lm-evaluation-harness can't be used: {error}", "pip install 'mlxlm[lm-eval]'") from error
 
 from mlxlm.chat.chat_template import ChatTemplate, Message
-from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
+from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
 from mlxlm.generation import GenerationOptions, Request, load, run_batch
 
 _MAX_LENGTH = 2048  # default limit of a text, in tokens: prompts are rarely longer
@@ -105,7 +105,7 @@ class MlxlmModel(TemplateLM):
         special = not rendered if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string, add_special_tokens=special, parse_special=rendered)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text: every token is predicted once, in disjoint windows."""
         loglikelihoods = []
         for request in tqdm(requests, desc="loglikelihood_rolling", disable=disable_tqdm):
@@ -118,8 +118,8 @@ class MlxlmModel(TemplateLM):
             loglikelihoods.append(total)
         return loglikelihoods
 
-    def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any):
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+    def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any) -> list[Loglikelihood]:
+        results = [Loglikelihood(0.0, True)] * len(requests)
         prompts = [self._truncate(prompt, continuation) for _, prompt, continuation in requests]
         # Sorted prompts share prefixes, which are computed once.
         order = sorted((i for i, (_, _, ids) in enumerate(requests) if ids), key=prompts.__getitem__)
@@ -128,8 +128,8 @@ class MlxlmModel(TemplateLM):
                 indices = list(group)
                 scores = self._scorer.score(prompt, [requests[i][2] for i in indices])
                 for i, score in zip(indices, scores, strict=True):
-                    results[i] = tuple(score)
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+                    results[i] = score
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], tuple(score))
                 bar.update(len(indices))
         return results
 
@@ -140,7 +140,7 @@ class MlxlmModel(TemplateLM):
             raise ConfigError(f"a continuation has {len(continuation)} tokens", f"max_length above {self.max_length}")
         return prompt[-room:]
 
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to its first stop string, without it. Greedy, unless the task sets sampling."""
         texts = [""] * len(requests)
         batch = [self._request(*request.args) for request in requests]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.context import Context
@@ -83,7 +83,7 @@ class LoglikelihoodScorer:
             for row, (logprobs, is_greedy) in zip(rows, scores, strict=True)
         ]
 
-    def _token_scores(self, caches: list, rows: list[list[int]]) -> list[tuple[list[float], list[bool]]]:
+    def _token_scores(self, caches: list[Any], rows: list[list[int]]) -> list[tuple[list[float], list[bool]]]:
         """For each token of each row but the first: its log-probability, and whether no token is more likely."""
         tokens = mx.array(rows)
         columns = max(1, min(_MAX_COLUMNS, _MAX_LOGITS // (len(rows) * self._loaded.config.vocab_size)))

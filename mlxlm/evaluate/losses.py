@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from mlxlm.backend.mlx import eval_arrays, mx
+from mlxlm.backend.mlx import eval_arrays, mx, nn
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 from mlxlm.model import Decoder
 
@@ -19,7 +19,12 @@ def perplexity(loss: float) -> float:
 
 
 def sum_nll(
-    model, tokens: np.ndarray, loss_weights: np.ndarray, segment_ids: np.ndarray | None = None, *, start: int = 0
+    model: nn.Module,
+    tokens: np.ndarray,
+    loss_weights: np.ndarray,
+    segment_ids: np.ndarray | None = None,
+    *,
+    start: int = 0,
 ) -> float:
     """The weighted sum of the negative log-likelihood of a batch's targets, in nats.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,6 @@ class ChoiceResult:
     predicted_by_bytes: int
     logprobs: list[float]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -92,10 +89,6 @@ class Accuracy:
             math.fsum(1 / len(result.logprobs) for result in results) / n,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
-
     def stderr(self, accuracy: float) -> float:
         """The standard error of one of the accuracies; NaN for a single question."""
         return math.sqrt(accuracy * (1 - accuracy) / (self.questions - 1)) if self.questions > 1 else math.nan
@@ -115,9 +108,8 @@ def read_questions(path: Path | str, advance: Callable[[int], None] = lambda _: 
     """
     path = Path(path)
     with open_regular(path, DataError) as file:
-        number = 0
-        while line := file.readline(_MAX_LINE + 1):
-            number += 1
+        lines = iter(partial(file.readline, _MAX_LINE + 1), b"")
+        for number, line in enumerate(lines, start=1):
             location = f"{path}, line {number}"
             if len(line) > _MAX_LINE:
                 raise DataError(f"{location} is longer than {_MAX_LINE} bytes", _EXAMPLE)
@@ -145,15 +137,14 @@ def evaluate_multiple_choice(lm: LoadedModel, questions: Iterable[Question]) -> 
 
 
 def _logprobs(lm: LoadedModel, scorer: LoglikelihoodScorer, question: Question) -> list[float]:
-    texts = [_encode(lm, question, choice) for choice in question.choices]
     # Prompts can differ, since a token that continues into a choice belongs to that choice.
-    prompts: dict[tuple[int, ...], list[int]] = {}
-    for i, (prompt, _) in enumerate(texts):
-        prompts.setdefault(tuple(prompt), []).append(i)
-    logprobs = [0.0] * len(texts)
-    for prompt, choices in prompts.items():
-        scores = scorer.score(prompt, [texts[i][1] for i in choices])
-        for i, score in zip(choices, scores, strict=True):
+    prompts: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for i, choice in enumerate(question.choices):
+        prompt, continuation = _encode(lm, question, choice)
+        prompts.setdefault(tuple(prompt), {})[i] = continuation
+    logprobs = [0.0] * len(question.choices)
+    for shared, continuations in prompts.items():
+        for i, score in zip(continuations, scorer.score(shared, list(continuations.values())), strict=True):
             logprobs[i] = score.logprob
     return logprobs
 

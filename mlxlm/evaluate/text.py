@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxlm.backend.mlx import nn
 from mlxlm.data import Document
 from mlxlm.evaluate.losses import perplexity, sum_nll
 from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
@@ -61,12 +62,7 @@ class TextLoss:
 
     def to_dict(self) -> dict[str, Any]:
         """The sums and the means; values that are not finite are None."""
-        means = {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "bits_per_character": self.bits_per_character,
-        }
+        means = {name: getattr(self, name) for name in ("loss", "perplexity", "bits_per_byte", "bits_per_character")}
         return {**{name: value if math.isfinite(value) else None for name, value in means.items()}, **asdict(self)}
 
 
@@ -111,7 +107,7 @@ def evaluate_text(
 class _WindowBatcher:
     """Collects windows of similar lengths until they fill a batch, right-padded, and sums their loss."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         self._model = model
         self._windows: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
         self.nats = 0.0
@@ -138,6 +134,5 @@ class _WindowBatcher:
             tokens[row, : len(window)] = window
             loss_weights[row, len(window) - 1 - new : len(window) - 1] = 1
             self.tokens += new
-        self.nats += sum_nll(
-            self._model, tokens, loss_weights, start=min(len(window) - 1 - new for window, new in rows)
-        )
+        start = min(len(window) - 1 - new for window, new in rows)
+        self.nats += sum_nll(self._model, tokens, loss_weights, start=start)
