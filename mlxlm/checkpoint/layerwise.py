@@ -60,7 +60,7 @@ class LayerwiseModel:
 
     def final_norm(self) -> Callable[[mx.array, mx.array | None], mx.array]:
         """Load the final norm: a function from the state after the last layer to the head's input `[B, T, hidden]`."""
-        norm = None if self.config.norm_placement == "post" else make_norm(self.config)
+        norm = None if self.config.layer_norms.after_addition else make_norm(self.config)
         if norm is not None:
             load_submodule(norm, self._top_tensors, "model.norm", self.config.quantization)
         return lambda residual, hidden_states: add_norm(norm, residual, hidden_states)[1]

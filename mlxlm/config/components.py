@@ -26,25 +26,41 @@ NORMS = {"rms": Norm(1, unit_offset=True), "layer": Norm(2)}
 
 @dataclass(frozen=True)
 class NormPlacement:
-    """Where the norms of a layer are.
+    """The norms of a layer: their names in Hugging Face's models, None for a norm that the layer doesn't have.
 
     Attributes:
-        per_layer: Norms per layer.
-        final: Whether there is a norm after the last layer.
-        parallel: Whether it works with `parallel_residual`.
+        description: Where the norms are, in words.
+        attention_input: Norm of the input of attention.
+        mlp_input: Norm of the input of the feed-forward.
+        attention_output: Norm of the output of attention.
+        mlp_output: Norm of the output of the feed-forward.
+        after_addition: Whether output norms normalize the residual after the addition, instead of the sublayer's
+            output before it. Such models have no final norm.
     """
 
-    per_layer: int = 2
-    final: bool = True
-    parallel: bool = False
+    description: str
+    attention_input: str | None = None
+    mlp_input: str | None = None
+    attention_output: str | None = None
+    mlp_output: str | None = None
+    after_addition: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the norms that the layer has."""
+        names = (self.attention_input, self.mlp_input, self.attention_output, self.mlp_output)
+        return [name for name in names if name is not None]
 
 
+# "post_attention_layernorm" is the norm before the feed-forward in Llama, and of attention's output in OLMo 2, Gemma 2.
+_INPUT, _OUTPUTS = "input_layernorm", ("post_attention_layernorm", "post_feedforward_layernorm")
 NORM_PLACEMENTS = {
-    "pre": NormPlacement(parallel=True),  # on the input of a sublayer
-    "post": NormPlacement(final=False),  # on the residual stream after the addition: Vaswani et al. 2017
-    "output": NormPlacement(),  # on the output of a sublayer before the addition: OLMo 2
-    "both": NormPlacement(per_layer=4),  # on input and output: Gemma 2
+    "pre": NormPlacement("before each sublayer", _INPUT, "post_attention_layernorm"),
+    "post": NormPlacement("on the stream after each sublayer", None, None, *_OUTPUTS, after_addition=True),
+    "output": NormPlacement("on each sublayer's output", None, None, *_OUTPUTS),
+    "both": NormPlacement("before and after each sublayer", _INPUT, "pre_feedforward_layernorm", *_OUTPUTS),
 }
+SHARED_NORM = NormPlacement("before each sublayer", _INPUT)  # of `shared_norm`: one norm for both sublayers
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlxlm.config.components import NORM_PLACEMENTS, NORMS, POSITIONS
+from mlxlm.config.components import NORMS, POSITIONS
 
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
@@ -33,9 +33,8 @@ def count_parameters(c: ModelConfig) -> dict[str, int]:
 
 
 def _norm_parameters(c: ModelConfig) -> int:
-    placement, d = NORM_PLACEMENTS[c.norm_placement], c.head_dim
-    per_layer = 1 if c.shared_norm else placement.per_layer
-    norms = c.num_hidden_layers * per_layer + placement.final + c.embedding_norm
+    placement, d = c.layer_norms, c.head_dim
+    norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
     qk_norms = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}
     return norms * c.hidden_size * NORMS[c.norm].vectors + c.num_hidden_layers * qk_norms[c.qk_norm]
 

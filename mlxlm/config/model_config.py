@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import counts
-from mlxlm.config.components import SLIDING
+from mlxlm.config.components import NORM_PLACEMENTS, SHARED_NORM, SLIDING, NormPlacement
 from mlxlm.config.numbers import is_count
 from mlxlm.config.validation import validate_config
 from mlxlm.utils.errors import ConfigError
@@ -115,6 +115,11 @@ class ModelConfig:
         """The token ids that end a text."""
         eos = self.eos_token_id
         return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
+
+    @property
+    def layer_norms(self) -> NormPlacement:
+        """The norms of a layer."""
+        return SHARED_NORM if self.shared_norm else NORM_PLACEMENTS[self.norm_placement]
 
     @property
     def rotary_dims(self) -> int:

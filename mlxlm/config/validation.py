@@ -108,7 +108,7 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     rows = c.max_position_embeddings + c.position_offset
     if POSITIONS[c.positions].table and rows > MAX_SIZE:
         yield f"max_position_embeddings makes a table of {rows} rows, at most {MAX_SIZE} are possible"
-    if c.parallel_residual and not NORM_PLACEMENTS[c.norm_placement].parallel:
+    if c.parallel_residual and NORM_PLACEMENTS[c.norm_placement].attention_output:
         yield f"parallel_residual needs norm_placement pre, not {c.norm_placement}"
     if c.shared_norm and not c.parallel_residual:
         yield "shared_norm is true, but sublayers share a norm only if parallel_residual is true"

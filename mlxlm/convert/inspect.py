@@ -197,14 +197,8 @@ def _attention(c: ModelConfig) -> str:
 
 def _norms(c: ModelConfig) -> str:
     kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
-    place = {
-        "pre": "before each sublayer",
-        "post": "on the stream after each sublayer",
-        "output": "on each sublayer's output",
-        "both": "before and after each sublayer",
-    }[c.norm_placement]
     beside = ", both sublayers beside each other" if c.parallel_residual else ""
-    return f"{kind} {place}{beside}, epsilon {c.rms_norm_eps:g}"
+    return f"{kind} {c.layer_norms.description}{beside}, epsilon {c.rms_norm_eps:g}"
 
 
 def _positions(c: ModelConfig) -> str:

@@ -34,7 +34,7 @@ class Backbone(nn.Module):
         if config.embedding_norm:
             self.embed_layernorm = make_norm(config)
         self.layers = [Block(config, i, dropout) for i in range(layers)]
-        if config.norm_placement != "post":  # there the last layer's output is a norm's
+        if not config.layer_norms.after_addition:  # there the last layer's output is a norm's
             self.norm = make_norm(config)
         self.dropout = Dropout(dropout)
 

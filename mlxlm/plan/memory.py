@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import NORM_PLACEMENTS
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
@@ -132,8 +133,8 @@ def layer_bytes(config: ModelConfig, training: Training) -> int:
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     inner = (3 if config.mlp_gated else 2) * config.intermediate_size
-    norms = 6 if config.norm_placement == "both" else 4
-    numbers = norms * hidden + 2 * queries + 2 * keys + inner
+    norms = len(NORM_PLACEMENTS[config.norm_placement].names)
+    numbers = (2 + norms) * hidden + 2 * queries + 2 * keys + inner
     return size * numbers + _softmax_bytes(config, training)
 
 

@@ -37,12 +37,11 @@ def scale_groups(config: ModelConfig) -> list[ScaleGroup]:
     attention = tuple(f"self_attn.{p}_proj" for p in "qkv")
     feed_forward = ("mlp.gate_proj", "mlp.up_proj") if config.mlp_gated else ("mlp.up_proj",)
     groups = []
-    if config.norm_placement in ("pre", "both"):  # else they read the residual stream itself
-        second = "pre_feedforward_layernorm" if config.norm_placement == "both" else "post_attention_layernorm"
-        if config.shared_norm:
-            groups.append(ScaleGroup("input_layernorm", attention + feed_forward))
-        else:
-            groups += [ScaleGroup("input_layernorm", attention), ScaleGroup(second, feed_forward)]
+    norms = config.layer_norms
+    if norms.attention_input and norms.mlp_input:  # else the sublayers read the residual, or share a norm
+        groups += [ScaleGroup(norms.attention_input, attention), ScaleGroup(norms.mlp_input, feed_forward)]
+    elif norms.attention_input:
+        groups.append(ScaleGroup(norms.attention_input, attention + feed_forward))
     if config.num_key_value_heads == config.num_attention_heads:  # else several heads share a value channel
         groups.append(ScaleGroup("self_attn.v_proj", ("self_attn.o_proj",)))
     if config.mlp_gated or config.hidden_act == "relu":  # what is linear in `up`; relu(x / s) = relu(x) / s

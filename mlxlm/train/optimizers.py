@@ -79,7 +79,7 @@ def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> floa
     at 5.40 with 50 warmup steps and reach 3.68 with 100.
     """
     rate = learning_rate_by_size(config.parameter_count(), optimizer)
-    return rate / 3 if config.norm_placement == "post" else rate
+    return rate / 3 if config.layer_norms.after_addition else rate
 
 
 def learning_rate_by_size(parameters: int, optimizer: str = "adamw") -> float:
