@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Iterator[T]:
+def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Generator[T, None, None]:
     """Yield `read(n)` for each of `numbers`, in order, computing up to `prefetch_factor` results ahead.
 
     `read` runs in one thread, one call at a time. An exception in it is raised where its result would have come, and

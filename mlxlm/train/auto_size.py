@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,22 +34,6 @@ _EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins
 _BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
 
 
-@dataclass(frozen=True)
-class AutoSize:
-    """The model that was chosen: its configuration, expected tokens and epochs, settings, and the law that chose it."""
-
-    config: ModelConfig
-    tokens: float
-    epochs: float
-    settings: dict[str, Any]
-    law_name: str
-
-    @property
-    def event(self) -> ModelSizeChosen:
-        """The event for the log."""
-        return ModelSizeChosen(self.config.parameter_count(), self.tokens, self.epochs, self.law_name)
-
-
 def guess_vocab_size(
     seconds: float, sources: Sequence[str | Path], text_column: str | None, on_bad_input: str = "stop"
 ) -> int:
@@ -71,8 +54,8 @@ def auto_size(
     values: Mapping[str, Any],
     scaling_law: ScalingLaw | None = None,
     num_processes: int = 1,
-) -> AutoSize:
-    """Return the model of `mlxlm.plan.model_sizes` that is best after `seconds` of training.
+) -> tuple[ModelConfig, dict[str, Any], ModelSizeChosen]:
+    """Return the model of `mlxlm.plan.model_sizes` that is best after `seconds` of training, and its settings.
 
     Args:
         seconds: Training time.
@@ -108,10 +91,9 @@ def auto_size(
     lowest = min(map(loss, candidates))
     best = next(config for config in candidates if loss(config) <= (1 + _EQUAL_LOSS) * lowest)
     tokens = tokens_in_time(best)
-    law_name = (
-        "the scaling law of Hoffmann et al. 2022" if scaling_law is None else "the scaling law of the user's runs"
-    )
-    return AutoSize(best, tokens, tokens / unique_tokens, batch_settings(best, tokens, values), law_name)
+    law_name = "the scaling law of " + ("Hoffmann et al. 2022" if scaling_law is None else "the user's runs")
+    choice = ModelSizeChosen(best.parameter_count(), tokens, tokens / unique_tokens, law_name)
+    return best, batch_settings(best, tokens, values), choice
 
 
 def fit_token_seconds(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mlxlm.backend import platform
@@ -62,12 +63,13 @@ class Budget:
         check_duration(tokens=self.tokens, epochs=self.epochs, minutes=self.minutes, steps=self.steps)
 
     def seconds_left(self) -> float:
-        """Return the wall-clock seconds left of `minutes`. Raises ConfigError if there are none."""
+        """Return the wall-clock seconds left of `minutes` (infinity without them). Raises ConfigError at 0."""
+        limit = math.inf if self.minutes is None else 60 * self.minutes
         used = time.monotonic() - self.start_time
-        if (left := 60 * self.minutes - used) <= 0:
-            problem = f"preparing the training took {human_seconds(used)} of {human_seconds(60 * self.minutes)}"
+        if used >= limit:
+            problem = f"preparing the training took {human_seconds(used)} of {human_seconds(limit)}"
             raise ConfigError(problem, f"--minutes {math.ceil(2 * used / 60)}")
-        return left
+        return limit - used
 
     def compute_seconds_left(self) -> float:
         """Return the part of `seconds_left` in which the run computes."""
@@ -155,23 +157,23 @@ def seconds_per_token(
     """
     settings = TrainSettings.provisional({**values, "batch_size": 2, "grad_accumulation_steps": 1})
     length = min(_SHORT, config.max_position_embeddings, values.get("max_seq_length", _SHORT))
+    check = partial(_check_time, config, seconds, values, num_processes, finetuning)
     # No model is faster than large matrix products: if even they take too long, no step needs to be tried.
     flops = config.flops_per_token(length // 2, training=True)
-    fastest = flops / (measure_matmul(seconds=0.1, dtype=settings.dtype) * 1e9) / num_processes
-    _check_time(config, seconds, fastest, values, num_processes, finetuning)
+    check(flops / (measure_matmul(seconds=0.1, dtype=settings.dtype) * 1e9) / num_processes)
     settings = replace(settings, max_seq_length=length)
     token_seconds = probe(config, settings).step / settings.tokens_per_step / num_processes
-    _check_time(config, seconds, token_seconds, values, num_processes, finetuning)
+    check(token_seconds)
     return token_seconds
 
 
 def _check_time(
     config: ModelConfig,
     seconds: float,
-    token_seconds: float,
     values: Mapping[str, Any],
-    num_processes: int,
+    processes: int,
     finetuning: bool,
+    token_seconds: float,
 ) -> None:
     """Raise ConfigError if at `token_seconds` seconds per token, `seconds` are too few for a useful run."""
     tokens, settings = seconds / token_seconds, TrainSettings.provisional(values)
@@ -187,12 +189,9 @@ def _check_time(
         hint = (f"--preset {preset}, or " if preset else "") + f"--minutes {minutes:,}"
         raise ConfigError(f"{subject} would see about {human_count(tokens)} tokens here, too few to learn from", hint)
     if tokens < _MIN_STEPS * step_tokens:
-        large = {
-            "--batch-size": rows > 1,
-            "--max-seq-length": length > _SHORT,
-            "--grad-accumulation-steps": settings.grad_accumulation_steps > num_processes,
-        }
-        remedies = [f"a smaller {flag}" for flag, is_large in large.items() if is_large]
+        remedies = ["a smaller --batch-size"] if rows > 1 else []
+        remedies += ["a smaller --max-seq-length"] if length > _SHORT else []
+        remedies += ["a smaller --grad-accumulation-steps"] if settings.grad_accumulation_steps > processes else []
         remedies.append(f"--minutes {math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60):,}")
         steps = f"{human_count(tokens / step_tokens)} steps of {step_tokens:,} tokens"
         raise ConfigError(f"{subject} would make {steps} here, too few to learn from", ", or ".join(remedies))
@@ -201,9 +200,6 @@ def _check_time(
 def _largest_preset(config: ModelConfig, seconds: float, token_seconds: float) -> str | None:
     """Return the largest preset, smaller than `config`, that can be trained in `seconds`."""
     flops = config.flops_per_token(_SHORT // 2, training=True)
-    names = []
-    for name in preset_names():
-        ratio = load_preset(name).flops_per_token(_SHORT // 2, training=True) / flops
-        if ratio < 1 and _RECOMMENDED_TOKENS * token_seconds * ratio <= seconds:
-            names.append(name)
-    return names[-1] if names else None
+    ratios = {n: load_preset(n).flops_per_token(_SHORT // 2, training=True) / flops for n in preset_names()}
+    fast = [n for n, ratio in ratios.items() if ratio < 1 and _RECOMMENDED_TOKENS * token_seconds * ratio <= seconds]
+    return fast[-1] if fast else None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Paused, Resumed
+from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed
 from mlxlm.train.log import DISK_FULL_ERRNOS, RunLog
 from mlxlm.train.run import Run
 from mlxlm.train.step import TrainStep
@@ -108,37 +108,36 @@ class CheckpointSaver:
         except CheckpointError as error:
             if not _is_disk_full(error):
                 raise
-            return self._postpone(state.step, error.message, error.hint)
+            return self._postpone(state.step, error.message, error.hint or "")
         self.saved_step, self._saved_steps, self._retry_at = state.step, state.steps, None
         return CheckpointSaved(state.step, path)
 
     def save_final(
         self, state: TrainState, validated: bool, throttle: Throttle, should_stop: Callable[[], bool]
-    ) -> Iterator[CheckpointSaved | CheckpointNotSaved | Paused | Resumed]:
+    ) -> Iterator[Event]:
         """Save the last checkpoint of a run. If the disk is full, pause until it is not, or until `should_stop`.
 
         Raises:
             CheckpointError: It could not be saved in the end.
         """
-        attempts = [self.save(state, validated)]
-        if attempts[0] is None:
+        event = self.save(state, validated)
+        if event:
+            yield event
+        if not isinstance(event, CheckpointNotSaved):
             return
-        yield attempts[0]
-        if isinstance(attempts[0], CheckpointSaved):
-            return
+        events: list[Event] = [event]
 
         def is_saved() -> bool:
-            attempts.append(self.save(state))
-            return isinstance(attempts[-1], CheckpointSaved)
+            events.extend(filter(None, [self.save(state)]))
+            return isinstance(events[-1], CheckpointSaved)
 
-        reason = f"there is no room for the last checkpoint: {attempts[0].hint}"
+        reason = f"there is no room for the last checkpoint: {event.hint}"
         yield Paused(state.step, reason)
         seconds = throttle.wait(is_saved, should_stop)
-        if isinstance(attempts[-1], CheckpointNotSaved):
-            problem = f"the training up to step {state.step} is not saved: {attempts[-1].reason}"
-            raise CheckpointError(problem, attempts[-1].hint)
+        if isinstance(last := events[-1], CheckpointNotSaved):
+            raise CheckpointError(f"the training up to step {state.step} is not saved: {last.reason}", last.hint)
         yield Resumed(state.step, reason, seconds)
-        yield attempts[-1]
+        yield last
 
     def _update(self, state: TrainState, validated: bool) -> None:
         names = ["steps", "elapsed", "next_validation", *(("validation_loss", "best") if validated else ())]

@@ -86,11 +86,11 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue = SimpleQueue()
+        self._queue = SimpleQueue[Any]()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
-        future: Future = Future()
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future = Future[Any]()
         self._queue.put((future, function, arguments))
         return future
 

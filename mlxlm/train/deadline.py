@@ -43,6 +43,7 @@ class Deadline:
 
     Attributes:
         steps: The number of steps as planned now.
+        recorded_elapsed: The value of `elapsed` at the last call of `record_time`.
         plot_time_known: Whether the time of drawing plots has been measured, or doesn't matter.
     """
 
@@ -56,13 +57,12 @@ class Deadline:
     ):
         self.steps: int = (state and state.steps) or settings.steps
         self._limit, self._now, self._last = settings.time_limit, now, now() if start_time is None else start_time
-        self._elapsed: float = state.elapsed if state else 0.0
-        self._next_update = self._elapsed
+        self.recorded_elapsed = state.elapsed if state else 0.0
+        self._next_update = self.recorded_elapsed
         self._validates_by_time = settings.eval_every is None
         self._save_seconds = 60 * settings.save_minutes
-        self._every = {
-            "validation": settings.eval_every or 0, "sample": settings.sample_every, "save": settings.save_every
-        }  # fmt: skip
+        eval_every = settings.eval_every or 0
+        self._every = {"validation": eval_every, "sample": settings.sample_every, "save": settings.save_every}
         plan = settings.repeat_plan or {"steps_changed": [], "validations": []}
         self._steps_changed, self._validations = dict(plan["steps_changed"]), frozenset(plan["validations"])
         plot = min(_PLOT_SECONDS, _MEMORY * self._limit) if self._limit else 0.0
@@ -91,12 +91,7 @@ class Deadline:
     @property
     def elapsed(self) -> float:
         """Seconds since the start, without pauses."""
-        return self._elapsed + self._now() - self._last
-
-    @property
-    def recorded_elapsed(self) -> float:
-        """The value of `elapsed` at the last call of `record_time`."""
-        return self._elapsed
+        return self.recorded_elapsed + self._now() - self._last
 
     @property
     def seconds_left(self) -> float | None:
@@ -124,7 +119,7 @@ class Deadline:
         """
         now = self._now()
         seconds, self._last = now - self._last, now
-        self._elapsed += seconds
+        self.recorded_elapsed += seconds
         if activity == "step" and self._compiled:
             fading = math.exp(-seconds / (_MEMORY * self._limit)) if self._limit else 0.0
             self._step_seconds = self._step_seconds * fading + seconds
@@ -134,7 +129,7 @@ class Deadline:
         elif activity is not None:
             self._cost[activity] = seconds
             if activity == "validation":
-                self._next_validation = self._elapsed + self._interval
+                self._next_validation = self.recorded_elapsed + self._interval
             self.plot_time_known = self.plot_time_known or activity == "plot"
 
     def steps_changed(self, step: int) -> bool:
@@ -142,11 +137,12 @@ class Deadline:
         if step in self._steps_changed:
             self.steps = self._steps_changed[step]
             return True
-        early = self._elapsed < self._next_update and step < self.steps
+        early = self.recorded_elapsed < self._next_update and step < self.steps
         if self._limit is None or not self._step_count or early:
             return False
-        left = self._limit - self._elapsed
-        self._next_update = self._elapsed + max(0.0, min(self._limit / _UPDATES, 0.1 * left, 0.2 * self._elapsed))
+        left = self._limit - self.recorded_elapsed
+        wait = min(self._limit / _UPDATES, 0.1 * left, 0.2 * self.recorded_elapsed)
+        self._next_update = self.recorded_elapsed + max(0.0, wait)
         steps = step + self._steps_that_fit(step, left)
         # At the end, some more steps must be worth another validation.
         min_change = _MIN_CHANGE * (step if step == self.steps else self.steps - step)

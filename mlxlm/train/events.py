@@ -10,7 +10,12 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class ModelSizeChosen:
+class Event:
+    """Base class of all events."""
+
+
+@dataclass(frozen=True)
+class ModelSizeChosen(Event):
     """The model size was chosen for the available time.
 
     Attributes:
@@ -27,7 +32,7 @@ class ModelSizeChosen:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Event):
     """What a benchmark on this machine predicts for a run.
 
     Attributes:
@@ -46,7 +51,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Conversations:
+class Conversations(Event):
     """The data of a fine-tuning run.
 
     Attributes:
@@ -67,7 +72,7 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class Started:
+class Started(Event):
     """The loop is ready.
 
     Attributes:
@@ -94,7 +99,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Event):
     """A step is finished.
 
     Attributes:
@@ -123,7 +128,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepsChanged:
+class StepsChanged(Event):
     """After step `step`, a run with a time limit has another number of `steps`, because steps are slower or faster.
 
     The learning rate schedule changes with it.
@@ -134,7 +139,7 @@ class StepsChanged:
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(Event):
     """The result of a validation. `best`: no earlier validation of the run had a lower loss."""
 
     step: int
@@ -146,7 +151,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Event):
     """Text that the model generated after `prompt`."""
 
     step: int
@@ -155,7 +160,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint was saved in the folder `path`."""
 
     step: int
@@ -163,7 +168,7 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True)
-class CheckpointNotSaved:
+class CheckpointNotSaved(Event):
     """The disk is full. Training continues; the checkpoint is saved when there is room. `hint`: what would help."""
 
     step: int
@@ -172,7 +177,7 @@ class CheckpointNotSaved:
 
 
 @dataclass(frozen=True)
-class Paused:
+class Paused(Event):
     """Nothing is computed until Resumed, or until a stop is requested."""
 
     step: int
@@ -180,7 +185,7 @@ class Paused:
 
 
 @dataclass(frozen=True)
-class Throttled:
+class Throttled(Event):
     """The run computes `duty_cycle` percent of the time until Resumed."""
 
     step: int
@@ -189,7 +194,7 @@ class Throttled:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Resumed(Event):
     """The pause or throttling for `reason` is over, after `seconds`."""
 
     step: int
@@ -198,7 +203,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class TrainingWarning:
+class TrainingWarning(Event):
     """Something besides the training does not work; the training continues."""
 
     step: int
@@ -206,7 +211,7 @@ class TrainingWarning:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Event):
     """A stop was requested; everything up to `step` is saved in `path`."""
 
     step: int
@@ -214,7 +219,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(Event):
     """An error ended the run in step `step`. Only logged: `train` raises the error."""
 
     step: int
@@ -222,7 +227,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finished(Event):
     """The last step is finished and saved.
 
     Attributes:
@@ -242,24 +247,3 @@ class Finished:
     bits_per_byte: float | None
     memory: int
     path: Path
-
-
-Event = (
-    ModelSizeChosen
-    | Forecast
-    | Conversations
-    | Started
-    | Step
-    | StepsChanged
-    | Validation
-    | Sample
-    | CheckpointSaved
-    | CheckpointNotSaved
-    | Paused
-    | Throttled
-    | Resumed
-    | TrainingWarning
-    | Stopped
-    | Failed
-    | Finished
-)

@@ -16,20 +16,19 @@ from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, DataOptions, Document, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare, total_bytes
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token, time_limit_settings
-from mlxlm.train.events import Conversations, Forecast
+from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
+from mlxlm.train.events import Conversations
 from mlxlm.train.log import RunLog
 from mlxlm.train.memory_limits import check_memory
-from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
+from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import Phase, as_data_options, no_phase
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import merge_budget
+from mlxlm.train.start import count_rows, finalize_settings, merge_budget
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
@@ -84,7 +83,7 @@ class RowEncoder:
         """Return the documents of a conversation."""
         exchanges = list(self._encoder(document, self._room))
         pieces = [piece for chunk in exchanges for piece in _windows(chunk, self._room)]
-        needed = max(int(np.flatnonzero(chunk.loss_mask)[-1]) for chunk in exchanges)
+        needed = max(int(np.flatnonzero(_loss_mask(chunk))[-1]) for chunk in exchanges)
         self.conversations += 1
         self.pieces += len(pieces)
         self.needed_length = max(self.needed_length, needed)
@@ -98,20 +97,23 @@ class RowEncoder:
         """Return the event for the log, which suggests a sequence length of at most `context_length`."""
         suggested = min(64 * -(-self.needed_length // 64), context_length)
         helps = self.needed_length >= self._room and suggested >= self._room
-        return Conversations(
-            self.conversations, self.pieces, self.split, self.cut, self._room - 1, suggested if helps else None
-        )
+        counts = self.conversations, self.pieces, self.split, self.cut
+        return Conversations(*counts, self._room - 1, suggested if helps else None)
+
+
+def _loss_mask(chunk: Chunk) -> np.ndarray:
+    return np.ones(len(chunk.ids), np.uint8) if chunk.loss_mask is None else chunk.loss_mask
 
 
 def _windows(chunk: Chunk, room: int) -> Iterator[Chunk]:
     """Yield a document as one or more of at most `room` tokens; each learned token is learned in one of them."""
-    learned = np.flatnonzero(chunk.loss_mask)
-    stop, text_bytes = 0, chunk.text_bytes
+    whole_mask, stop, text_bytes = _loss_mask(chunk), 0, chunk.text_bytes
+    learned = np.flatnonzero(whole_mask)
     while len(learned := learned[learned >= stop]):
         start = 0
         if learned[0] >= room or stop:
             start = min(int(learned[0]) - room // 2, max(0, int(learned[-1]) + 1 - room))
-        loss_mask = chunk.loss_mask[start : start + room].copy()
+        loss_mask = whole_mask[start : start + room].copy()
         loss_mask[: max(0, stop - start)] = 0
         yield Chunk(chunk.ids[start : start + room], text_bytes, True, loss_mask)
         stop, text_bytes = start + room, 0
@@ -171,16 +173,20 @@ def start_finetune(
     try:
         shards, rows = workspace / "data", RowEncoder(encoder, draft.max_seq_length)
         _prepare_conversations(data, tokenizer, shards, draft.seed, rows, phase)
-        final_settings, forecast = _finalize_settings(config, values, shards, budget, phase)
+        num_rows = count_rows(shards, draft)
+        values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
+        if budget.minutes is None:
+            epochs, rows_per_step = budget.epochs or DEFAULT_EPOCHS, TrainSettings.provisional(values).rows_per_step
+            values["steps"] = budget.steps or max(1, math.ceil(epochs * num_rows / rows_per_step))
+            values.setdefault("eval_every", max(1, values["steps"] // 10))
+        final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
         tokenizer.chat_template = encoder.chat_template
         saving_since = time.monotonic()
         with atomic_new_folder(out) as folder:
             run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
             _save_base(run, base)
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
-            log = RunLog(run.log_file)
-            for event in filter(None, (rows.event(config.max_position_embeddings), forecast)):
-                log.record(event)
+            RunLog(run.log_file).record(rows.event(config.max_position_embeddings), forecast)
         return Run.open(out)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
@@ -194,15 +200,11 @@ def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:
     """
     base = open_decoder_checkpoint(model, "fine-tuned")
     tokenizer = base.load_tokenizer()
-    chat_tokens = {
-        token for format_ in CHAT_FORMATS.values() if format_.has_tokens(tokenizer) for token in format_.tokens
-    }
+    chat_tokens = {token for chat in CHAT_FORMATS.values() if chat.has_tokens(tokenizer) for token in chat.tokens}
     needed = max(tokenizer.min_vocab_size, *(tokenizer.special_tokens[token] + 1 for token in chat_tokens), 0)
     if needed > base.config.vocab_size:
-        raise CheckpointError(
-            f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}",
-            "the tokenizer files that belong to these weights",
-        )
+        problem = f"{base.path}: the tokenizer has {needed} tokens and the model {base.config.vocab_size}"
+        raise CheckpointError(problem, "the tokenizer files that belong to these weights")
     return base, tokenizer
 
 
@@ -222,33 +224,6 @@ def _prepare_conversations(
     if not Manifest.read(out).validation.documents:
         hint = "more conversations, or --validation FILE" if data.validation_fraction else "--validation-fraction 0.05"
         raise DataError("no conversation is held out for validation", hint)
-
-
-def _finalize_settings(
-    config: ModelConfig, values: dict[str, Any], shards: Path, budget: Budget, phase: Phase
-) -> tuple[TrainSettings, Forecast | None]:
-    """Return the settings of the run, and a forecast if the run is long enough to benchmark it first."""
-    train, validation = TokenDataset.open(shards, "train"), TokenDataset.open(shards, "validation")
-    validation_tokens = train.manifest.validation.tokens
-    settings = TrainSettings.provisional(values)
-    num_rows = TrainBatches(train, 1, settings.max_seq_length, settings.seed, **FINETUNE_SETTINGS).rows
-    values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
-    settings = TrainSettings.provisional(values)
-    if budget.minutes is None and budget.steps is None:
-        epochs = budget.epochs or DEFAULT_EPOCHS
-        values["steps"] = max(1, math.ceil(epochs * num_rows / settings.rows_per_step))
-    benchmark = None
-    if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
-        with phase(BENCHMARK_LABEL, None):
-            benchmark = probe(config, settings, validation)
-    if budget.minutes is not None:
-        values = time_limit_settings(benchmark, budget, values, validation_tokens)
-    else:
-        values.setdefault("eval_every", max(1, values["steps"] // 10))
-    epochs = values["steps"] * settings.rows_per_step / num_rows
-    values.setdefault("weight_decay", default_weight_decay(settings.optimizer, epochs))
-    settings = TrainSettings(**values)
-    return settings, benchmark and benchmark.forecast(settings, validation_tokens)
 
 
 def _default_batch_size(

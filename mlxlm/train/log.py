@@ -31,22 +31,23 @@ class RunLog:
         self._pending: list[bytes] = []
         self._retry_at = 0.0
 
-    def record(self, event: Event) -> None:
-        """Append an event: its name in snake case, its fields except paths, and, except for steps, the time.
+    def record(self, *events: Event | None) -> None:
+        """Append events: the name in snake case, the fields except paths, and, except for steps, the time.
 
         Raises:
             CheckpointError: The file can't be written, for another reason than a full disk.
         """
+        for event in filter(None, events):
+            self._record(event)
+
+    def _record(self, event: Event) -> None:
         fields = {name: _plain(value) for name, value in asdict(event).items() if not isinstance(value, Path)}
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
-        if isinstance(event, Step):
-            self._pending.append(json_line({"event": name, **fields}))
-            if time.monotonic() < self._retry_at:  # else each step would try all lines again
-                return
-        else:
-            fields["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-            self._pending.append(json_line({"event": name, **fields}))
-        self._write()
+        is_step = isinstance(event, Step)
+        now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+        self._pending.append(json_line({"event": name, **fields, **now}))
+        if not is_step or time.monotonic() >= self._retry_at:  # else each step would try all lines again
+            self._write()
 
     def _write(self) -> None:
         lines = b"".join(self._pending)
@@ -82,7 +83,7 @@ class RunLog:
         Returns:
             The names of the remaining events of `step`.
         """
-        remaining, size = set(), 0
+        remaining, size = set[str](), 0
         for line, entry in self._until(step, validated):
             size += len(line)
             if entry.get("step") == step:

@@ -19,7 +19,8 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.deadline import Deadline
-from mlxlm.train.distributed.process_group import ProcessGroup, RankLostError
+from mlxlm.train.distributed.heartbeat import RankLostError
+from mlxlm.train.distributed.process_group import ProcessGroup
 from mlxlm.train.distributed.worker import start_step, start_workers
 from mlxlm.train.events import (
     Event,
@@ -323,7 +324,7 @@ class Trainer:
         """Return the state after the last finished step, for its checkpoint."""
         return TrainState(
             step=self.finished, seconds=self.timer.seconds, **self.deadline.state,
-            validation_loss=validation and validation.loss, best=self.best,
+            validation_loss=validation.loss if validation else None, best=self.best,
             healthy=self.spike_detector.healthy, spike_detector=self.spike_detector.state,
         )  # fmt: skip
 

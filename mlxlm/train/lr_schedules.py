@@ -15,7 +15,7 @@ LR_SCHEDULES = (*_DECAYS, "wsd")
 
 
 def learning_rate(
-    step: int, steps: int, peak: float, *, lr_schedule: str, warmup: int, min_lr_ratio: float, decay_fraction: float
+    step: int, steps: int, peak: float, lr_schedule: str, warmup: int, min_lr_ratio: float, decay_fraction: float
 ) -> float:
     """Return the learning rate of step `step` (0-based) of `steps`.
 

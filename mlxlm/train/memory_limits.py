@@ -25,10 +25,10 @@ def fits_memory(config: ModelConfig, settings: TrainSettings) -> bool:
 
 def check_memory(config: ModelConfig, settings: TrainSettings, preset: str = "--preset") -> None:
     """Raise ConfigError unless `fits_memory`. The hint is by `suggest_change`, which explains `preset`."""
-    if fits_memory(config, settings):
-        return
     training, memory = Training.from_settings(settings), device.device_memory()
     needed = training_memory(config, training).total
+    if memory is None or needed <= usable_memory(memory):
+        return
     change = suggest_change(config, training, memory, preset)
     hint = f"{change.text}, which takes {human_bytes(change.peak_memory)}" if change else "a smaller model"
     available = human_bytes(usable_memory(memory))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend.mlx import mx, optim
 from mlxlm.config.optimizers import OPTIMIZERS
@@ -31,7 +31,7 @@ def make_optimizer(settings: TrainSettings) -> optim.MultiOptimizer:
     optimizers = [mlx_class(settings.learning_rate, weight_decay=w, **arguments) for w in (settings.weight_decay, 0.0)]
     filters = [lambda _name, weight: weight.ndim >= 2]
     if spec.layer_matrices == "muon":
-        optimizers.insert(0, Muon(settings.learning_rate, settings.weight_decay))
+        optimizers.insert(0, Muon(settings.learning_rate, settings.weight_decay or 0.0))
         filters.insert(0, lambda name, weight: weight.ndim >= 2 and ".layers." in name)
     return optim.MultiOptimizer(optimizers, filters)
 
@@ -48,7 +48,7 @@ class Muon(optim.Muon):
         super().__init__(learning_rate, momentum=_MUON_MOMENTUM, weight_decay=0.0)
         self.decoupled_decay = weight_decay
 
-    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
         """Return the updated `parameter`, a matrix `[r, c]`."""
         rows, columns = parameter.shape
         update = super().apply_single(gradient, mx.zeros_like(parameter), state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -15,10 +15,7 @@ from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 _MAX_NUMBER = 1e9  # far below the largest float32, because optimizers square
-_POSITIVE_COUNTS = (
-    "steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "save_total_limit",
-    "sample_tokens",
-)  # fmt: skip
+_SIZES = ("steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "sample_tokens")
 _COUNTS = ("warmup_steps", "eval_every", "save_every", "sample_every", "seed")
 _FLAGS = ("document_mask", "mask_prompt", "grad_checkpoint")
 
@@ -63,13 +60,12 @@ class TrainSettings:
     sample_prompt: str = ""
     sample_tokens: int = 64
     spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: no limit
-    repeat_plan: dict[str, list] | None = None  # made by `repeat_run` from a run with a time limit
+    repeat_plan: dict[str, list[Any]] | None = None  # made by `repeat_run` from a run with a time limit
 
     def __post_init__(self) -> None:
-        if spec := self._optimizer_spec:
-            for name in ("weight_decay", "beta1", "beta2"):
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, getattr(spec, name))
+        for name in ("weight_decay", "beta1", "beta2"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self._optimizer_spec, name, None))
         if problems := list(_problems(self)):
             raise ConfigError("invalid training settings: " + "; ".join(problems))
 
@@ -133,10 +129,8 @@ class TrainSettings:
         warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
         if self.time_limit is not None or self.repeat_plan:  # there may be fewer steps than first planned
             warmup = min(warmup, steps // 2)
-        return lr_schedules.learning_rate(
-            step, steps, self.learning_rate, lr_schedule=self.lr_schedule, warmup=warmup,
-            min_lr_ratio=self.min_lr_ratio, decay_fraction=self.decay_fraction,
-        )  # fmt: skip
+        schedule = self.lr_schedule, warmup, self.min_lr_ratio, self.decay_fraction
+        return lr_schedules.learning_rate(step, steps, self.learning_rate, *schedule)
 
 
 def _is_count(value: Any, minimum: int) -> bool:
@@ -149,31 +143,29 @@ def _is_number(value: Any) -> bool:
 
 def _problems(s: TrainSettings) -> Iterator[str]:
     """Yield every problem of the settings, each with a value that would work."""
-    spec = s._optimizer_spec
-    optional = {"warmup_steps"} | ({"eval_every"} if s.time_limit is not None or s.repeat_plan else set())
-    has_betas = spec is not None and spec.beta2 is not None
-    decays = ("weight_decay",) if spec else ()
+    optional = {"warmup_steps", "time_limit", "weight_decay", "beta1", "beta2"}
+    if s.time_limit is not None or s.repeat_plan:
+        optional.add("eval_every")
 
-    def check(names: tuple[str, ...], is_valid, requirement: str) -> Iterator[str]:
+    def check(names: tuple[str, ...], is_valid: Callable[[Any], bool], requirement: str) -> Iterator[str]:
         for name in names:
             value = getattr(s, name)
             if not is_valid(value) and not (value is None and name in optional):
                 yield f"{name} is {value!r}, it must be {requirement}"
 
-    yield from check(_POSITIVE_COUNTS, lambda x: _is_count(x, 1), "a whole number from 1 up")
+    yield from check((*_SIZES, "save_total_limit"), lambda x: _is_count(x, 1), "a whole number from 1 up")
     yield from check(_COUNTS, lambda x: _is_count(x, 0), "a whole number from 0 up")
     choices = {"packing": PACKINGS, "lr_schedule": LR_SCHEDULES, "optimizer": OPTIMIZERS, "dtype": DTYPES}
     for name, allowed in choices.items():
-        yield from check((name,), lambda x, allowed=tuple(allowed): x in allowed, f"one of {', '.join(allowed)}")
-    yield from check(("learning_rate",), lambda x: _is_number(x) and x > 0, "a positive number")
-    non_negative = (*decays, "grad_clip", "spike_threshold", "save_minutes")
+        yield from check((name,), tuple(allowed).__contains__, f"one of {', '.join(allowed)}")
+    yield from check(("learning_rate", "time_limit"), lambda x: _is_number(x) and x > 0, "a positive number")
+    non_negative = ("weight_decay", "grad_clip", "spike_threshold", "save_minutes")
     yield from check(non_negative, lambda x: _is_number(x) and x >= 0, "a number from 0 up")
-    if s.time_limit is not None:
-        yield from check(("time_limit",), lambda x: _is_number(x) and x > 0, "a positive number of seconds")
     yield from check(("min_lr_ratio", "decay_fraction"), lambda x: _is_number(x) and 0 <= x <= 1, "between 0 and 1")
-    fractions = ("beta1", "beta2", "dropout", "ema_decay") if has_betas else ("dropout", "ema_decay")
+    fractions = ("beta1", "beta2", "dropout", "ema_decay")
     yield from check(fractions, lambda x: _is_number(x) and 0 <= x < 1, "at least 0 and below 1")
-    if spec and not has_betas:
+    spec = s._optimizer_spec
+    if spec and spec.beta2 is None:
         for name in ("beta1", "beta2"):
             if getattr(s, name) != getattr(spec, name):
                 yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: omit it"
@@ -181,7 +173,8 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         yield "repeat_plan must have steps_changed, pairs of steps, and validations, a list of steps"
     yield from check(_FLAGS, lambda x: isinstance(x, bool), "true or false")
     yield from check(("sample_prompt",), lambda x: isinstance(x, str), "text")
-    if s.time_limit is None and _is_count(s.steps, 1) and _is_count(s.warmup_steps, 0) and s.warmup_steps >= s.steps:
+    fixed_warmup = s.warmup_steps if s.time_limit is None and _is_count(s.warmup_steps, 0) else None
+    if fixed_warmup is not None and _is_count(s.steps, 1) and fixed_warmup >= s.steps:
         yield f"warmup_steps is {s.warmup_steps}, it must be less than steps, which is {s.steps}"
 
 

@@ -43,7 +43,7 @@ from mlxlm.train.run_data import (
     train_tokenizer,
 )
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, Probe, probe
+from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import check_not_exists, working_folder
 
@@ -93,33 +93,35 @@ def start_run(
     seed = TrainSettings.provisional(values).seed
     prepared = check_sources(data, options)
 
-    tokenizer = existing_tokenizer(options, prepared)
-    vocab_size = tokenizer.vocab_size if tokenizer else _vocab_size_to_train(options, config, data, budget)
+    existing = existing_tokenizer(options, prepared)
+    vocab_size = existing.vocab_size if existing else _vocab_size_to_train(options, config, data, budget)
     token_seconds = None if config is None else check_feasible(config, vocab_size, values, budget, phase)
-    tokenizer = tokenizer or train_tokenizer(data, options, vocab_size, seed, phase)
+    run_tokenizer = existing or train_tokenizer(data, options, vocab_size, seed, phase)
 
     workspace = working_folder(out)
     try:
-        shards = prepared or prepare_shards(data, tokenizer, workspace / "data", seed, phase)
-        config, values, choice = choose_model(config, values, shards, tokenizer, budget, token_seconds, phase)
-        final_settings, forecast = finalize_settings(config, values, shards, budget, phase)
-        run = Run.create(out, config, final_settings, tokenizer, shards, move_data=not prepared)
+        shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
+        config, values, choice = choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
+        draft = TrainSettings.provisional(values)
+        values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
+        if budget.minutes is None:
+            values["steps"] = budget.steps or steps_for(budget.tokens, config, draft)
+        num_rows = count_rows(shards, draft)
+        final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
+        run = Run.create(out, config, final_settings, run_tokenizer, shards, move_data=not prepared)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    log = RunLog(run.log_file)
-    for event in filter(None, (choice, forecast)):
-        log.record(event)
+    RunLog(run.log_file).record(choice, forecast)
     return run
 
 
 def merge_budget(
     budget: Budget | None, minutes: float | None, settings: Mapping[str, Any] | None
 ) -> tuple[Budget, dict[str, Any]]:
-    """Return one budget and the given settings: with a dtype, the steps, and the accumulation of all processes."""
-    values = dict(settings or {})
-    budget = budget or Budget()
-    given = {"minutes": minutes, "steps": values.get("steps")}
-    budget = replace(budget, **{name: value for name, value in given.items() if value is not None})
+    """Return one budget, and the settings with a dtype, the steps, and the accumulation of all processes."""
+    values, budget = dict(settings or {}), budget or Budget()
+    minutes, steps = budget.minutes if minutes is None else minutes, values.get("steps")
+    budget = replace(budget, minutes=minutes, steps=budget.steps if steps is None else steps)
     if budget.steps is not None:
         values["steps"] = budget.steps
     accumulation = values.get("grad_accumulation_steps", TrainSettings.grad_accumulation_steps)
@@ -139,7 +141,7 @@ def set_default_dtype(values: dict[str, Any]) -> None:
 def _vocab_size_to_train(
     options: TokenizerOptions, config: ModelConfig | None, data: DataOptions, budget: Budget
 ) -> int:
-    """Return the vocabulary size of a tokenizer to train: as asked, the configuration's, or by the time."""
+    """Return the vocabulary size of a tokenizer to train: of the options, of the configuration, or by the time."""
     if options.vocab_size is not None:
         return options.vocab_size
     if config is not None:
@@ -181,26 +183,20 @@ def choose_model(
 
     Also gives the tokenizer a chat template if the data has conversations.
     """
-    manifest, choice = Manifest.read(shards), None
-    special_tokens = {
-        "vocab_size": tokenizer.vocab_size, "bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
-    }  # fmt: skip
-    if budget.minutes is not None:
-        seconds, fixed_batch_size = budget.compute_seconds_left(), "batch_size" in values
-        if config is None:
-            with phase("choosing a model", None):
-                chosen = auto_size(
-                    seconds, manifest.train.tokens, tokenizer.vocab_size, values, budget.scaling_law,
-                    budget.num_processes,
-                )  # fmt: skip
-            config, values, choice = chosen.config, chosen.settings, chosen.event
-        else:
-            values = batch_settings(config, TRAINING_FRACTION * seconds / token_seconds, values)
-        if not fixed_batch_size:
-            values["batch_size"] = _fitting_batch_size(config.with_changes(**special_tokens), values, budget, phase)
+    manifest, choice, fixed_batch_size = Manifest.read(shards), None, "batch_size" in values
+    seconds, processes = budget.compute_seconds_left(), budget.num_processes
+    if config is None:
+        with phase("choosing a model", None):
+            tokens, law = manifest.train.tokens, budget.scaling_law
+            config, values, choice = auto_size(seconds, tokens, tokenizer.vocab_size, values, law, processes)
+    elif token_seconds is not None:
+        values = batch_settings(config, TRAINING_FRACTION * seconds / token_seconds, values)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    config = config.with_changes(vocab_size=tokenizer.vocab_size, **ids)
+    if budget.minutes is not None and not fixed_batch_size:
+        values["batch_size"] = _fitting_batch_size(config, values, budget, phase)
     settings = TrainSettings.provisional(values)
-    config = _model_to_train(config, settings.per_process(budget.num_processes), **special_tokens)
+    config = _model_to_train(config, settings.per_process(processes))
     check_shards(manifest, tokenizer, settings.max_seq_length, shards)
     tokenizer.chat_template = None  # without conversations in the text the model knows no roles: it continues text
     if manifest.num_conversations:
@@ -229,31 +225,33 @@ def _fitting_batch_size(config: ModelConfig, values: Mapping[str, Any], budget: 
     return batch_size
 
 
+def count_rows(shards: Path, settings: TrainSettings) -> int:
+    """Return the rows of an epoch."""
+    data, length, seed = TokenDataset.open(shards, "train"), settings.max_seq_length, settings.seed
+    return TrainBatches(data, 1, length, seed, packing=settings.packing).rows  # batches of 1 need no padding
+
+
 def finalize_settings(
-    config: ModelConfig, values: dict[str, Any], shards: Path, budget: Budget, phase: Phase
+    config: ModelConfig, values: dict[str, Any], shards: Path, num_rows: int, budget: Budget, phase: Phase
 ) -> tuple[TrainSettings, Forecast | None]:
-    """Return the settings of the run, and a forecast if the run is long enough to benchmark it first."""
+    """Return the settings of the run, and a forecast if the run is long enough to benchmark it first.
+
+    `values` have the steps, unless the budget has minutes; `num_rows` are the rows of an epoch.
+    """
     settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
-    validation_tokens = validation_data.manifest.validation.tokens
-    values.setdefault("learning_rate", default_learning_rate(config, settings.optimizer))
-    if budget.minutes is None:
-        values["steps"] = budget.steps or steps_for(budget.tokens, config, settings)
-    benchmark: Probe | None = None
+    validation_tokens, benchmark = validation_data.manifest.validation.tokens, None
     if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
         with phase(BENCHMARK_LABEL, None):
             benchmark = probe(config, settings.per_process(budget.num_processes), validation_data)
-    if budget.minutes is not None:
-        values = time_limit_settings(benchmark, budget, values, validation_tokens)
-    rows = TrainBatches(
-        TokenDataset.open(shards, "train"), 1, settings.max_seq_length, settings.seed, packing=settings.packing
-    ).rows  # in batches of 1, which need no padding
-    epochs = values["steps"] * settings.rows_per_step / rows
+        if budget.minutes is not None:
+            values = time_limit_settings(benchmark, budget, values, validation_tokens)
+    epochs = values["steps"] * settings.rows_per_step / num_rows
     values.setdefault("weight_decay", default_weight_decay(settings.optimizer, epochs))
     settings = TrainSettings(**values)
-    return settings, benchmark and benchmark.forecast(settings, validation_tokens)
+    return settings, benchmark.forecast(settings, validation_tokens) if benchmark else None
 
 
 def steps_for(tokens: float | None, config: ModelConfig, settings: TrainSettings) -> int:
     """Return the steps that see `tokens`; by default as many as are compute-optimal for the model."""
-    tokens = compute_optimal_tokens(config.parameter_count()) if tokens is None else int(tokens)
-    return max(1, -(-tokens // settings.tokens_per_step))
+    total = compute_optimal_tokens(config.parameter_count()) if tokens is None else tokens
+    return max(1, -(-int(total) // settings.tokens_per_step))

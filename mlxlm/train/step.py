@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
+
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
 from mlxlm.backend.cpu_cores import num_batch_shards
@@ -217,7 +219,7 @@ class TrainStep:
         count = sum(_count_targets(tokens, weights) for tokens, _, weights in batches)
         return {"gradients": gradients, "loss": loss, "count": count}
 
-    def _loss(self, parameters: dict, *batch: mx.array | None) -> mx.array:
+    def _loss(self, parameters: dict[str, Any], *batch: mx.array | None) -> mx.array:
         self.model.update(tree_map(lambda weight: weight.astype(self._dtype), parameters))
         return summed_loss(self.model, *batch)
 
@@ -235,7 +237,11 @@ class TrainStep:
 
 
 def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
-    return [tuple(None if part is None else mx.array(part) for part in batch) for batch in batches]
+    return [(mx.array(tokens), _array(ids), _array(weights)) for tokens, ids, weights in batches]
+
+
+def _array(x: np.ndarray | None) -> mx.array | None:
+    return None if x is None else mx.array(x)
 
 
 def _add(sums: list[dict[str, Any]]) -> dict[str, Any]:

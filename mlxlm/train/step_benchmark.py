@@ -8,6 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from mlxlm.train.events import Forecast
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 
-BENCHMARK_STEPS = 3
+_BENCHMARK_STEPS = 3
 BENCHMARK_LABEL = "trying three training steps"
 # Shorter runs are not benchmarked, except with a time limit: the benchmark takes four steps itself.
 MIN_STEPS_TO_BENCHMARK = 100
@@ -48,7 +49,7 @@ class Probe:
         steps = settings.steps if steps is None else steps
         windows = min(max(validation_tokens - 1, 1), settings.eval_tokens) / settings.max_seq_length
         validation_seconds = self.validation * math.ceil(math.ceil(windows) / settings.batch_size)
-        if settings.eval_every is None:
+        if settings.eval_every is None and settings.time_limit is not None:
             times = num_validations(settings.time_limit, validation_seconds)
         else:
             times = -(-steps // settings.eval_every) if settings.eval_every else 1
@@ -76,7 +77,7 @@ def probe(config: ModelConfig, settings: TrainSettings, validation_data: TokenDa
     compile_seconds, times, validation = _measure(config, settings, validation_data)
     memory = mx.get_peak_memory() - before
     _free_memory()
-    return Probe(compile_seconds, sorted(times)[BENCHMARK_STEPS // 2], validation, memory)
+    return Probe(compile_seconds, median(times), validation, memory)
 
 
 def _measure(
@@ -86,7 +87,7 @@ def _measure(
     model = Decoder(config, dropout=settings.dropout)
     model.init_weights(0)
     step, batches = TrainStep(model, settings), _batches(config, settings)
-    first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + BENCHMARK_STEPS)]
+    first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + _BENCHMARK_STEPS)]
     if validation_data is None:
         return first, times, 0.0
     _, validation = [_seconds(lambda: _validate(model, validation_data, settings)) for _ in range(2)]

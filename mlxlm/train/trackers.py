@@ -1,6 +1,6 @@
-"""Sends the events of a run to TensorBoard and Weights & Biases, with their own libraries.
+"""Sends the events of a run to TensorBoard and Weights & Biases.
 
-The run does not depend on them: one that fails is no longer used, with one warning.
+A tracker that fails is no longer used, with one warning; the training continues.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import importlib.util
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from mlxlm.families import config_to_hf
 from mlxlm.train.events import (
@@ -31,16 +31,6 @@ _WANDB_FILE = "wandb.json"  # in the run's folder: the id of the W&B run
 _WANDB_TIMEOUT = 30.0  # seconds, for the first connection
 
 
-class Tracker(Protocol):
-    """A service that shows curves of a run."""
-
-    def record(self, event: Event) -> None:
-        """Send an event."""
-
-    def close(self) -> None:
-        """End the connection."""
-
-
 def check_trackers(tensorboard: bool, wandb: str | None) -> None:
     """Raise PlatformError, naming the extra to install, if the library of a chosen tracker is not installed."""
     for wanted, library, extra in ((tensorboard, "tensorboardX", "tensorboard"), (wandb is not None, "wandb", "wandb")):
@@ -60,9 +50,8 @@ class Trackers:
     """
 
     def __init__(self, run: Run, first: int, tensorboard: bool, wandb: str | None):
-        check_trackers(tensorboard, wandb)
-        self._openers: dict[str, Callable[[], Tracker]] = {}
-        self._open: dict[str, Tracker] = {}
+        self._openers: dict[str, Callable[[], Any]] = {}
+        self._open: dict[str, Any] = {}
         if tensorboard:
             self._openers["TensorBoard"] = lambda: _TensorBoard(run, first)
         if wandb is not None:
@@ -93,8 +82,8 @@ class Trackers:
                 self._open.pop(name).close()
 
 
-def _scalars(event: Event) -> dict[str, float]:
-    """Return the values that an event adds to curves."""
+def _values(event: Step | Validation | Sample) -> dict[str, Any]:
+    """Return the values to log for an event."""
     if isinstance(event, Step):
         return {
             "train/loss": event.loss,
@@ -106,7 +95,7 @@ def _scalars(event: Event) -> dict[str, float]:
         }
     if isinstance(event, Validation):
         return {"validation/loss": event.loss, "validation/bits_per_byte": event.bits_per_byte}
-    return {}
+    return {"sample": event.prompt + event.text}
 
 
 def _identity(run: Run, project: str) -> dict[str, Any]:
@@ -134,11 +123,11 @@ class _TensorBoard:
         )
 
     def record(self, event: Event) -> None:
-        for name, value in _scalars(event).items():
-            self._writer.add_scalar(name, value, event.step)
-        if isinstance(event, Sample):
-            self._writer.add_text("sample", event.prompt + event.text, event.step)
-        if isinstance(event, CheckpointSaved | Stopped | Finished):  # a resume continues from here
+        if isinstance(event, Step | Validation | Sample):
+            add = self._writer.add_text if isinstance(event, Sample) else self._writer.add_scalar
+            for name, value in _values(event).items():
+                add(name, value, event.step)
+        elif isinstance(event, CheckpointSaved | Stopped | Finished):  # a resume continues from here
             self._writer.flush()
 
     def close(self) -> None:
@@ -154,20 +143,15 @@ class _WeightsAndBiases:
         known = _identity(run, project)
         quiet = wandb.Settings(silent=True, console="off", disable_code=True, init_timeout=_WANDB_TIMEOUT)
         config = {"settings": run.settings.to_dict(), "model": config_to_hf(run.config)}
-        self._run: Any = wandb.init(
-            project=project, id=known["id"], name=run.path.absolute().name, dir=str(run.path), resume="allow",
-            config=config, settings=quiet,
-        )  # fmt: skip
+        names = {"project": project, "id": known["id"], "name": run.path.absolute().name, "dir": str(run.path)}
+        self._run: Any = wandb.init(**names, resume="allow", config=config, settings=quiet)
         self._sent = self._run.step  # W&B has the steps before it
 
     def record(self, event: Event) -> None:
         if isinstance(event, Started):
             self._run.summary["parameters"] = event.parameters
-        values: dict[str, Any] = _scalars(event)
-        if isinstance(event, Sample):
-            values = {"sample": event.prompt + event.text}
-        if values and event.step >= self._sent:
-            self._run.log(values, step=event.step)
+        elif isinstance(event, Step | Validation | Sample) and event.step >= self._sent:
+            self._run.log(_values(event), step=event.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -21,21 +21,20 @@ def steady(monkeypatch):
 
 
 def test_model_is_compute_optimal(steady):
-    chosen = auto_size.auto_size(3600.0, 10**12, 1024, {})
-    count = chosen.config.parameter_count()
-    assert chosen.tokens == pytest.approx(0.9 * 3600 * 1e10 / count)
+    config, settings, chosen = auto_size.auto_size(3600.0, 10**12, 1024, {})
+    count = config.parameter_count()
+    assert chosen.parameters == count and chosen.tokens == pytest.approx(0.9 * 3600 * 1e10 / count)
     compute_optimal = CHINCHILLA_LAW.compute_optimal(6 * 0.9 * 3600 * 1e10)
-    assert (
-        compute_optimal[0] / 2.3 < count < 1.5 * compute_optimal[0]
-    )  # the family has steps, and the smaller of equals is taken
+    # The sizes of the family are discrete, and the smaller of two equals is taken.
+    assert compute_optimal[0] / 2.3 < count < 1.5 * compute_optimal[0]
     assert CHINCHILLA_LAW.loss(count, chosen.tokens) < 1.006 * CHINCHILLA_LAW.loss(*compute_optimal)
-    assert chosen.settings["max_seq_length"] == 512 and chosen.settings["batch_size"] >= 8
+    assert settings["max_seq_length"] == 512 and settings["batch_size"] >= 8
 
 
 def test_short_text_in_minutes_gets_a_small_model(steady):
-    chosen = auto_size.auto_size(180.0, 430_000, 1024, {})
-    assert 2.5e5 < chosen.config.parameter_count() < 6e5  # 2.16 bits per byte; 0.03M parameters end at 2.65
-    assert chosen.settings["batch_size"] * chosen.settings["max_seq_length"] <= 2048
+    config, settings, _ = auto_size.auto_size(180.0, 430_000, 1024, {})
+    assert 2.5e5 < config.parameter_count() < 6e5  # 2.16 bits per byte; 0.03M parameters end at 2.65
+    assert settings["batch_size"] * settings["max_seq_length"] <= 2048
 
 
 def test_speed_is_the_median_of_several_benchmarks(monkeypatch):
@@ -50,32 +49,29 @@ def test_speed_is_the_median_of_several_benchmarks(monkeypatch):
 
 
 def test_less_text_gives_a_smaller_model(steady):
-    sizes = [
-        auto_size.auto_size(3600.0, unique_tokens, 1024, {}).config.parameter_count()
-        for unique_tokens in (10**9, 10**5, 10**4)
-    ]
+    sizes = [auto_size.auto_size(3600.0, tokens, 1024, {})[2].parameters for tokens in (10**9, 10**5, 10**4)]
     assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_more_processes_train_on_more_tokens(steady):
     one, four = (
-        auto_size.auto_size(3600.0, 10**12, 1024, {"grad_accumulation_steps": n}, num_processes=n) for n in (1, 4)
+        auto_size.auto_size(3600.0, 10**12, 1024, {"grad_accumulation_steps": n}, num_processes=n)[2] for n in (1, 4)
     )
-    compute_optimal = CHINCHILLA_LAW.compute_optimal(4 * 6 * one.tokens * one.config.parameter_count())
-    assert compute_optimal[0] / 2.3 < four.config.parameter_count() < 1.5 * compute_optimal[0]
-    assert four.config.parameter_count() > 1.3 * one.config.parameter_count()
+    compute_optimal = CHINCHILLA_LAW.compute_optimal(4 * 6 * one.tokens * one.parameters)
+    assert compute_optimal[0] / 2.3 < four.parameters < 1.5 * compute_optimal[0]
+    assert four.parameters > 1.3 * one.parameters
 
 
 def test_scaling_law_determines_the_size(steady):
     hungry, easy = ScalingLaw(1.0, 1.0, 0.5, 1e4, 0.5), ScalingLaw(1.0, 1e4, 0.5, 1.0, 0.5)
-    small, large = (auto_size.auto_size(60.0, 10**12, 1024, {}, law).config.parameter_count() for law in (hungry, easy))
+    small, large = (auto_size.auto_size(60.0, 10**12, 1024, {}, law)[2].parameters for law in (hungry, easy))
     assert large > 100 * small
 
 
 def test_explicit_settings_are_kept(steady):
     values = {"batch_size": 3, "max_seq_length": 64, "eval_every": 7}
-    chosen = auto_size.auto_size(60.0, 10**6, 1024, values)
-    assert values.items() <= chosen.settings.items()
+    _, settings, _ = auto_size.auto_size(60.0, 10**6, 1024, values)
+    assert values.items() <= settings.items()
 
 
 def test_pretrain_hours_chooses_a_model(tmp_path, text_file, tokenizer_folder, capfd, monkeypatch):
