@@ -3,10 +3,11 @@
 from mlxlm.cache.factory import make_cache
 from mlxlm.cache.fingerprint import fingerprint
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.options import KVOptions
+from mlxlm.cache.options import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.cache.prompt_cache_file import load_prompt_cache, load_prompt_cache_identity, save_prompt_cache
 
 __all__ = [
+    "PREFILL_STEP_SIZE",
     "KVCache",
     "KVOptions",
     "fingerprint",

@@ -11,6 +11,7 @@ from mlxlm.utils.errors import GenerationError
 
 KV_BITS = (8, 4)
 _BITS_BY_NAME = {"none": None, **{str(bits): bits for bits in KV_BITS}}
+PREFILL_STEP_SIZE = 512  # tokens; bounds the memory of a prompt's attention scores, [H, 512, S] per layer
 NUM_SINK_TOKENS = 4  # enough attention sinks according to Xiao et al. 2023, "StreamingLLM"
 
 

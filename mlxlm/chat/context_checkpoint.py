@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxlm.cache import KVCache, KVOptions
-from mlxlm.generation.context import PREFILL_STEP_SIZE, Context, common_prefix_length
+from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions
+from mlxlm.generation.context import Context, common_prefix_length
 
 _MIN_PREFILL = 64  # tokens; a checkpoint this close ahead is taken early, rather than read so few tokens by themselves
 

@@ -151,7 +151,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
 
         plot_plan(result, plot)
     if as_json:
-        render.emit_json({**result.to_dict(), "textbook": result.textbook()})
+        render.emit_json(result.to_dict())
     else:
         from mlxlm.cli.plan_tables import print_plan
 

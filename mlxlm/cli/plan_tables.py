@@ -79,12 +79,9 @@ def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _flops_by_length(plan: Plan) -> Iterator[tuple[str, ...]]:
-    flops_by_length = plan.flops_by_length
-    for length, shares, total in zip(
-        flops_by_length.lengths, flops_by_length.shares, flops_by_length.total, strict=True
-    ):
-        if length in _LENGTHS:
-            yield str(length), *(f"{100 * share:.1f}%" for share in shares.values()), _operations(total)
+    for row in plan.flops_by_length:
+        if row.length in _LENGTHS:
+            yield str(row.length), *(f"{100 * share:.1f}%" for share in row.shares.values()), _operations(row.flops)
 
 
 def _operations(count: float) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import (
+    PREFILL_STEP_SIZE,
     KVOptions,
     fingerprint,
     load_prompt_cache,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from mlxlm.generation.loaded_model import LoadedModel
 
 UNLIMITED = sys.maxsize  # tokens
-PREFILL_STEP_SIZE = 512  # tokens; bounds the memory of a prompt's attention scores, [H, 512, S] per layer
 
 
 class Context:

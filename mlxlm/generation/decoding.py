@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import PREFILL_STEP_SIZE, Context
+from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.context import PREFILL_STEP_SIZE, Context, common_prefix_length
+from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.generation.context import Context, common_prefix_length
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.running_batch import BatchRow
 

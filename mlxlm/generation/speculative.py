@@ -9,7 +9,8 @@ from copy import copy
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.generation.context import PREFILL_STEP_SIZE, UNLIMITED, Context
+from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.generation.context import UNLIMITED, Context
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
 from mlxlm.generation.draft_length import MEASURING, DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens

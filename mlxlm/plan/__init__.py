@@ -9,11 +9,14 @@ The package can be called: `mlxlm.plan(...)` is `mlxlm.plan.plan(...)`.
 """
 
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from mlxlm.config import ModelConfig
 from mlxlm.plan.advice import Change, Fits, bits_that_fit, find_limits, suggest_change
 from mlxlm.plan.duration import Duration
-from mlxlm.plan.flops import Flops, FlopsByLength, count_training_flops, flops_by_length
+from mlxlm.plan.flops import Flops, LengthFlops, count_training_flops, flops_by_length
 from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
 from mlxlm.plan.machines import MACHINES, Machine
 from mlxlm.plan.memory import TrainingMemory, training_memory
@@ -33,7 +36,7 @@ __all__ = [
     "Serving",
     "Training",
     "TrainingMemory",
-    "FlopsByLength",
+    "LengthFlops",
     "bits_that_fit",
     "suggest_change",
     "find_config",
@@ -50,8 +53,8 @@ __all__ = [
 class _Callable(ModuleType):
     """A package that can be called, since `mlxlm.plan` is both this package and the function."""
 
-    def __call__(self, *args, **kwargs) -> Plan:
-        return plan(*args, **kwargs)
+    def __call__(self, model: ModelConfig | Path | str, **options: Any) -> Plan:
+        return plan(model, **options)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.config import ModelConfig
@@ -72,7 +72,7 @@ def find_limits(config: ModelConfig, training: Training, serving: Serving, memor
     """Find the largest batch, sequence, context and preset that fit in `memory` bytes."""
     available = usable_memory(memory)
 
-    def trains(**changes: int) -> bool:
+    def trains(**changes: Any) -> bool:
         return training_memory(config, replace(training, **changes)).total <= available
 
     def serves(context_length: int) -> bool:
@@ -161,11 +161,11 @@ class _Option:
     kind: str
     text: str
     cost: str
-    change: Callable[[Training], Training]
+    changes: dict[str, Any]
 
 
 def _with(training: Training, options: list[_Option]) -> Training:
-    return reduce(lambda changed, option: option.change(changed), options, training)
+    return replace(training, **{name: value for option in options for name, value in option.changes.items()})
 
 
 def _command(options: list[_Option]) -> str:
@@ -178,11 +178,8 @@ def _command(options: list[_Option]) -> str:
 
 def _combine(options: list[_Option], fits: Callable[[list[_Option]], bool]) -> list[_Option] | None:
     """Combine options, the cheapest first, until training fits; then drop the expensive ones that aren't needed."""
-    chosen: list[_Option] | None = None
-    for i in range(1, len(options) + 1):
-        if fits(combined := list({option.kind: option for option in options[:i]}.values())):
-            chosen = combined
-            break
+    combinations = (list({option.kind: option for option in options[:i]}.values()) for i in range(1, len(options) + 1))
+    chosen = next(filter(fits, combinations), None)
     if chosen is None:
         return None
     for option in reversed(chosen):
@@ -190,7 +187,7 @@ def _combine(options: list[_Option], fits: Callable[[list[_Option]], bool]) -> l
             chosen = fewer
     batches = (option for option in options if option.kind == "batch")
     larger = ([batch if option.kind == "batch" else option for option in chosen] for batch in batches)
-    return next((changes for changes in larger if fits(changes)), chosen)
+    return next(filter(fits, larger), chosen)
 
 
 def _options(config: ModelConfig, training: Training) -> list[_Option]:
@@ -199,26 +196,21 @@ def _options(config: ModelConfig, training: Training) -> list[_Option]:
     for batch in _halves(training.batch_size):
         steps = training.grad_accumulation_steps * -(-training.batch_size // batch)
         text = f"--batch-size {batch} --grad-accumulation-steps {steps}"
-        change = partial(replace, batch_size=batch, grad_accumulation_steps=steps)
-        options.append(_Option("batch", text, "the same step in parts", change))
+        changes = {"batch_size": batch, "grad_accumulation_steps": steps}
+        options.append(_Option("batch", text, "the same step in parts", changes))
     if training.attention_path(config) == "plain" and training.max_seq_length >= 512:
-        change = partial(replace, attention="blockwise")
-        options.append(_Option("attention", _KERNELS, "scores are computed twice", change))
+        options.append(_Option("attention", _KERNELS, "scores are computed twice", {"attention": "blockwise"}))
     if not training.grad_checkpoint:
-        change = partial(replace, grad_checkpoint=True)
-        options.append(_Option("grad_checkpoint", "--grad-checkpoint", "a third more operations", change))
+        changes = {"grad_checkpoint": True}
+        options.append(_Option("grad_checkpoint", "--grad-checkpoint", "a third more operations", changes))
     if training.ema_decay:
         cost = "the last weights instead of their average"
-        options.append(_Option("ema_decay", "--ema-decay 0", cost, partial(replace, ema_decay=0.0)))
+        options.append(_Option("ema_decay", "--ema-decay 0", cost, {"ema_decay": 0.0}))
     if training.optimizer in ("adamw", "muon"):
-        options.append(_optimizer("lion", "other learning rates"))
+        options.append(_Option("optimizer", "--optimizer lion", "other learning rates", {"optimizer": "lion"}))
     if training.optimizer != "adafactor":
-        options.append(_optimizer("adafactor", "slower progress"))
+        options.append(_Option("optimizer", "--optimizer adafactor", "slower progress", {"optimizer": "adafactor"}))
     return options
-
-
-def _optimizer(name: str, cost: str) -> _Option:
-    return _Option("optimizer", f"--optimizer {name}", cost, partial(replace, optimizer=name))
 
 
 def _halves(batch: int) -> list[int]:

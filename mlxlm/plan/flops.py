@@ -9,6 +9,7 @@ from mlxlm.config import ModelConfig, counts
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
+_LENGTHS = tuple(1 << n for n in range(9, 18))
 ATTENTION_PARTS = ("scores", "scores_values")  # grow with the square of the sequence length
 
 
@@ -86,25 +87,25 @@ def count_training_flops(config: ModelConfig, training: Training, num_devices: i
 
 
 @dataclass(frozen=True)
-class FlopsByLength:
-    """How the forward operations divide into components, by sequence length.
+class LengthFlops:
+    """How the forward operations of a sequence divide into components.
 
     Attributes:
-        lengths: Tokens.
-        shares: Share of each component, for each length.
-        total: Forward operations of a sequence of each length.
+        length: Tokens of the sequence.
+        flops: Its forward operations.
+        shares: Share of each component.
     """
 
-    lengths: tuple[int, ...]
-    shares: tuple[dict[str, float], ...]
-    total: tuple[float, ...]
+    length: int
+    flops: float
+    shares: dict[str, float]
 
 
-def flops_by_length(config: ModelConfig, lengths: Sequence[int] = tuple(1 << n for n in range(9, 18))) -> FlopsByLength:
+def flops_by_length(config: ModelConfig, lengths: Sequence[int] = _LENGTHS) -> list[LengthFlops]:
     """Divide the forward operations into components for sequences of 512 to 131,072 tokens, without a causal saving."""
-    by_length = [counts.forward_flops(config, counts.attended_keys(config, length)) for length in lengths]
-    totals = [sum(parts.values()) for parts in by_length]
-    shares = tuple(
-        {name: part / total for name, part in parts.items()} for parts, total in zip(by_length, totals, strict=True)
-    )
-    return FlopsByLength(tuple(lengths), shares, tuple(n * total for n, total in zip(lengths, totals, strict=True)))
+    found = []
+    for length in lengths:
+        parts = counts.forward_flops(config, counts.attended_keys(config, length))
+        total = sum(parts.values())
+        found.append(LengthFlops(length, length * total, {name: part / total for name, part in parts.items()}))
+    return found

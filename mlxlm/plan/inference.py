@@ -15,6 +15,7 @@ from mlxlm.utils.errors import ConfigError
 
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
+_GROUP_SIZES = (32, 64, 128)
 EXAMPLE_WINDOW = 4096  # sliding window to compare with, for a model without one (Mistral 7B's)
 
 
@@ -44,21 +45,19 @@ class Serving:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value!r}, it must be one of {', '.join(str(x) for x in allowed if x is not None)}"
-            for name, value, allowed in (
-                ("bits", self.bits, BITS), ("group_size", self.group_size, (None, 32, 64, 128)),
-                ("kv_bits", self.kv_bits, CACHE_BITS), ("device", self.device, DEVICES),
-            )
-            if value not in allowed
-        ]  # fmt: skip
-        problems += [
-            f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
-            for name, value in (("num_sequences", self.num_sequences), ("context_length", self.context_length))
-            if not is_int(value) or not 0 < value < 2**40
-        ]
-        if problems:
+        if problems := list(self._problems()):
             raise ConfigError("invalid inference settings: " + "; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        choices = {"bits": BITS, "group_size": _GROUP_SIZES, "kv_bits": CACHE_BITS, "device": DEVICES}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed and (value is not None or name != "group_size"):
+                yield f"{name} is {value!r}, it must be one of {', '.join(map(str, allowed))}"
+        for name in ("num_sequences", "context_length"):
+            value = getattr(self, name)
+            if not is_int(value) or not 0 < value < 2**40:
+                yield f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
 
     @property
     def float_bytes(self) -> int:
@@ -95,7 +94,12 @@ def with_loaded_bits(serving: Serving, config: ModelConfig, memory: int | None) 
 
 def quantized_bits(config: ModelConfig) -> int | None:
     """Return the bits of most matrices of a quantized model, or None."""
-    return module_quantization(config.quantization, "")["bits"] if config.quantization else None
+    return _default_format(config).get("bits")
+
+
+def _default_format(config: ModelConfig) -> dict[str, Any]:
+    """Return the format of most matrices of a quantized model, or {} if the model isn't quantized."""
+    return (module_quantization(config.quantization, "") if config.quantization else None) or {}
 
 
 def _loads_float32(config: ModelConfig, memory: int | None) -> bool:
@@ -152,11 +156,12 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
     count = config.parameter_count()
     if serving.bits >= 16:
         return count * serving.bits // 8
-    default = module_quantization(config.quantization, "") if config.quantization else {}
-    keeps_format = default.get("bits") == serving.bits and serving.group_size in (None, default["group_size"])
+    quantization, default = config.quantization, _default_format(config)
+    if default.get("bits") != serving.bits or serving.group_size not in (None, default["group_size"]):
+        quantization = None  # other formats than the model's own
     total = serving.float_bytes * count
     for module, width, parameters in _matrices(config):
-        form = module_quantization(config.quantization, module) if keeps_format else _affine(serving, width)
+        form = module_quantization(quantization, module) if quantization else _affine(serving, width)
         if form is not None and width % form["group_size"] == 0:
             total += packed_bytes(parameters, form, serving.float_bytes) - parameters * serving.float_bytes
     return total
@@ -164,7 +169,7 @@ def weight_bytes(config: ModelConfig, serving: Serving) -> int:
 
 def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
     """Return the format of a matrix whose rows have `width` elements, or None if no group size divides them."""
-    sizes = (size for size in (128, 64, 32) if size <= (serving.group_size or 64) and width % size == 0)
+    sizes = (size for size in reversed(_GROUP_SIZES) if size <= (serving.group_size or 64) and width % size == 0)
     return next(({"bits": serving.bits, "group_size": size, "mode": "affine"} for size in sizes), None)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from mlxlm.backend.mlx import mx, tree_map
-from mlxlm.cache import KVOptions, make_cache
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.kernels.attention_dispatch import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
-
-_PREFILL_STEP_SIZE = 512  # as in mlxlm.generation.context
 
 
 def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple[Operation, Case]]:
@@ -36,7 +35,7 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
             with suppress(GenerationError):  # head dims that can't be quantized
                 cases |= generation_cases(generating, n, KVOptions.of(bits=str(bits)))
         cases |= generation_cases(generating, n, pads=(1, 0))
-        cases |= _traced(lambda n=n: generating.model(mx.zeros((1, n), mx.int32)))
+        cases |= _traced(partial(generating.model, mx.zeros((1, n), mx.int32)))
     training = _model(config, training_dtype).train()
     for n in lengths:
         for rows in (1, max(1, 1024 // n)):
@@ -58,7 +57,7 @@ def generation_cases(
         if any(pads):
             for cache in caches:
                 cache.set_left_padding(pads)
-        sizes = [min(_PREFILL_STEP_SIZE, length - 1 - start) for start in range(0, length - 1, _PREFILL_STEP_SIZE)]
+        sizes = [min(PREFILL_STEP_SIZE, length - 1 - start) for start in range(0, length - 1, PREFILL_STEP_SIZE)]
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
 
@@ -68,7 +67,7 @@ def generation_cases(
 def training_cases(model: Decoder, rows: int, length: int, document_mask: bool) -> dict[Case, Operation]:
     """Trace the forward pass of a training step on `rows` sequences. The gradient adds no cases."""
     tokens = mx.zeros((rows, length), mx.int32)
-    return _traced(lambda: model.model(tokens, segment_ids=tokens if document_mask else None))
+    return _traced(partial(model.model, tokens, segment_ids=tokens if document_mask else None))
 
 
 def _traced(run: Callable[[], object]) -> dict[Case, Operation]:

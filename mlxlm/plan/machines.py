@@ -93,7 +93,8 @@ def measure_matmul(size: int = 1024, seconds: float = 0.3, dtype: str = "float32
 
     a = mx.random.normal((size, size)).astype(getattr(mx, dtype))
     mx.eval(a @ a)
-    times, start_time = [], time.perf_counter()
+    times: list[float] = []
+    start_time = time.perf_counter()
     while (spent := time.perf_counter() - start_time) < 10 * seconds:
         if spent >= seconds and sum(t <= 1.1 * min(times) for t in times) >= 3:
             break

@@ -50,8 +50,8 @@ def parse_size(text: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)([kmb]?)\s*", text.lower())
     try:
-        value = float(match[1]) * _UNITS[match[2]]
-    except (TypeError, ValueError):
+        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
         value = 0.0
     if not 0 < value < 1e13:
         raise ConfigError(f"{text!r} is not a number of parameters", "0.3m, 300k or 1.2b")

@@ -14,7 +14,7 @@ from mlxlm.plan.advice import Change, Fits, find_limits, suggest_change
 from mlxlm.plan.corpus import Corpus, count_corpus
 from mlxlm.plan.disk import DiskUsage, estimate_disk
 from mlxlm.plan.duration import Duration, estimate_duration, measured_duration
-from mlxlm.plan.flops import Flops, FlopsByLength, count_training_flops, flops_by_length
+from mlxlm.plan.flops import Flops, LengthFlops, count_training_flops, flops_by_length
 from mlxlm.plan.inference import InferenceMemory, Serving, default_serving, inference_memory, with_loaded_bits
 from mlxlm.plan.machines import Machine, find_machine
 from mlxlm.plan.memory import TrainingMemory, training_memory
@@ -52,7 +52,7 @@ class Plan:
     serving: Serving
     parameters: dict[str, int]
     flops: Flops
-    flops_by_length: FlopsByLength
+    flops_by_length: list[LengthFlops]
     memory: TrainingMemory
     inference: InferenceMemory
     tokens: float
@@ -104,22 +104,13 @@ class Plan:
         return {
             "config": config_to_hf(self.config),
             "parameters": {**self.parameters, "total": self.parameter_count},
-            "training": self.training.to_dict(),
+            "training": asdict(self.training),
             "flops": {
                 **asdict(flops),
-                "forward_total": flops.forward_total,
-                "attention": flops.attention,
-                "backward": flops.backward,
-                "per_token": flops.per_token,
-                "per_step": flops.per_step,
+                **{n: getattr(flops, n) for n in ("forward_total", "attention", "backward", "per_token", "per_step")},
                 "total": flops.per_token * self.tokens,
             },
-            "flops_by_length": [
-                {"length": length, "flops": total, "shares": shares}
-                for length, total, shares in zip(
-                    self.flops_by_length.lengths, self.flops_by_length.total, self.flops_by_length.shares, strict=True
-                )
-            ],
+            "flops_by_length": [asdict(flops) for flops in self.flops_by_length],
             "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
             "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),

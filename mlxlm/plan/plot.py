@@ -57,9 +57,9 @@ def _plot_memory(plan: Plan, axes: Any) -> None:
 
 def _plot_operations(plan: Plan, axes: Any) -> None:
     """Shares of the forward pass over the length of the text."""
-    lengths, shares = plan.flops_by_length.lengths, plan.flops_by_length.shares
-    names = list(shares[0])
-    percentages = [[100 * at_length[name] for at_length in shares] for name in names]
+    lengths = [flops.length for flops in plan.flops_by_length]
+    names = list(plan.flops_by_length[0].shares)
+    percentages = [[100 * flops.shares[name] for flops in plan.flops_by_length] for name in names]
     axes.stackplot(lengths, percentages, labels=[name.replace("_", " ") for name in names], alpha=0.85)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n:,}" for n in lengths])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mlxlm.backend.cpu_cores import num_batch_shards
@@ -70,25 +70,20 @@ class Training:
         return cls(**values)
 
     def _problems(self) -> Iterator[str]:
-        for name, minimum in (
-            ("batch_size", 1),
-            ("max_seq_length", 1),
-            ("grad_accumulation_steps", 1),
-            ("loss_chunk_size", 0),
-        ):
+        minimums = {"batch_size": 1, "max_seq_length": 1, "grad_accumulation_steps": 1}
+        if self.loss_chunk_size is not None:
+            minimums["loss_chunk_size"] = 0
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if name == "loss_chunk_size" and value is None:
-                continue
             if not is_int(value) or not minimum <= value < MAX_COUNT:
                 yield f"{name} is {value!r}, it must be a whole number from {minimum} to {MAX_COUNT - 1:,}"
         if not is_number(self.ema_decay) or not 0 <= self.ema_decay < 1:
             yield f"ema_decay is {self.ema_decay!r}, it must be at least 0 and less than 1"
-        for name, allowed in (
-            ("optimizer", OPTIMIZERS), ("dtype", tuple(DTYPES)), ("attention", (None, *ATTENTION)),
-            ("device", (None, *DEVICES)),
-        ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                yield f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(filter(None, allowed))}"
+        choices = {"optimizer": tuple(OPTIMIZERS), "dtype": tuple(DTYPES), "attention": ATTENTION, "device": DEVICES}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed and (value is not None or name in ("optimizer", "dtype")):
+                yield f"{name} is {value!r}, it must be one of {', '.join(allowed)}"
 
     @property
     def num_workers(self) -> int:
@@ -99,9 +94,8 @@ class Training:
         """Return the attention implementation: `attention`, or what training chooses on the device."""
         if self.attention:
             return self.attention
-        return (
-            _path_on_this_device(config, self) if self._device == THIS_DEVICE else _path_on_other_device(config, self)
-        )
+        choose = _path_on_this_device if self._device == THIS_DEVICE else _path_on_other_device
+        return choose(config, self)
 
     def loss_rows(self, vocab_size: int) -> int:
         """Return the rows of logits that exist at a time, in each worker."""
@@ -148,10 +142,6 @@ class Training:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step on one device."""
         return self.batch_size * self.max_seq_length * self.grad_accumulation_steps
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
-        return asdict(self)
 
 
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:

@@ -12,12 +12,10 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
-from mlxlm.generation.context import PREFILL_STEP_SIZE
 from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import DECODE
 from mlxlm.kernels.dispatch import Operation
 from mlxlm.model import Decoder
-from mlxlm.plan import kernel_cases
 from mlxlm.plan.kernel_cases import cases_of, generation_cases, training_cases
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -70,10 +68,6 @@ def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path)
     assert len(batch_of_two) == 2 and any("first" in case.features for case in asked)
     assert {case.dtype for case in asked} == {"float16"}
     assert asked <= {case for _, case in cases_of(config, "float16", "bfloat16")}
-
-
-def test_prompts_are_read_in_the_chunks_of_generation():
-    assert kernel_cases._PREFILL_STEP_SIZE == PREFILL_STEP_SIZE
 
 
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():

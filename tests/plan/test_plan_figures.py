@@ -157,8 +157,8 @@ def test_encoder_decoder_counts_are_those_of_torch():
     ],
 )  # fmt: skip
 def test_forward_operations_by_part(name, length, shares):
-    found = flops_by_length(find_config(name), [length])
-    assert found.shares[0] == pytest.approx({part: x / sum(shares.values()) for part, x in shares.items()})
+    [found] = flops_by_length(find_config(name), [length])
+    assert found.shares == pytest.approx({part: x / sum(shares.values()) for part, x in shares.items()})
 
 
 def test_the_trend_in_length():
@@ -168,11 +168,11 @@ def test_the_trend_in_length():
         name: flops_by_length(find_config(name), [512, 4096, 32768])
         for name in ("qwen2-0.5b", "llama-7b", "llama3-405b")
     }
-    attention = {name: [shares["scores"] + shares["scores_values"] for shares in t.shares] for name, t in found.items()}
+    attention = {name: [n.shares["scores"] + n.shares["scores_values"] for n in ns] for name, ns in found.items()}
     for shares in attention.values():
         assert shares == sorted(shares)
     for i in range(3):
         assert attention["qwen2-0.5b"][i] > attention["llama-7b"][i] > attention["llama3-405b"][i]
     assert round(attention["qwen2-0.5b"][2], 2) == 0.74 and round(attention["llama3-405b"][2], 2) == 0.25
-    assert round(found["qwen2-0.5b"].shares[0]["head"], 2) == 0.26
-    assert found["llama3-405b"].shares[0]["head"] < 0.01
+    assert round(found["qwen2-0.5b"][0].shares["head"], 2) == 0.26
+    assert found["llama3-405b"][0].shares["head"] < 0.01
