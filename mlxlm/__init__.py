@@ -16,7 +16,7 @@ Importing mlxlm doesn't import MLX, which the first call does. On Linux it loads
 
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend import blas
 from mlxlm.utils import errors
@@ -35,7 +35,7 @@ with suppress(errors.PlatformError):
     blas.load_blas()
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "Chat":
         from mlxlm.chat.session import Chat
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.backend import platform
-from mlxlm.cli.generation_options import kv_options, sampling_options, speculation_options
-from mlxlm.cli.load_model import load_model
+from mlxlm.cli.generation_options import kv_options, load_model, sampling_options, speculation_options
 from mlxlm.cli.options import SectionedCommand, given_values, is_given, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.utils.errors import GenerationError
@@ -26,6 +25,14 @@ if TYPE_CHECKING:
     from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
+_CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
+_CONTEXT_OVERFLOW = (
+    "When the context is full: ask, stop, or drop the oldest turns.  [default: the session's; else ask in a terminal "
+    "and stop elsewhere]"
+)
+_REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
+_MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
+_MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _conversation = partial(option, "Conversation")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
@@ -33,46 +40,18 @@ _display = partial(option, "Display")
 
 @click.command(cls=SectionedCommand)
 @click.argument("model", required=False)
-@_conversation("-p", "--prompt", metavar="TEXT", help="Answer one message and exit; - reads it from standard input.")
-@_conversation("--system-prompt", metavar="TEXT", help="System prompt.")
-@_conversation(
-    "--chat-template",
-    metavar="NAME",
-    help="Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]",
-)
-@_conversation(
-    "--context-overflow",
-    type=click.Choice(["ask", "stop", "drop"]),
-    help="When the context is full: ask, stop, or drop the oldest turns.  [default: the session's; else ask in a "
-    "terminal and stop elsewhere]",
-)
-@_session("--session", metavar="FILE", help="Continue the conversation in FILE, or start it there.")
-@_session("--continue", "continue_last", is_flag=True, help="Continue the last conversation that has no FILE.")
-@_session(
-    "--save-kv-cache", is_flag=True, help="With --session: save the key-value cache too, so that it opens instantly."
-)
-@_session("--private", is_flag=True, help="Save neither the conversation nor the input history.")
-@_display(
-    "--reasoning",
-    type=click.Choice(["show", "dim", "hide"]),
-    default="dim",
-    show_default=True,
-    help="How to display reasoning. dim omits it if the output is not a terminal.",
-)
-@_display(
-    "--markdown/--no-markdown",
-    default=None,
-    help="Render Markdown.  [default: in a terminal, if there is a chat template]",
-)
-@_display("-v", "--verbose", is_flag=True, help="Print token counts and speed after each answer.")
-@option(
-    "Stopping",
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]",
-)
+@_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
+@_conversation("--system-prompt", str, "System prompt.", metavar="TEXT")
+@_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
+@_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW)
+@_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
+@_session("--continue continue_last", bool, "Continue the last conversation that has no FILE.")
+@_session("--save-kv-cache", bool, "With --session: save the key-value cache too, so that it opens instantly.")
+@_session("--private", bool, "Save neither the conversation nor the input history.")
+@_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim")
+@_display("--markdown/--no-markdown", bool, _MARKDOWN, default=None)
+@_display("-v --verbose", bool, "Print token counts and speed after each answer.")
+@option("Stopping", "-n --max-tokens", click.IntRange(1), _MAX_TOKENS)
 @sampling_options(without=["logprobs", "max_tokens"])
 @kv_options
 @speculation_options
@@ -102,41 +81,37 @@ def chat(
 
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
-    resumes = path is not None and (path.exists() or path.is_symlink())
-    if model is None and not resumes:
-        raise click.UsageError("MODEL is missing (try: mlxlm chat MODEL, or --continue)")
-    model = model or _model_of(path)
-    message = read_stdin() if prompt == "-" else prompt
+    if model is None:
+        if path is None or not (path.exists() or path.is_symlink()):
+            raise click.UsageError("MODEL is missing (try: mlxlm chat MODEL, or --continue)")
+        model = _model_of(path)
+    message = read_stdin() if prompt == "-" else None
     lm = load_model(model)
-    settings = {f.name: getattr(options, f.name) for f in fields(options) if is_given(f.name)} | {
-        "max_tokens": flags["max_tokens"],
-        "chat_template": flags["chat_template"],
-        "context_overflow": overflow and ("drop" if overflow == "drop" else "stop"),
-        "kv": kv if is_given("max_kv_size", "kv_bits") else None,
-        "speculation": speculation and speculation(),
-    }
-    settings = given_values(settings)
-    markdown = {None: "auto", True: "on", False: "off"}[flags["markdown"]]
-    ask_on_overflow = interactive if overflow is None else overflow == "ask"
-    keeper = autosave.Autosave(
-        path,
-        named=session is not None,
-        cached=flags["save_kv_cache"],
-        unnamed=interactive and not flags["private"],
+    given = {f.name: getattr(options, f.name) for f in fields(options) if is_given(f.name)}
+    chat_arguments = given | given_values(
+        {
+            "max_tokens": flags["max_tokens"],
+            "chat_template": flags["chat_template"],
+            "context_overflow": overflow and ("drop" if overflow == "drop" else "stop"),
+            "kv": kv if is_given("max_kv_size", "kv_bits") else None,
+            "speculation": speculation and speculation(),
+        }
     )
-    display = Settings(flags["reasoning"], markdown, verbose, ask_on_overflow)
-    repl = open_repl(
-        lm,
-        load_model,
-        autosave=keeper,
-        settings=display,
-        chat_arguments=settings,
-        system_prompt=flags["system_prompt"],
+    markdown = flags["markdown"]
+    settings = Settings(
+        flags["reasoning"],
+        "auto" if markdown is None else "on" if markdown else "off",
+        verbose,
+        ask_on_overflow=interactive if overflow is None else overflow == "ask",
     )
+    unnamed, cached = interactive and not flags["private"], flags["save_kv_cache"]
+    keeper = autosave.Autosave(path, named=session is not None, cached=cached, unnamed=unnamed)
+    others = {"chat_arguments": chat_arguments, "system_prompt": flags["system_prompt"]}
+    repl = open_repl(lm, load_model, autosave=keeper, settings=settings, **others)
     if verbose:
         memory_bandwidth()
     if prompt is not None:
-        repl.once(message if prompt == "-" else prepend_stdin(prompt))
+        repl.once(prepend_stdin(prompt) if message is None else message)
     else:
         sys.exit(repl.run(_greeting(model, repl.chat), flags["private"]))
 

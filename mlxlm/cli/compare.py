@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import EXISTING_PATH, json_option
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
@@ -19,23 +20,15 @@ if TYPE_CHECKING:
     from mlxlm.data import Document
 
 _MAX_LISTED = 5
+_TOKENS = "Number of tokens of the text to use."
 _BUILT_IN = "Python's language reference"
 
 
 @click.command()
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--eval-text", type=click.Path(exists=True, path_type=Path), help="Text to evaluate on.  [default: built in]"
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(2),
-    metavar="N",
-    default=4096,
-    show_default=True,
-    help="Number of tokens of the text to use.",
-)
+@click.option("--eval-text", type=EXISTING_PATH, help="Text to evaluate on.  [default: built in]")
+@click.option("--tokens", type=click.IntRange(2), metavar="N", default=4096, show_default=True, help=_TOKENS)
 @json_option
 def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) -> None:
     """Compare model B with model A: outputs on a text, layers and weights.
@@ -51,10 +44,10 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
 
     first, second = open_checkpoint(a), open_checkpoint(b)
     ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(eval_text), tokens)
-    with render.counted_progress("comparing layers") as progress:
-        outputs = run_compare(first, second, ids, text_bytes=text_bytes, progress=progress)
-    with render.counted_progress("comparing weights") as progress:
-        weights = tensor_diff(first, second, progress)
+    with render.phases_progress() as progress:
+        layers, tensors = partial(progress, "comparing layers"), partial(progress, "comparing weights")
+        outputs = run_compare(first, second, ids, text_bytes=text_bytes, progress=layers)
+        weights = tensor_diff(first, second, tensors)
     if as_json:
         names = {"a": a, "b": b, "eval_text": str(eval_text or _BUILT_IN)}
         render.emit_json({**names, **outputs.to_dict(), "weights": weights.to_dict()})
@@ -64,9 +57,8 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
     windows = render.windows(outputs.context_length, outputs.stride)
     render.result(f"evaluated on: {eval_text or _BUILT_IN}, {outputs.tokens} tokens {windows}")
     for title, errors in (("hidden states", outputs.layers), ("weights", weights.tensors)):
-        names = sorted((name for name in errors if errors[name]), key=errors.get, reverse=True)[:_MAX_LISTED]
-        if names:
-            rows = [(one_line(name), f"{errors[name]:.2e}") for name in names]
+        worst = sorted(errors.items(), key=lambda item: item[1], reverse=True)[:_MAX_LISTED]
+        if rows := [(one_line(name), f"{error:.2e}") for name, error in worst if error]:
             render.print_result(render.table(rows, (f"largest errors, {title}", "relative")))
     for line in _differences(weights):
         render.result(one_line(line))
@@ -76,10 +68,9 @@ def summarize(outputs: Comparison, weights: TensorDiff | None = None) -> str:
     """One line that sums up a comparison."""
     if outputs.identical and (weights is None or weights.equal):
         return f"identical: bit-equal logits over {outputs.tokens} tokens"
-    change = ""
-    if outputs.bits_per_byte_a is not None:
-        change = round(outputs.bits_per_byte_b - outputs.bits_per_byte_a, 4) + 0.0  # no "-0.0000"
-        change = f", {change:+.4f} bits per byte"
+    change, before, after = "", outputs.bits_per_byte_a, outputs.bits_per_byte_b
+    if before is not None and after is not None:
+        change = f", {round(after - before, 4) + 0.0:+.4f} bits per byte"  # + 0.0: no "-0.0000"
     numbers = f"KL {outputs.kl:.2g} nats/token, top-1 agreement {100 * outputs.top1_agreement:.1f} %{change}"
     if outputs.equal_to_rounding:
         return f"equal to rounding: {numbers}"

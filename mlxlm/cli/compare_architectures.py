@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
+from mlxlm.cli.options import PATH, SectionedCommand, given_flags, json_option, option
 from mlxlm.cli.run_options import pop_runtime_options, runtime_options
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
+    chosen_config,
     data_options,
     data_settings,
     given_settings,
     given_tokenizer,
+    model_options,
     print_skipped,
     reject_unused_settings,
     setting_options,
@@ -30,53 +31,39 @@ if TYPE_CHECKING:
     from mlxlm.experiments.architecture_comparison import Comparison, Result
 
 _SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
+_OUT = "Folder for the runs; an existing one is continued."
+_VARIANT = (
+    'A variant: "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for no change. Settings such as '
+    "dropout and learning_rate work too. Give two or more."
+)
+_TOKENS = "Number of tokens, such as 2e6.  [default: 20 per parameter of the first variant]"
+_MINUTES = "Minutes for the slowest variant; the others get as many tokens."
 
 
 @click.command("compare-architectures", cls=SectionedCommand)
 @click.argument("data", nargs=-1)
-@option(
-    "Comparison",
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for the runs; an existing one is continued.",
-)
-@option(
-    "Comparison",
-    "--variant",
-    "variants",
-    multiple=True,
-    metavar="NAME: PART=VALUE, ...",
-    help='A variant, such as "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for no change. '
-    "Settings such as dropout and learning_rate work too. Give two or more.",
-)
-@option("Comparison", "--preset", help="Base model of the variants; see mlxlm presets.  [default: 1m]")
-@option("Comparison", "--config", type=click.Path(path_type=Path), help="Use this config.json instead of a preset.")
-@option("Training length", "--steps", type=int, help="Number of steps of each variant.")
-@option(
-    "Training length",
-    "--tokens",
-    type=float,
-    help="Number of tokens, such as 2e6.  [default: 20 per parameter of the first variant]",
-)
-@option(
-    "Training length", "--minutes", type=float, help="Minutes for the slowest variant; the others get as many tokens."
-)
+@option("Comparison", "--out", PATH, _OUT, required=True)
+@option("Comparison", "--variant variants", str, _VARIANT, multiple=True, metavar="NAME: PART=VALUE, ...")
+@model_options("Comparison", "Base model of the variants; see mlxlm presets.  [default: 1m]")
+@option("Training length", "--steps", int, "Number of steps of each variant.")
+@option("Training length", "--tokens", float, _TOKENS)
+@option("Training length", "--minutes", float, _MINUTES)
 @data_options()
 @setting_options()
 @runtime_options
 @json_option
-def compare_architectures(
-    data: tuple[str, ...], variants: tuple[str, ...], out: Path, as_json: bool, **options: Any
-) -> None:
+def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **options: Any) -> None:
     """Train variants of a model on DATA, and plot their loss curves together.
 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
     the step and saves; the same command, or --out alone, continues what is unfinished.
     """
+    from mlxlm.cli.training import phase, train_sweep
+
     runtime = pop_runtime_options(options)
-    comparison = _comparison(data, variants, out, options, runtime["power"].duty_cycle)
-    errors = _train(comparison, runtime)
+    comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
+    runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
+    errors = train_sweep(comparison, runs, **runtime)
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
     if as_json:
@@ -91,36 +78,28 @@ def compare_architectures(
         raise click.exceptions.Exit(1)
 
 
-def _comparison(
-    data: tuple[str, ...], variants: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float
-) -> Comparison:
+def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:
     from mlxlm.cli.training import phase
     from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
     from mlxlm.experiments.architecture_comparison import Comparison, start_comparison
     from mlxlm.experiments.variant import Variant
-    from mlxlm.families import load_config, load_preset
     from mlxlm.train import Budget
 
     if not data:
-        if flags := given_flags(["variants", *options]):
-            raise click.UsageError(
-                f"without DATA, --out continues with its own settings: {flags[0]} would have no effect"
-            )
+        if flags := given_flags(options):
+            why = "without DATA, --out continues with its own settings"
+            raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Comparison.open(out)
-    data, weights = parse_weighted_sources(data)
-    reject_unused_settings(
-        options,
-        (options["preset"] and options["config"], ["preset"], "--config chooses the model"),
-        *unused_data_rules(options, data),
-    )
-    config = load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
+    sources, weights = parse_weighted_sources(data)
+    reject_unused_settings(options, *unused_data_rules(options, sources))
+    config = chosen_config(options)
     settings = given_settings(options)
     settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
     comparison = start_comparison(
         out,
-        DataOptions(data, weights, **data_settings(options)),
+        DataOptions(sources, weights, **data_settings(options)),
         config,
-        [Variant.parse(text) for text in variants],
+        [Variant.parse(text) for text in options["variants"]],
         tokenizer=given_tokenizer(options),
         budget=Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
         settings=settings,
@@ -128,15 +107,6 @@ def _comparison(
     )
     print_skipped(Manifest.read(comparison.data).skipped)
     return comparison
-
-
-def _train(comparison: Comparison, runtime: dict[str, Any]) -> list[str]:
-    """Train the unfinished variants; returns an error message for each that failed."""
-    from mlxlm.cli.training import phase, train_sweep
-
-    runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
-    command = f"mlxlm compare-architectures --out {shlex.quote(str(comparison.path))}"
-    return train_sweep(runs, comparison.tokenizer, command, **runtime)
 
 
 _HEADER = ("variant", "parameters", "tokens", "tokens/s", "time", "memory", "learning rate", "bits per byte")

@@ -8,32 +8,23 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import argument_errors_as_usage, json_option
+from mlxlm.cli.options import DTYPES, argument_errors_as_usage, json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mlxlm.convert.conversion import ConversionReport
 
+_OUTTYPES = click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False)
+_CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
+
 
 @click.command()
 @click.argument("source")
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Dtype of a folder's weights.  [default: SOURCE's]",
-)
-@click.option(
-    "--outtype",
-    type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False),
-    help="Type of a GGUF file's matrices.  [default: SOURCE's]",
-)
+@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of a folder's weights.  [default: SOURCE's]")
+@click.option("--outtype", type=_OUTTYPES, help="Type of a GGUF file's matrices.  [default: SOURCE's]")
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
-@click.option(
-    "--cross-check",
-    is_flag=True,
-    help="Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens.",
-)
+@click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
 @json_option
 def convert(
     source: str, out: str, *, dtype: str | None, outtype: str | None, no_verify: bool, cross_check: bool, as_json: bool

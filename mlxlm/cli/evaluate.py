@@ -11,6 +11,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import (
+    PATH,
     SOURCES_HELP,
     SectionedCommand,
     json_option,
@@ -26,38 +27,20 @@ if TYPE_CHECKING:
     from mlxlm.evaluate.text import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
+_STRIDE = "Tokens by which the window moves.  [default: half of --context-length]"
 
 
 @click.command(cls=SectionedCommand, epilog=SOURCES_HELP)
 @click.argument("model")
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @option(
-    "Text",
-    "--context-length",
-    type=click.IntRange(1),
-    help="Tokens per window.  [default: the model's context, at most 2048]",
+    "Text", "--context-length", click.IntRange(1), "Tokens per window.  [default: the model's context, at most 2048]"
 )
-@option(
-    "Text",
-    "--stride",
-    type=click.IntRange(1),
-    help="Tokens that the window moves on by.  [default: half of --context-length]",
-)
+@option("Text", "--stride", click.IntRange(1), _STRIDE)
 @text_column_option("Text", default="text")
 @on_bad_input_option("Text")
-@option(
-    "Multiple choice",
-    "--multiple-choice",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Questions as JSON lines.",
-)
-@option(
-    "Multiple choice",
-    "--out",
-    type=click.Path(path_type=Path),
-    help="New file for the answers, one JSON line per question.",
-)
+@option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
+@option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
 @json_option
 def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
     """Evaluate MODEL on TEXT, or on multiple-choice questions.

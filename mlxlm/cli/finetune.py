@@ -9,15 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, add_options, on_bad_input_option, option
-from mlxlm.cli.run_options import (
-    check_data_needs_resume,
-    command_start_time,
-    open_resumed_run,
-    pop_runtime_options,
-    run_options,
-    runtime_options,
-)
+from mlxlm.cli.options import SectionedCommand, on_bad_input_option, option
+from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
 from mlxlm.cli.training_options import (
     data_settings,
     given_settings,
@@ -46,16 +39,11 @@ _HELP_TEXTS = {
 @click.argument("model", required=False)
 @click.argument("data", nargs=-1)
 @run_options
-@option("Training length", "--steps", type=int, help="Number of optimizer steps.")
-@option("Training length", "--epochs", type=float, help="Number of passes over the conversations.  [default: 3]")
-@option("Training length", "--minutes", type=float, help="Wall-clock budget.")
-@option(
-    "Data",
-    "--chat-template",
-    metavar="NAME|FILE",
-    help="Chat template, for a model that has none; see mlxlm chat.",
-)
-@add_options(*validation_options("Conversations"))
+@option("Training length", "--steps", int, "Number of optimizer steps.")
+@option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
+@option("Training length", "--minutes", float, "Wall-clock budget.")
+@option("Data", "--chat-template", str, "Chat template, if the model has none; see mlxlm chat.", metavar="NAME|FILE")
+@validation_options("Conversations")
 @on_bad_input_option("Data")
 @setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
@@ -77,24 +65,17 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """  # noqa: D301 - \b keeps click from wrapping the example
-    from mlxlm.cli.training import print_summary, run_training
-    from mlxlm.tokenizer import load
+    from mlxlm.cli.training import run_and_summarize
 
     runtime = pop_runtime_options(options)
-    out, resume, moved_data = (options.pop(name) for name in ("out", "resume", "moved_data"))
-    if resume is not None:
-        run = open_resumed_run(resume, moved_data, (model, data, out), options)
-    else:
-        check_data_needs_resume(moved_data)
-        run = _new_run(model, data, out, options, runtime["power"].duty_cycle)
-    ending = run_training(run, load(run.path), resume=True, **runtime)
-    print_summary(ending, run)
-    if run.config.max_position_embeddings <= _SHORT_CONTEXT:
-        render.say(
-            f"the context of this model is {run.config.max_position_embeddings} tokens: "
-            "mlxlm chat --context-overflow drop continues a chat beyond them"
-        )
-    render.result(str(run.path))
+    run = resumed_run((model, data), options)
+    if run is None:
+        run = _new_run(model, data, options.pop("out"), options, runtime["power"].duty_cycle)
+    run_and_summarize(run, resume=True, **runtime)
+    context = run.config.max_position_embeddings
+    if context <= _SHORT_CONTEXT:
+        hint = "mlxlm chat --context-overflow drop continues a chat beyond them"
+        render.say(f"the context of this model is {context} tokens: {hint}")
 
 
 def _new_run(
@@ -107,24 +88,13 @@ def _new_run(
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
-    reject_unused_settings(
-        options, (options["validation"], ["validation_fraction"], "--validation says what is held out")
-    )
+    reject_unused_settings(options)
     base, tokenizer = open_base_model(model)
-    run = start_finetune(
-        out,
-        base,
-        tokenizer,
-        SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"]),
-        DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options)),
-        budget=Budget(
-            epochs=options["epochs"],
-            minutes=options["minutes"],
-            duty_cycle=duty_cycle,
-            start_time=command_start_time(),
-        ),
-        settings=given_settings(options),
-        phase=phase,
-    )
+    encoder = SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"])
+    conversations = DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options))
+    limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
+    budget = Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
+    settings = given_settings(options)
+    run = start_finetune(out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase)
     print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.cli.generation_options import CONSTRAINT_HINTS, kv_options, sampling_options, speculation_options
-from mlxlm.cli.load_model import load_model
+from mlxlm.cli.generation_options import (
+    CONSTRAINT_HINTS,
+    kv_options,
+    load_model,
+    sampling_options,
+    speculation_options,
+)
 from mlxlm.cli.options import SectionedCommand, flag, option
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
@@ -34,6 +40,7 @@ A line of requests.jsonl is {"id": "a", "prompt": "Once upon a time"}, or for an
 "max_tokens": 50. See docs/scripting.md for all fields, and for the Python API.
 """
 
+_PROMPT_CACHE = "Save the prompt's key-value cache to FILE, and reuse what FILE has of it."
 _input = partial(option, "Input")
 _output = partial(option, "Output")
 _memory = partial(option, "Memory and speed")
@@ -41,37 +48,21 @@ _memory = partial(option, "Memory and speed")
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("model")
-@_input("-p", "--prompt", metavar="TEXT", help="Text to continue; - reads it from standard input.")
-@_input("--jsonl", metavar="FILE", help="Serve requests, one JSON object per line; - reads standard input.")
-@_input("--chat", is_flag=True, help="Send the prompt as a message, in the model's chat template.")
-@_input("--system-prompt", metavar="TEXT", help="With --chat or --jsonl: system prompt of conversations.")
-@_input("--chat-template", metavar="NAME", help="With --chat or --jsonl: chatml, llama3, ..., or a Jinja file.")
-@_output(
-    "--num-samples",
-    type=click.IntRange(1, 100_000),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Texts to generate for each prompt.",
-)
-@_output("--json", "as_json", is_flag=True, help="Print one JSON object for each text, instead of the text.")
-@_output("--ordered", is_flag=True, help="With --jsonl: write results in the order of the requests.")
-@_output("--resume", metavar="OUT", help="With --jsonl: write to OUT, and skip requests that are done there.")
-@_output("-v", "--verbose", is_flag=True, help="Print speed and memory to standard error at the end.")
-@sampling_options
+@_input("-p --prompt", str, "Text to continue; - reads it from standard input.", metavar="TEXT")
+@_input("--jsonl", str, "Serve requests, one JSON object per line; - reads standard input.", metavar="FILE")
+@_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
+@_input("--system-prompt", str, "With --chat or --jsonl: system prompt of conversations.", metavar="TEXT")
+@_input("--chat-template", str, "With --chat or --jsonl: chatml, llama3, ..., or a Jinja file.", metavar="NAME")
+@_output("--num-samples", click.IntRange(1, 100_000), "Texts to generate for each prompt.", default=1)
+@_output("--json as_json", bool, "Print one JSON object for each text, instead of the text.")
+@_output("--ordered", bool, "With --jsonl: write results in the order of the requests.")
+@_output("--resume", str, "With --jsonl: write to OUT, and skip requests that are done there.", metavar="OUT")
+@_output("-v --verbose", bool, "Print speed and memory to standard error at the end.")
+@sampling_options()
 @kv_options
-@_memory(
-    "--prompt-cache-file",
-    metavar="FILE",
-    help="Save the prompt's key-value cache to FILE, and reuse what FILE has of it.",
-)
+@_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE")
 @speculation_options
-@_memory(
-    "--batch-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="With --jsonl or --num-samples: texts to generate at once.  [default: 32]",
-)
+@_memory("--batch-size", click.IntRange(1), "With --jsonl or --num-samples: texts to generate at once.  [default: 32]")
 def generate(
     model: str,
     *,
@@ -93,7 +84,7 @@ def generate(
     if jsonl is not None:
         from mlxlm.cli.jsonl import JsonlSettings, run
 
-        names = ("chat", "system_prompt", "num_samples", "batch_size", "ordered", "resume", "verbose")
+        names = {f.name for f in fields(JsonlSettings)} & flags.keys()
         settings = JsonlSettings(options, kv, **{name: flags[name] for name in names})
         run(jsonl, partial(load_model, model), make_encoder, settings)
         return
@@ -114,9 +105,9 @@ def generate(
         from mlxlm.cli.generate_samples import print_samples
         from mlxlm.generation import Request
 
-        names = ("batch_size", "as_json", "verbose")
         request = Request(ids, options, eos_token_ids)
-        print_samples(lm, request, flags["num_samples"], kv, **{name: flags[name] for name in names})
+        output = {"as_json": flags["as_json"], "verbose": flags["verbose"]}
+        print_samples(lm, request, flags["num_samples"], kv, batch_size=flags["batch_size"], **output)
         return
     from mlxlm.generation import TextStream
 
@@ -168,14 +159,14 @@ def _check_flags(
 
 
 def _prompt_text(prompt: str | None) -> str:
-    piped = prompt in (None, "-")
-    if piped and (sys.stdin is None or prompt is None and sys.stdin.isatty()):
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin is None or prompt is None and sys.stdin.isatty():
         raise click.UsageError("there is no prompt (try: --prompt TEXT, or pipe in a text)")
-    if piped:
-        prompt = read_stdin()
-        if not prompt:
-            raise GenerationError("the prompt is empty", "some text to continue")
-    return prompt
+    text = read_stdin()
+    if not text:
+        raise GenerationError("the prompt is empty", "some text to continue")
+    return text
 
 
 def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Callable[[Messages], EncodedPrompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -77,7 +77,7 @@ def lines(description: Description) -> Iterator[tuple[str, str]]:
     yield "tokenizer", f"{tokenizer.tokenizer_type}, {counts}, {ends}, {template}"
 
 
-def _describe_quantization(entry) -> str:
+def _describe_quantization(entry: Any) -> str:
     if entry is False:
         return "not quantized"
     if entry is True or not entry:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import DTYPES, json_option
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_config, load_preset, preset_names
 from mlxlm.utils.errors import MlxlmError, PlatformError
 from mlxlm.utils.formatting import human_bytes
 
+if TYPE_CHECKING:
+    from mlxlm.kernels.bench import Measurement
+    from mlxlm.kernels.dispatch import Case, Operation
+
 _DEFAULT = "15m"
 _MODEL = click.argument("model", default=_DEFAULT)
-_DTYPE = click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="Dtype of generation.  [default: that of MODEL's weights; float32 on a CPU]",
-)
+_DTYPE_HELP = "Dtype of generation.  [default: that of MODEL's weights; float32 on a CPU]"
+_DTYPE = click.option("--dtype", type=click.Choice(DTYPES), help=_DTYPE_HELP)
+_REPEATS: dict[str, Any] = {"type": click.IntRange(1), "metavar": "N", "default": 7, "show_default": True}
 
 
 @click.group()
@@ -39,21 +43,19 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """Show the implementation that each operation of MODEL uses on this machine, and why."""
     from mlxlm.kernels import dispatch, measurements
 
-    choices = [(case, _choice(operation, case)) for operation, case in _cases(model, dtype)]
+    choices = [(case, *_choice(operation, case)) for operation, case in _cases(model, dtype)]
     if as_json:
-        operations = [{"case": str(case), "path": c.path, "why": c.why} for case, c in choices]
+        operations = [{"case": str(case), "path": path, "why": why} for case, path, why in choices]
         render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": operations})
         return
-    rows = [(case.operation, case.dtype, case.label, c.path or "-", c.why) for case, c in choices]
+    rows = [(case.operation, case.dtype, case.label, path or "-", why) for case, path, why in choices]
     render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
 
 
 @kernels.command()
 @_MODEL
 @_DTYPE
-@click.option(
-    "--repeats", type=click.IntRange(1), metavar="N", default=7, show_default=True, help="Timings per implementation."
-)
+@click.option("--repeats", **_REPEATS, help="Timings per implementation.")
 @json_option
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     """Benchmark all implementations of the operations of MODEL; from then on the fastest ones are used.
@@ -63,17 +65,19 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     from mlxlm.kernels import measurements
     from mlxlm.kernels.bench import benchmark_all
 
-    cases, measured, error = _cases(model, dtype), [], None
-    with render.steps_progress("measuring", len(cases)) as advance:
+    cases = _cases(model, dtype)
+    measured: list[Measurement] = []
+    error = None
+    with render.phases_progress() as progress:
         try:
             for measurement in benchmark_all(cases, repeats):
                 measured.append(measurement)
-                advance(str(measurement.case))
+                progress("measuring", len(measured), len(cases))
         except MlxlmError as problem:  # the results can't be saved
             error = problem
     if as_json:
-        cases = [m.to_dict() for m in measured]
-        render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": cases})
+        results = [m.to_dict() for m in measured]
+        render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": results})
     else:
         header = ("operation", "case", "path", "ms", "range", "error", "peak memory", "")
         render.print_result(render.table([row for m in measured for row in _rows(m)], header))
@@ -85,7 +89,7 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
         render.say(f"saved in {measurements.cache_path()} for this device, MLX version and version of the kernels")
 
 
-def _cases(model: str, dtype: str | None):
+def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
     """The operations of MODEL on this device, in generation and in training."""
     from mlxlm.plan.kernel_cases import cases_of
     from mlxlm.train.start import DEVICE_DTYPE
@@ -105,16 +109,17 @@ def _stored_dtype(model: str) -> str | None:
     return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
 
 
-def _choice(operation, case):
+def _choice(operation: Operation, case: Case) -> tuple[str | None, str]:
+    """The path of an operation, or None, and why."""
     from mlxlm.kernels import dispatch
 
     try:
         return dispatch.choose_path(operation, case)
     except PlatformError as problem:
-        return dispatch.Choice(None, problem.message)
+        return None, problem.message
 
 
-def _rows(m):
+def _rows(m: Measurement) -> Iterator[tuple[str, ...]]:
     for path, timing in m.timings.items():
         first, last = min(timing.seconds), max(timing.seconds)
         yield (

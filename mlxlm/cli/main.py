@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from typing import Any, TextIO
 
 import click
 
@@ -17,30 +18,27 @@ from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
 from mlxlm.utils.errors import MlxlmError
 
-# name: (module:attribute, one-line help). The help is here so that `mlxlm --help` imports no command.
+# The command and its module have the same name. The help is here so that `mlxlm --help` imports no command.
 COMMANDS = {
-    "quickstart": ("mlxlm.cli.quickstart:quickstart", "Train a small model on this machine and chat with it."),
-    "chat": ("mlxlm.cli.chat:chat", "Chat with a model in the terminal."),
-    "generate": ("mlxlm.cli.generate:generate", "Continue a prompt, or serve a file of requests."),
-    "tokenizer": ("mlxlm.cli.tokenizer:tokenizer", "Train, inspect and apply tokenizers."),
-    "prepare": ("mlxlm.cli.prepare:prepare", "Tokenize text into shards for training."),
-    "plan": ("mlxlm.cli.plan:plan", "Estimate parameters, FLOPs, memory, time and disk of a model."),
-    "pretrain": ("mlxlm.cli.pretrain:pretrain", "Train a model from scratch."),
-    "finetune": ("mlxlm.cli.finetune:finetune", "Fine-tune a model on conversations."),
-    "compare-architectures": (
-        "mlxlm.cli.compare_architectures:compare_architectures",
-        "Train variants of a model on the same data, and plot their curves.",
-    ),
-    "scaling": ("mlxlm.cli.scaling:scaling", "Fit scaling laws to a grid of small runs."),
-    "evaluate": ("mlxlm.cli.evaluate:evaluate", "Evaluate a model on text or on multiple-choice questions."),
-    "report": ("mlxlm.cli.report:report", "Write an HTML report of training runs."),
-    "convert": ("mlxlm.cli.convert:convert", "Convert a checkpoint to another format, and verify it."),
-    "quantize": ("mlxlm.cli.quantize:quantize", "Quantize a model, and show what that costs."),
-    "inspect": ("mlxlm.cli.inspect:inspect", "Describe a checkpoint: format, architecture, size, tokenizer."),
-    "compare": ("mlxlm.cli.compare:compare", "Compare two models: outputs, layers, weights."),
-    "presets": ("mlxlm.cli.presets:presets", "List the model sizes that ship with mlxlm."),
-    "kernels": ("mlxlm.cli.kernels:kernels", "Show or benchmark the kernels of this machine."),
-    "doctor": ("mlxlm.cli.doctor:doctor", "Show device, BLAS and memory of this machine."),
+    "quickstart": "Train a small model on this machine and chat with it.",
+    "chat": "Chat with a model in the terminal.",
+    "generate": "Continue a prompt, or serve a file of requests.",
+    "tokenizer": "Train, inspect and apply tokenizers.",
+    "prepare": "Tokenize text into shards for training.",
+    "plan": "Estimate parameters, FLOPs, memory, time and disk of a model.",
+    "pretrain": "Train a model from scratch.",
+    "finetune": "Fine-tune a model on conversations.",
+    "compare-architectures": "Train variants of a model on the same data, and plot their curves.",
+    "scaling": "Fit scaling laws to a grid of small runs.",
+    "evaluate": "Evaluate a model on text or on multiple-choice questions.",
+    "report": "Write an HTML report of training runs.",
+    "convert": "Convert a checkpoint to another format, and verify it.",
+    "quantize": "Quantize a model, and show what that costs.",
+    "inspect": "Describe a checkpoint: format, architecture, size, tokenizer.",
+    "compare": "Compare two models: outputs, layers, weights.",
+    "presets": "List the model sizes that ship with mlxlm.",
+    "kernels": "Show or benchmark the kernels of this machine.",
+    "doctor": "Show device, BLAS and memory of this machine.",
 }
 
 
@@ -55,8 +53,8 @@ class LazyGroup(click.Group):
         """Import a command, and give it and its subcommands the option --debug."""
         if name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[name][0].split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        attribute = name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"mlxlm.cli.{attribute}"), attribute)
         for leaf in (command, *getattr(command, "commands", {}).values()):
             if not any(p.name == "debug" for p in leaf.params):
                 leaf.params.append(debug_option())
@@ -65,7 +63,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def debug_option() -> click.Option:
@@ -112,7 +110,7 @@ def _open_standard_descriptors() -> None:
 class _LenientFile(io.FileIO):
     """Drops what can't be written because the reader or the terminal is gone, or the disk is full."""
 
-    def write(self, data: bytes) -> int | None:
+    def write(self, data: Any) -> int:
         """Write the data, or pretend to."""
         try:
             return super().write(data)
@@ -120,7 +118,7 @@ class _LenientFile(io.FileIO):
             return len(data)
 
 
-def _ignore_write_errors(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _ignore_write_errors(stream: TextIO) -> io.TextIOWrapper:
     """`stream` for messages, which aren't the result, so the command continues without them.
 
     It is unbuffered, because a signal handler can't write to a buffer while a line is being written to it.
@@ -185,7 +183,7 @@ def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then the callback has returned
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(message: Warning | str, *_: Any, **_options: Any) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 

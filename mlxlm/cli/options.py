@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
 from mlxlm.utils.errors import ArgumentError
 
-TEXT_COLUMN_HELP = "Column of tables, or field of JSON lines, that has the text."
+PATH = click.Path(path_type=Path)
+EXISTING_PATH = click.Path(exists=True, path_type=Path)
+DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
     "Sources are text files, .jsonl files (both also as .gz or .zst), .parquet and .arrow files (pip install "
     "'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
 
-def option(section: str, *names: str, **settings: Any) -> Callable:
-    """`click.option` for an option that the help lists under the heading `section`."""
-    return click.option(*names, cls=_SectionOption, section=section, **settings)
+def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> Callable[..., Any]:
+    """`click.option` for an option that the help lists under the heading `section`.
+
+    Args:
+        section: The heading.
+        names: Its names, such as "-p --prompt".
+        kind: Its type: bool for a flag, a list of choices, or a type as in click.
+        text: The help text.
+        settings: Further arguments of `click.option`. A default is shown in the help.
+    """
+    if kind is bool:
+        settings["is_flag"] = True
+    elif isinstance(kind, click.IntRange | click.FloatRange):
+        settings.setdefault("metavar", "N")
+    if settings.get("default") is not None:
+        settings["show_default"] = True
+    kind = click.Choice(kind) if isinstance(kind, list | tuple) else kind
+    return click.option(*names.split(), type=kind, help=text, cls=_SectionOption, section=section, **settings)
 
 
 class _SectionOption(click.Option):
     def __init__(self, *arguments: Any, section: str, **settings: Any):
-        if isinstance(settings.get("type"), click.IntRange | click.FloatRange):
-            settings.setdefault("metavar", "N")
         super().__init__(*arguments, **settings)
         self.section = section
 
@@ -40,45 +57,33 @@ class SectionedCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one definition list for each section."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        others = []
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if record is not None and isinstance(parameter, _SectionOption):
-                sections.setdefault(parameter.section, []).append(record)
-            elif record is not None:
-                others.append(record)
-        for heading, records in [*sections.items(), ("Options", others)]:
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        sections["Options"] = sections.pop("Options")
+        for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
 
 
-def add_options(*options: Callable) -> Callable:
+def add_options(*options: Callable[..., Any]) -> Callable[..., Any]:
     """Return a decorator that adds `options` to a command, in this order."""
-
-    def decorate(command: Callable) -> Callable:
-        for decorator in reversed(options):
-            command = decorator(command)
-        return command
-
-    return decorate
+    return lambda command: functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 
 
-def text_column_option(section: str, default: str = "text, or messages") -> Callable:
+def text_column_option(section: str, default: str = "text, or messages") -> Callable[..., Any]:
     """`--text-column`, with the default that its help states."""
-    return option(section, "--text-column", metavar="NAME", help=f"{TEXT_COLUMN_HELP}  [default: {default}]")
+    text = f"Column of tables, or field of JSON lines, that has the text.  [default: {default}]"
+    return option(section, "--text-column", str, text, metavar="NAME")
 
 
-def on_bad_input_option(section: str) -> Callable:
+def on_bad_input_option(section: str) -> Callable[..., Any]:
     """`--on-bad-input`; the value is None if it isn't given."""
-    return option(
-        section,
-        "--on-bad-input",
-        type=click.Choice(["stop", "skip"]),
-        help="At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]",
-    )
+    text = "At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]"
+    return option(section, "--on-bad-input", ["stop", "skip"], text)
 
 
 def flag(name: str) -> str:
@@ -104,7 +109,7 @@ def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_flags(names: Iterable[str]) -> list[str]:
-    """Those of the options that are on the command line, as they are typed."""
+    """Return those of the options that are on the command line, as they are typed."""
     return [flag(name) for name in names if is_given(name)]
 
 
@@ -123,10 +128,7 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
             this reason.
     """
     for condition, names, reason in rules:
-        unused = [name for name in names if not _is_default(options.get(name))]
+        values = {name: options.get(name) for name in names}
+        unused = [name for name, value in values.items() if value not in (None, ()) and value is not False]
         if condition and unused:
             raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
-
-
-def _is_default(value: Any) -> bool:
-    return value is None or value is False or value == ()

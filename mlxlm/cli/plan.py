@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import (
+    PATH,
     SectionedCommand,
     add_options,
     given_values,
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
     from mlxlm.plan import Machine, Plan
 
 _TRAINING = (
-    "batch_size",
-    "max_seq_length",
-    "grad_accumulation_steps",
-    "optimizer",
-    "ema_decay",
-    "dtype",
+    *("batch_size", "max_seq_length", "grad_accumulation_steps", "optimizer", "ema_decay", "dtype"),
     "grad_checkpoint",
 )
 _INFERENCE = ("bits", "group_size", "context_length", "num_sequences", "kv_bits")
@@ -44,75 +39,54 @@ _SIZES = (
     ("--num-heads", "num_attention_heads", "Number of attention heads."),
     ("--num-kv-heads", "num_key_value_heads", "Number of key-value heads.  [default: --num-heads]"),
     ("--head-dim", "head_dim", "Dimension of a head.  [default: hidden size / heads]"),
-    (
-        "--intermediate-size",
-        "intermediate_size",
-        "Hidden size of the feed-forward.  [default: 8/3 of the hidden size, rounded up to 64]",
-    ),
+    ("--intermediate-size", "intermediate_size", "Size of the feed-forward.  [default: 8/3 of the hidden size]"),
     ("--vocab-size", "vocab_size", "Vocabulary size.  [default: 32000]"),
 )
-_data = partial(option, "Training data")
-_machine_option = partial(option, "Machine")
-_inference = partial(option, "Inference")
-_output = partial(option, "Output")
-
-
-def _size_options(command: Callable) -> Callable:
-    options = [option("Model", flag, field, type=click.IntRange(min=1), help=text) for flag, field, text in _SIZES]
-    return add_options(*options)(command)
-
-
-@click.command(cls=SectionedCommand)
-@click.argument("model", required=False)
-@_size_options
-@option("Model", "--tie-word-embeddings", is_flag=True, help="Use one matrix for embedding and output head.")
-@override_option
-@setting_options(
-    without=set(FLAGS) - set(_TRAINING),
-    help_texts={
+_size_options = add_options(
+    *(option("Model", f"{name} {field}", click.IntRange(1), text) for name, field, text in _SIZES)
+)
+_setting_options = setting_options(
+    set(FLAGS) - set(_TRAINING),
+    {
         "batch_size": "Sequences per forward pass.  [default: 16]",
         "max_seq_length": "Tokens per sequence.  [default: the model's context, at most 512]",
         "ema_decay": "Plan for an exponential moving average of the weights, if above 0.  [default: 0.0]",
     },
 )
-@option(
-    "Batches and memory",
-    "--attention",
-    type=click.Choice(["plain", "blockwise", "fused"]),
-    help="Attention implementation to plan for.  [default: as in training]",
-)
-@option(
-    "Batches and memory",
-    "--loss-chunk-size",
-    type=click.IntRange(min=0),
-    help="Plan for logits of this many rows at a time; 0 is all rows.  [default: as in training]",
-)
-@_data("--tokens", type=float, help="Training tokens, such as 1.4e12.  [default: 20 per parameter]")
-@_data("--data", multiple=True, help="Text or prepared shards, to count epochs. Repeatable.")
+_ATTENTION = "Attention implementation to plan for.  [default: as in training]"
+_LOSS_CHUNK = "Plan for logits of this many rows at a time; 0 is all rows.  [default: as in training]"
+_BITS = "Bits per weight: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: the model's own, or 16; 32 on a CPU]"
+_GROUP_SIZE = "Group size of quantized weights: 32, 64 or 128.  [default: the model's own, or 64]"
+_CONTEXT = "Tokens per sequence.  [default: 4096, or the model's context if shorter]"
+_KV_BITS = "Bits of the key-value cache: 32, 16, 8 or 4.  [default: 16; 32 on a CPU]"
+_batches = partial(option, "Batches and memory")
+_data = partial(option, "Training data")
+_machine_option = partial(option, "Machine")
+_inference = partial(option, "Inference")
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("model", required=False)
+@_size_options
+@option("Model", "--tie-word-embeddings", bool, "Use one matrix for embedding and output head.")
+@override_option
+@_setting_options
+@_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION)
+@_batches("--loss-chunk-size", click.IntRange(0), _LOSS_CHUNK)
+@_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
+@_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
 @text_column_option("Training data")
-@_machine_option("--machine", help="here, a100, a100-sparse, h100, h200, m1 or m1-pro.  [default: here]")
-@_machine_option("--flops", type=float, help="FLOP/s of a machine, such as 312e12, instead of --machine.")
-@_machine_option("--mfu", type=float, help="Model FLOPs utilization of training.  [default: 0.4]")
-@_machine_option(
-    "--num-devices", type=click.IntRange(min=1), help="Number of devices, each with its own batch.  [default: 1]"
-)
-@_machine_option(
-    "--probe", "with_probe", is_flag=True, help="Run three training steps here, and compare with the prediction."
-)
-@_inference(
-    "--bits",
-    type=int,
-    help="Bits per weight: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: the model's own, or 16; 32 on a CPU]",
-)
-@_inference(
-    "--group-size", type=int, help="Group size of quantized weights: 32, 64 or 128.  [default: the model's own, or 64]"
-)
-@_inference(
-    "--context-length", type=int, help="Tokens per sequence.  [default: 4096, or the model's context if shorter]"
-)
-@_inference("--num-sequences", type=int, help="Number of sequences at once.  [default: 1]")
-@_inference("--kv-bits", type=int, help="Bits of the key-value cache: 32, 16, 8 or 4.  [default: 16; 32 on a CPU]")
-@_output("--plot", type=click.Path(path_type=Path), help="Plot the memory of training to this .png or .svg file.")
+@_machine_option("--machine", str, "here, a100, a100-sparse, h100, h200, m1 or m1-pro.  [default: here]")
+@_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.")
+@_machine_option("--mfu", float, "Model FLOPs utilization of training.  [default: 0.4]")
+@_machine_option("--num-devices", click.IntRange(1), "Number of devices, each with its own batch.  [default: 1]")
+@_machine_option("--probe with_probe", bool, "Run three training steps here, and compare with the prediction.")
+@_inference("--bits", int, _BITS)
+@_inference("--group-size", int, _GROUP_SIZE)
+@_inference("--context-length", int, _CONTEXT)
+@_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]")
+@_inference("--kv-bits", int, _KV_BITS)
+@option("Output", "--plot", PATH, "Plot the memory of training to this .png or .svg file.")
 @json_option
 def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Estimate parameters, FLOPs, memory, time and disk of MODEL.

@@ -11,6 +11,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import (
+    PATH,
     SOURCES_HELP,
     SectionedCommand,
     given_values,
@@ -26,30 +27,26 @@ from mlxlm.utils.formatting import human_bytes, human_seconds
 if TYPE_CHECKING:
     from mlxlm.data import Manifest
 
+_DEDUP = (
+    "Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
+    "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates only. "
+    "Takes about 1 kB of memory per document."
+)
+_VALIDATION_FRACTION = (
+    "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
+)
+
 
 @click.command(cls=SectionedCommand, epilog=f"{SOURCES_HELP} SOURCE=WEIGHT sets the share of training tokens.")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCES...")
-@option("Output", "--tokenizer", "tokenizer_path", required=True, metavar="PATH", help="Tokenizer folder or file.")
-@option("Output", "--out", type=click.Path(path_type=Path), required=True, help="New folder for the shards.")
+@option("Output", "--tokenizer tokenizer_path", str, "Tokenizer folder or file.", required=True, metavar="PATH")
+@option("Output", "--out", PATH, "New folder for the shards.", required=True)
 @text_column_option("Text")
 @on_bad_input_option("Text")
-@option(
-    "Text",
-    "--dedup",
-    type=click.FloatRange(0, 1, min_open=True),
-    metavar="SIMILARITY",
-    help="Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
-    "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates only. "
-    "Takes about 1 kB of memory per document.",
-)
-@option(
-    "Validation",
-    "--validation-fraction",
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Fraction of the documents that is held out; of the text, if there are few documents.  [default: 0.05]",
-)
-@option("Validation", "--validation", multiple=True, metavar="FILE", help="Hold out this source instead. Repeatable.")
-@option("Validation", "--seed", type=int, help="Random seed of the documents that are held out.  [default: 0]")
+@option("Text", "--dedup", click.FloatRange(0, 1, min_open=True), _DEDUP, metavar="SIMILARITY")
+@option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
+@option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
+@option("Validation", "--seed", int, "Random seed of the documents that are held out.  [default: 0]")
 @json_option
 def prepare(sources: tuple[str, ...], tokenizer_path: str, out: Path, as_json: bool, **options: Any) -> None:
     """Tokenize text into memory-mapped shards for `mlxlm pretrain`.
@@ -64,13 +61,11 @@ def prepare(sources: tuple[str, ...], tokenizer_path: str, out: Path, as_json: b
     validation = options.pop("validation")
     reject_unused_options(options, (validation, ["validation_fraction", "seed"], "--validation says what is held out"))
     seed = options.pop("seed")
-    sources, weights = parse_weighted_sources(sources)
+    paths, weights = parse_weighted_sources(sources)
     tokenizer = load(tokenizer_path)
     start = time.perf_counter()
-    with render.bytes_progress("Preparing", total_bytes([*sources, *validation])) as advance:
-        data = DataOptions(
-            sources, weights=weights, validation=validation, stdin=sys.stdin.buffer, **given_values(options)
-        )
+    with render.bytes_progress("Preparing", total_bytes([*paths, *validation])) as advance:
+        data = DataOptions(paths, weights, validation=validation, stdin=sys.stdin.buffer, **given_values(options))
         manifest = prepare_data(data, tokenizer, out, seed=seed or 0, progress=advance)
     seconds = time.perf_counter() - start
     print_skipped(manifest.skipped)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import SectionedCommand, argument_errors_as_usage, json_option, option
+from mlxlm.cli.options import EXISTING_PATH, PATH, SectionedCommand, argument_errors_as_usage, json_option, option
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
@@ -24,22 +24,31 @@ RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 METHODS = ("rtn", "gptq", "awq")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NUM_WORST_LAYERS = 5
+_GROUP_SIZE = "Weights that share a scale. Smaller groups are more precise and larger.  [default: 64]"
+_MODE = (
+    "Number format. affine has a scale and bias per group; the others are floating point, with fixed bits and groups."
+)
+_METHOD = (
+    "rtn rounds to nearest, in seconds. gptq takes about 5 minutes per 100M parameters on two CPU cores, and is closer "
+    "to SOURCE at equal size. awq takes two thirds of that time; its result is mostly between the two."
+)
+_CALIBRATION_TEXT = (
+    "Text for gptq, awq and the choice of bits, ideally like what the model will read.  [default: a run's training "
+    "data, else built in]"
+)
+_EVAL_TEXT = (
+    "Text to evaluate on, its first 8192 tokens.  [default: a run's validation data, a part of --calibration-text, "
+    "else built in]"
+)
 
 
-class _Bytes(click.ParamType):
-    """A size in bytes, such as 2.0GB, 900MB or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse the text of a size."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", value.strip())
-        unit = _UNITS.get(match[2].upper()) if match else None
-        if unit is None or float(match[1]) * unit < 1:
-            self.fail(f"{value!r} is not a size such as 2.0GB, 900MB or 1.5GiB", param, ctx)
-        return int(float(match[1]) * unit)
+def parse_bytes(text: str) -> int:
+    """Parse a size in bytes, such as 2.0GB, 900MB or 1.5GiB."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
+    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
+    if size < 1:
+        raise click.BadParameter(f"{text!r} is not a size such as 2.0GB, 900MB or 1.5GiB")
+    return int(size)
 
 
 _bits = partial(option, "Bits")
@@ -49,52 +58,22 @@ _output = partial(option, "Output")
 
 @click.command(cls=SectionedCommand)
 @click.argument("source")
-@_output("--out", required=True, type=click.Path(path_type=Path), help="New folder for the model.")
-@_bits("--bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Bits of all matrices.  [default: 4]")
+@_output("--out", PATH, "New folder for the model.", required=True)
+@_bits("--bits", ["2", "3", "4", "5", "6", "8"], "Bits of all matrices.  [default: 4]")
+@_bits("--group-size", ["32", "64", "128"], _GROUP_SIZE)
+@_bits("--mode", MODES, _MODE, default="affine")
+@_bits("--recipe", RECIPES, "Mixed bits by a fixed rule, as in mlx_lm.")
 @_bits(
-    "--group-size",
-    type=click.Choice(["32", "64", "128"]),
-    help="Weights that share a scale. Smaller groups are more precise and larger.  [default: 64]",
+    "--max-size", parse_bytes, "Choose bits per matrix so that the files have at most this size: 2.0GB.", metavar="SIZE"
 )
-@_bits(
-    "--mode",
-    type=click.Choice(MODES),
-    default="affine",
-    show_default=True,
-    help="Number format. affine has a scale and a bias per group; the others are floating-point formats with a fixed "
-    "number of bits and group size.",
-)
-@_bits("--recipe", type=click.Choice(RECIPES), help="Mixed bits by a fixed rule, as in mlx_lm.")
-@_bits("--max-size", type=_Bytes(), help="Choose bits per matrix so that the files have at most this size: 2.0GB.")
-@_bits("--target-bpw", type=float, help="Choose bits per matrix for this average of bits per weight: 4.5.")
-@_bits(
-    "--max-kl",
-    type=float,
-    help="Choose bits per matrix for at most this KL divergence from SOURCE, in nats per token: 0.02.",
-)
-@_method(
-    "--method",
-    type=click.Choice(METHODS),
-    default="rtn",
-    show_default=True,
-    help="rtn rounds to nearest, in seconds. gptq takes about 5 minutes per 100M parameters on two CPU cores, and is "
-    "closer to SOURCE at equal size. awq takes two thirds of that time; its result is mostly between the two.",
-)
-@_method(
-    "--calibration-text",
-    type=click.Path(exists=True, path_type=Path),
-    help="Text for gptq, awq and the choice of bits, ideally like what the model will read.  [default: a run's "
-    "training data, else built in]",
-)
-@_output(
-    "--eval-text",
-    type=click.Path(exists=True, path_type=Path),
-    help="Text to evaluate on, its first 8192 tokens.  [default: a run's validation data, a part of "
-    "--calibration-text, else built in]",
-)
-@_output("--no-evaluate", is_flag=True, help="Don't compare the result with SOURCE.")
-@_output("--no-verify", is_flag=True, help="Don't read the files again to check them.")
-@_output("--cross-check", is_flag=True, help="Also run the output with mlx_lm, and compare its tokens.")
+@_bits("--target-bpw", float, "Choose bits per matrix for this average of bits per weight: 4.5.")
+@_bits("--max-kl", float, "Choose bits per matrix for at most this KL divergence, in nats per token: 0.02.")
+@_method("--method", METHODS, _METHOD, default="rtn")
+@_method("--calibration-text", EXISTING_PATH, _CALIBRATION_TEXT)
+@_output("--eval-text", EXISTING_PATH, _EVAL_TEXT)
+@_output("--no-evaluate", bool, "Don't compare the result with SOURCE.")
+@_output("--no-verify", bool, "Don't read the files again to check them.")
+@_output("--cross-check", bool, "Also run the output with mlx_lm, and compare its tokens.")
 @json_option
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Quantize SOURCE for mlxlm and mlx_lm, and show what that costs.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.load_model import load_model
-from mlxlm.cli.options import SectionedCommand, on_bad_input_option, option
+from mlxlm.cli.generation_options import load_model
+from mlxlm.cli.options import PATH, SectionedCommand, on_bad_input_option, option
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.formatting import human_bytes
@@ -27,27 +27,15 @@ if TYPE_CHECKING:
 # on a megabyte of plays, after 90 seconds, 2.20 bits per byte for 0.3m and 2.28 for 1m.
 # The sequence length is the context of the chat: a few questions and answers.
 PRESET, VOCAB_SIZE = "0.3m", 1024  # less if the text supports fewer tokens
-SETTINGS = {"max_seq_length": 512}
+MAX_SEQ_LENGTH = 512
 
 
 @click.command(cls=SectionedCommand)
 @click.argument("data", nargs=-1)
-@option(
-    "Training",
-    "--out",
-    type=click.Path(path_type=Path),
-    help="New folder for the run.  [default: mlxlm-quickstart]",
-)
-@option(
-    "Training",
-    "--minutes",
-    type=float,
-    default=2.0,
-    show_default=True,
-    help="Time for tokenizer, data and training.",
-)
+@option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
+@option("Training", "--minutes", float, "Time for tokenizer, data and training.", default=2.0)
 @on_bad_input_option("Training")
-@option("Chat", "--no-chat", is_flag=True, help="Print one continuation instead of starting a chat.")
+@option("Chat", "--no-chat", bool, "Print one continuation instead of starting a chat.")
 def quickstart(
     data: tuple[str, ...], out: Path | None, minutes: float, on_bad_input: str | None, no_chat: bool
 ) -> None:
@@ -58,7 +46,6 @@ def quickstart(
     from mlxlm.cli.training import print_summary, run_training, stop_on_signal
     from mlxlm.generation import load
     from mlxlm.quantize import quantize
-    from mlxlm.tokenizer import load as load_tokenizer
 
     if on_bad_input and not data:
         raise click.UsageError("--on-bad-input would have no effect: there is no DATA")
@@ -66,14 +53,14 @@ def quickstart(
     run = _new_run(data, out, minutes, on_bad_input or "stop")
     render.say(f"2. Training until {minutes:g} minutes have passed (Ctrl-C saves and stops)")
     stop = stop_on_signal()
-    print_summary(run_training(run, load_tokenizer(run.path), stop=stop), run)
+    print_summary(run_training(run, stop=stop), run)
     if stop.requested:
         return
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)
-    size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
-    render.say(f"{size}; {report.metrics.bits_per_byte_change:+.4f} bits per byte on the validation text")
+    change = report.metrics and f"; {report.metrics.bits_per_byte_change:+.4f} bits per byte on the validation text"
+    render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{change or ''}")
     lm = load(small)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
         _chat(lm)
@@ -93,23 +80,18 @@ def _new_run(data: tuple[str, ...], out: Path, minutes: float, on_bad_input: str
 
     config = load_preset(PRESET, vocab_size=_vocab_size(data, on_bad_input))
     with tempfile.TemporaryDirectory() as folder:
-        sources, settings = list(data), dict(SETTINGS)
+        sources = list(data)
+        settings: dict[str, float] = {"max_seq_length": MAX_SEQ_LENGTH}
         if not sources:
             sources = [str(Path(folder, "python-reference.jsonl"))]
             write_python_reference(Path(sources[0]))
             # The reference repeats itself, so a larger decay harms it, see `default_weight_decay`.
             settings["weight_decay"] = OPTIMIZERS["adamw"].weight_decay
-        text = ", ".join(data) or "Python's language reference, as questions and answers"
-        render.say(f"1. Training a tokenizer and a small model on {text}")
+        name = ", ".join(data) or "Python's language reference, as questions and answers"
+        render.say(f"1. Training a tokenizer and a small model on {name}")
+        text = DataOptions(sources, on_bad_input=on_bad_input)
         try:
-            run = start_run(
-                out,
-                DataOptions(sources, on_bad_input=on_bad_input),
-                config,
-                minutes=minutes,
-                settings=settings,
-                phase=phase,
-            )
+            run = start_run(out, text, config, minutes=minutes, settings=settings, phase=phase)
         except TooFewTokensError as error:  # its hint is an option of pretrain
             raise DataError(error.message, "more text, or text that repeats itself less") from error
     print_skipped(Manifest.read(run.data).skipped)

@@ -112,41 +112,6 @@ def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], No
 
 
 @contextmanager
-def steps_progress(label: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar over steps; yields `advance(label of the finished step)`.
-
-    If stderr is not a terminal, prints the label of each step.
-    """
-    if not console.is_terminal:
-        yield say
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-
-        def advance(done: str) -> None:
-            bar.update(task, advance=1, description=f"{label}: {done}")
-
-        yield advance
-
-
-@contextmanager
-def counted_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar; yields `progress(done, total)`.
-
-    If stderr is not a terminal, prints the label once after two seconds.
-    """
-    if not console.is_terminal:
-        say_once = _say_once_after(2.0, label)
-        yield lambda done, total: say_once(done)
-        return
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
 def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar for each phase; yields `progress(phase, done, total)`. The phase "writing" counts bytes.
 
@@ -154,22 +119,15 @@ def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
     """
     if not console.is_terminal:
         printers: dict[str, Callable[[int], None]] = {}
-
-        def say_phase(phase: str, done: int, _total: int) -> None:
-            printers.setdefault(phase, _say_once_after(2.0, phase))(done)
-
-        yield say_phase
+        yield lambda phase, done, total: printers.setdefault(phase, _say_once_after(2.0, phase))(done)
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[at]}")
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None, at="")
-        current = ""
 
         def show(phase: str, done: int, total: int) -> None:
-            nonlocal current
-            if phase != current:
+            if phase != bar.tasks[0].description:
                 bar.reset(task, total=total)
-                current = phase
             at = f"{human_bytes(done)} of {human_bytes(total)}" if phase == "writing" else f"{done} of {total}"
             bar.update(task, completed=done, total=total, description=phase, at=at)
 

@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import add_options, given_flags, option
+from mlxlm.cli.options import PATH, add_options, given_flags, option
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
     from mlxlm.train import Run
 
+_MOVED_DATA = "With --resume: the new place of the run's prepared data."
 run_options = add_options(
-    option("Run", "--out", type=click.Path(path_type=Path), help="New folder for the run."),
-    option("Run", "--resume", type=click.Path(path_type=Path), metavar="RUN", help="Continue this run."),
-    option(
-        "Run",
-        "--data",
-        "moved_data",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="With --resume: the new place of the run's prepared data.",
-    ),
+    option("Run", "--out", PATH, "New folder for the run."),
+    option("Run", "--resume", PATH, "Continue this run.", metavar="RUN"),
+    option("Run", "--data moved_data", PATH, _MOVED_DATA, metavar="FOLDER"),
 )
 
 
-def open_resumed_run(path: Path, moved_data: Path | None, arguments: Iterable[Any], options: Iterable[str]) -> Run:
-    """Open the run of --resume, with its data at `moved_data`.
+def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> Run | None:
+    """Open the run of --resume, with its data at --data; None without --resume.
 
     Args:
-        path: The run's folder.
-        moved_data: The folder of --data.
         arguments: Values that exclude --resume.
-        options: Names of options that exclude --resume, because the run has its own settings.
+        options: The options, which exclude --resume too, because the run has its own. --resume and --data are removed.
     """
     from mlxlm.train import Run
 
+    path, moved_data = options.pop("resume"), options.pop("moved_data")
+    if path is None:
+        if moved_data is not None:
+            raise click.UsageError("--data needs --resume RUN: it says where that run's data was moved to")
+        return None
     if any(arguments) or given_flags(options):
         raise click.UsageError("--resume uses the run's own data and settings: give nothing else")
     run = Run.open(path)
     return run if moved_data is None else run.with_data(moved_data)
 
 
-def check_data_needs_resume(moved_data: Path | None) -> None:
-    """Raise UsageError for --data without --resume."""
-    if moved_data is not None:
-        raise click.UsageError("--data needs --resume RUN: it says where that run's data was moved to")
-
-
-override_option = option(
-    "Model",
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set a part of the architecture, such as positions=alibi, norm=layer or feed_forward=geglu. Repeatable.",
-)
+_SET = "Set a part of the architecture, such as positions=alibi, norm=layer or feed_forward=geglu. Repeatable."
+override_option = option("Model", "--set overrides", str, _SET, multiple=True, metavar="NAME=VALUE")
 
 
 def with_overrides(
@@ -87,39 +71,20 @@ def with_overrides(
     return config
 
 
-_POWER_ACTIONS = click.Choice(["pause", "slow", "ignore"])
+_ACTIONS = ["pause", "slow", "ignore"]
+_BATTERY = "On battery power: pause, train half of the time (slow), or ignore it."
+_HEAT = "While heat slows the machine down: pause, train half of the time (slow), or ignore it."
+_DUTY_CYCLE = "Train this percentage of the time, and rest between steps."
 _POWER, _TRACKERS = ("on_battery", "on_heat", "duty_cycle"), ("tensorboard", "wandb")
 RUNTIME_OPTIONS = (*_POWER, *_TRACKERS)  # names of the options of `runtime_options`
 
 # These don't change the result, so they aren't settings of the run and may be given beside --resume.
 runtime_options = add_options(
-    option(
-        "Power",
-        "--on-battery",
-        type=_POWER_ACTIONS,
-        default="ignore",
-        show_default=True,
-        help="On battery power: pause, train half of the time (slow), or ignore it.",
-    ),
-    option(
-        "Power",
-        "--on-heat",
-        type=_POWER_ACTIONS,
-        default="ignore",
-        show_default=True,
-        help="While heat slows the machine down: pause, train half of the time (slow), or ignore it.",
-    ),
-    option(
-        "Power",
-        "--duty-cycle",
-        type=click.FloatRange(1, 100),
-        default=100,
-        show_default=True,
-        metavar="PERCENT",
-        help="Train this percentage of the time, and rest between steps.",
-    ),
-    option("Logging", "--tensorboard", is_flag=True, help="Also write TensorBoard event files to RUN/tensorboard."),
-    option("Logging", "--wandb", metavar="PROJECT", help="Also log to this Weights & Biases project."),
+    option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore"),
+    option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore"),
+    option("Power", "--duty-cycle", click.FloatRange(1, 100), _DUTY_CYCLE, default=100, metavar="PERCENT"),
+    option("Logging", "--tensorboard", bool, "Also write TensorBoard event files to RUN/tensorboard."),
+    option("Logging", "--wandb", str, "Also log to this Weights & Biases project.", metavar="PROJECT"),
 )
 
 

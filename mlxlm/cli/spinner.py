@@ -6,8 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from mlxlm.utils.errors import one_line
+
+if TYPE_CHECKING:
+    from rich.status import Status
+    from rich.text import Text
 
 _DELAY = 1.0  # seconds before the spinner appears
 
@@ -31,7 +36,7 @@ def spinner(label: str) -> Iterator[Callable[[str], None]]:
 class _Spinner:
     def __init__(self, label: str):
         self._label = label
-        self._status = None
+        self._status: Status | None = None
         self._ended = False
         self._lock = threading.Lock()
         self._timer = threading.Timer(_DELAY, self._begin)
@@ -60,7 +65,7 @@ class _Spinner:
                 self._status.start()
 
 
-def _plain(label: str):
+def _plain(label: str) -> Text:
     from rich.text import Text
 
     return Text(one_line(label))

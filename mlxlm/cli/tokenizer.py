@@ -12,6 +12,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import (
+    PATH,
     SOURCES_HELP,
     SectionedCommand,
     json_option,
@@ -26,6 +27,8 @@ from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
+_TOKENIZER_TYPE = "BPE on bytes as in GPT-2 and Llama 3, or on characters with byte fallback as in Llama 2."
+
 
 @click.group()
 def tokenizer() -> None:
@@ -38,23 +41,9 @@ def tokenizer() -> None:
 
 @tokenizer.command("train", cls=SectionedCommand, epilog=SOURCES_HELP)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@option("Tokenizer", "--out", type=click.Path(path_type=Path), required=True, help="New folder for the tokenizer.")
-@option(
-    "Tokenizer",
-    "--vocab-size",
-    type=click.IntRange(min=1),
-    required=True,
-    help="Vocabulary size, with special tokens.",
-)
-@option(
-    "Tokenizer",
-    "--tokenizer-type",
-    type=click.Choice(TOKENIZER_TYPES),
-    default=TOKENIZER_TYPES[0],
-    show_default=True,
-    help="Tokenizer type. byte-level BPE as in GPT-2 and Llama 3, or sentencepiece (BPE with byte fallback) as in "
-    "Llama 2.",
-)
+@option("Tokenizer", "--out", PATH, "New folder for the tokenizer.", required=True)
+@option("Tokenizer", "--vocab-size", click.IntRange(1), "Vocabulary size, with special tokens.", required=True)
+@option("Tokenizer", "--tokenizer-type", TOKENIZER_TYPES, _TOKENIZER_TYPE, default=TOKENIZER_TYPES[0])
 @text_column_option("Text")
 @on_bad_input_option("Text")
 def train_command(

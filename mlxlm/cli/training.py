@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,11 @@ from mlxlm.cli import render
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
-from mlxlm.experiments.sweep import is_finished
+from mlxlm.experiments.sweep import Sweep, is_finished
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import read_run
 from mlxlm.report.log_entries import entry_before_start, number
+from mlxlm.tokenizer import load
 from mlxlm.train import (
     CheckpointNotSaved,
     Event,
@@ -64,13 +66,12 @@ def stop_on_signal() -> StopRequest:
 
 
 def run_training(
-    run: Run, tokenizer, resume: bool = False, stop: StopRequest | None = None, **options: Any
+    run: Run, *, resume: bool = False, stop: StopRequest | None = None, **options: Any
 ) -> Finished | Stopped:
     """Train a run and show its progress.
 
     Args:
         run: The run.
-        tokenizer: Its tokenizer.
         resume: Whether the run may have checkpoints.
         stop: Tells the caller whether a stop was requested, which may come too late for this run.
         options: Further arguments of `mlxlm.train.train`.
@@ -82,26 +83,31 @@ def run_training(
     ending: Finished | Stopped | None = None
     num_processes = options["process_group"].size if "process_group" in options else 1
     with (stop or stop_on_signal()).catch_signals() as should_stop, _display(num_processes) as show:
-        for event in train(run, tokenizer, resume=resume, should_stop=should_stop, **options):
+        for event in train(run, load(run.path), resume=resume, should_stop=should_stop, **options):
             show(event)
             if isinstance(event, Finished | Stopped):
                 ending = event
+    assert ending is not None  # every run ends with one of them
     return ending
 
 
+def run_and_summarize(run: Run, **options: Any) -> None:
+    """Train a run, print its result and its path. For the arguments see `run_training`."""
+    print_summary(run_training(run, **options), run)
+    render.result(str(run.path))
+
+
 def train_sweep(
+    sweep: Sweep,
     runs: Sequence[tuple[str, Callable[[], Run]]],
-    tokenizer,
-    command: str,
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
 ) -> list[str]:
     """Train runs one after another, until a stop is requested. Finished runs are skipped, others are resumed.
 
     Args:
+        sweep: The sweep that the runs belong to.
         runs: (name, function that makes or opens the run) of each.
-        tokenizer: The tokenizer of all runs.
-        command: The command line that continues the sweep.
         time_left: Returns what to print beside the number of a run, from 0.
         options: Further arguments of `mlxlm.train.train`.
 
@@ -117,7 +123,7 @@ def train_sweep(
             continue
         ending = None
         try:
-            ending = run_training(run, tokenizer, resume=True, stop=stop, **options)
+            ending = run_training(run, resume=True, stop=stop, **options)
         except TrainingError as error:  # the other runs are still of use
             errors.append(f"{name}: {error.message}")
             render.say(errors[-1], style="red")
@@ -126,13 +132,13 @@ def train_sweep(
         if stop.requested:
             if i + 1 < len(runs) or not isinstance(ending, Finished):
                 render.say("Continue with:")
-                render.say(command)
+                render.say(f"{sweep.COMMAND} --out {shlex.quote(str(sweep.path))}")
             break
     return errors
 
 
 def print_forecast(run: Run) -> None:
-    """Print the model size that was chosen, how conversations fit, and the forecast, as far as the log has them."""
+    """Print the chosen model size, how conversations fit, and the forecast, if the log has them."""
     if entry := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
         epochs = f"{entry['epochs']:.1f} epochs"
         hint = "; more text would help: after 4 epochs the same text teaches less and less" * (entry["epochs"] > 4.5)

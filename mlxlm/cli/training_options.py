@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from mlxlm.cli import render
 from mlxlm.cli.options import (
+    PATH,
     add_options,
     given_values,
     on_bad_input_option,
@@ -20,146 +19,77 @@ from mlxlm.cli.options import (
 from mlxlm.config.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from mlxlm.config import ModelConfig
     from mlxlm.train import TokenizerOptions
 
 DEFAULT_MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
+_DATA = "Data"
 
-_BATCHES, _OPTIMIZER, _EVALUATION = "Batches and memory", "Optimizer", "Validation and samples"
-_CHECKPOINTS, _DATA = "Checkpoints", "Data"
-_CHOICES = {
-    "packing": click.Choice(["concatenate", "best-fit"]),
-    "optimizer": click.Choice(list(OPTIMIZERS)),
-    "schedule": click.Choice(["cosine", "linear", "wsd", "constant"]),
-    "dtype": click.Choice(["float32", "bfloat16"]),
+# Options that are fields of TrainSettings, which has the defaults: option, type and help, by section.
+SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
+    "Batches and memory": (
+        ("--batch-size", int, "Sequences per forward pass.  [default: 16, or fitted to the time limit]"),
+        ("--max-seq-length", int, "Tokens per sequence.  [default: the context, at most 512, or by the time limit]"),
+        ("--grad-accumulation-steps", int, "Forward passes per optimizer step.  [default: 1]"),
+        ("--packing", ["concatenate", "best-fit"], "best-fit packs whole documents and pads.  [default: concatenate]"),
+        ("--document-mask", bool, "Let tokens attend only to their own document."),
+        ("--dtype", ["float32", "bfloat16"], "Dtype of matrix products.  [default: bfloat16; float32 on a CPU]"),
+        ("--grad-checkpoint", bool, "Recompute activations in the backward pass: less memory, more time."),
+    ),
+    "Optimizer": (
+        ("--optimizer", list(OPTIMIZERS), "muon: Muon for matrices, AdamW for the rest.  [default: adamw]"),
+        ("--learning-rate", float, "Peak learning rate.  [default: by model size and optimizer]"),
+        ("--lr-schedule", ["cosine", "linear", "wsd", "constant"], "Schedule after warmup.  [default: cosine]"),
+        ("--warmup-steps", int, "Steps of linear warmup.  [default: 5% of the steps, at most 500]"),
+        ("--min-lr-ratio", float, "Final learning rate, as a fraction of the peak.  [default: 0.1]"),
+        ("--decay-fraction", float, "With --lr-schedule wsd: fraction of the steps that decay.  [default: 0.2]"),
+        ("--weight-decay", float, "Decoupled weight decay of matrices.  [default: by optimizer and epochs]"),
+        ("--beta1", float, "Decay rate of the average gradient; with muon, AdamW's.  [default: by optimizer]"),
+        ("--beta2", float, "Decay rate of the average squared gradient, or lion's momentum.  [default: by optimizer]"),
+        ("--grad-clip", float, "Clip the gradient to this global norm; 0 disables it.  [default: 1.0]"),
+        ("--dropout", float, "Dropout rate of embeddings and sublayer outputs.  [default: 0.0]"),
+        ("--ema-decay", float, "Evaluate and save a moving average of the weights with this decay.  [default: 0.0]"),
+        ("--seed", int, "Random seed of weights, data order and dropout.  [default: 0]"),
+    ),
+    "Validation and samples": (
+        ("--eval-every", int, "Steps between validations; 0: only at the end.  [default: 250, or by the time limit]"),
+        ("--eval-tokens", int, "Maximum number of tokens per validation.  [default: 131072]"),
+        ("--sample-every", int, "Steps between text samples; 0 disables them.  [default: 0]"),
+        ("--sample-prompt", str, "Prompt of the samples.  [default: none]"),
+        ("--sample-tokens", int, "Tokens per sample.  [default: 64]"),
+    ),
+    "Checkpoints": (
+        ("--save-every", int, "Steps between checkpoints; 0: only by time.  [default: 500, or 0 with a time limit]"),
+        ("--save-minutes", float, "Maximum minutes between checkpoints; 0: only by steps.  [default: 10]"),
+        ("--save-total-limit", int, "Number of recent checkpoints to keep, beside the best one.  [default: 2]"),
+        ("--spike-threshold", float, "Stop if the loss rises by this many nats; 0 never stops.  [default: 1.0]"),
+    ),
 }
-
-# Options that are fields of TrainSettings, which has the defaults: section, option, type, help.
-SETTINGS = (
-    (_BATCHES, "--batch-size", int, "Sequences per forward pass.  [default: 16, or fitted to the time limit]"),
-    (
-        _BATCHES,
-        "--max-seq-length",
-        int,
-        "Tokens per sequence, and context of the model.  [default: the context of the preset or config, at most 512; "
-        "or fitted to the time limit]",
-    ),
-    (_BATCHES, "--grad-accumulation-steps", int, "Forward passes per optimizer step.  [default: 1]"),
-    (
-        _BATCHES,
-        "--packing",
-        _CHOICES["packing"],
-        "concatenate fills rows without padding; best-fit packs whole documents and pads.  [default: concatenate]",
-    ),
-    (_BATCHES, "--document-mask", bool, "Let tokens attend only to their own document."),
-    (
-        _BATCHES,
-        "--dtype",
-        _CHOICES["dtype"],
-        "Dtype of matrix products; weights are always float32.  [default: bfloat16; float32 on a CPU]",
-    ),
-    (_BATCHES, "--grad-checkpoint", bool, "Recompute activations in the backward pass: less memory, more time."),
-    (
-        _OPTIMIZER,
-        "--optimizer",
-        _CHOICES["optimizer"],
-        "Optimizer. muon updates matrices with Muon and everything else with AdamW.  [default: adamw]",
-    ),
-    (_OPTIMIZER, "--learning-rate", float, "Peak learning rate.  [default: by model size and optimizer]"),
-    (_OPTIMIZER, "--lr-schedule", _CHOICES["schedule"], "Learning-rate schedule after warmup.  [default: cosine]"),
-    (_OPTIMIZER, "--warmup-steps", int, "Steps of linear warmup.  [default: 5% of the steps, at most 500]"),
-    (_OPTIMIZER, "--min-lr-ratio", float, "Final learning rate, as a fraction of the peak.  [default: 0.1]"),
-    (
-        _OPTIMIZER,
-        "--decay-fraction",
-        float,
-        "With --lr-schedule wsd: fraction of the steps that decay.  [default: 0.2]",
-    ),
-    (
-        _OPTIMIZER,
-        "--weight-decay",
-        float,
-        "Decoupled weight decay of matrices.  [default: by optimizer; 10 times that for more than 16 epochs]",
-    ),
-    (
-        _OPTIMIZER,
-        "--beta1",
-        float,
-        "Decay rate of the average gradient; with muon, AdamW's.  [default: by optimizer]",
-    ),
-    (
-        _OPTIMIZER,
-        "--beta2",
-        float,
-        "Decay rate of the average squared gradient; with lion, of the momentum.  [default: by optimizer]",
-    ),
-    (_OPTIMIZER, "--grad-clip", float, "Clip the gradient to this global norm; 0 disables it.  [default: 1.0]"),
-    (_OPTIMIZER, "--dropout", float, "Dropout rate of embeddings and sublayer outputs.  [default: 0.0]"),
-    (
-        _OPTIMIZER,
-        "--ema-decay",
-        float,
-        "Evaluate and save an exponential moving average of the weights with this decay; 0 disables it.  "
-        "[default: 0.0]",
-    ),
-    (_OPTIMIZER, "--seed", int, "Random seed of weights, data order and dropout.  [default: 0]"),
-    (
-        _EVALUATION,
-        "--eval-every",
-        int,
-        "Steps between validations; 0 validates at the end only.  [default: 250, or fitted to the time limit]",
-    ),
-    (_EVALUATION, "--eval-tokens", int, "Maximum number of tokens per validation.  [default: 131072]"),
-    (_EVALUATION, "--sample-every", int, "Steps between text samples; 0 disables them.  [default: 0]"),
-    (_EVALUATION, "--sample-prompt", str, "Prompt of the samples.  [default: none]"),
-    (_EVALUATION, "--sample-tokens", int, "Tokens per sample.  [default: 64]"),
-    (
-        _CHECKPOINTS,
-        "--save-every",
-        int,
-        "Steps between checkpoints; 0 saves by time only.  [default: 500, or 0 with a time limit]",
-    ),
-    (
-        _CHECKPOINTS,
-        "--save-minutes",
-        float,
-        "Save at the latest this many minutes after the last checkpoint; 0 saves by steps only.  [default: 10]",
-    ),
-    (
-        _CHECKPOINTS,
-        "--save-total-limit",
-        int,
-        "Number of recent checkpoints to keep; the best one is always kept.  [default: 2]",
-    ),
-    (
-        _CHECKPOINTS,
-        "--spike-threshold",
-        float,
-        "Stop if the loss rises by this many nats; 0 never stops.  [default: 1.0]",
-    ),
-)
 
 
 def _name(setting_flag: str) -> str:
     return setting_flag.removeprefix("--").replace("-", "_")
 
 
-FLAGS = {_name(setting_flag): setting_flag for _, setting_flag, _, _ in SETTINGS}  # by the setting's name
+FLAGS = {_name(setting_flag): setting_flag for rows in SETTINGS.values() for setting_flag, _, _ in rows}  # by name
 
 
-def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str] | None = None) -> Callable:
+def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str] | None = None) -> Callable[..., Any]:
     """Return a decorator that adds the options of SETTINGS to a command.
 
     Args:
         without: Names of settings to leave out.
         help_texts: Help texts by name that replace those of SETTINGS.
     """
-    help_texts = help_texts or {}
-    options = []
-    for section, setting_flag, kind, text in SETTINGS:
-        if (name := _name(setting_flag)) not in without:
-            form = {"is_flag": True} if kind is bool else {"type": kind}
-            options.append(option(section, setting_flag, default=None, help=help_texts.get(name, text), **form))
-    return add_options(*options)
+    texts = help_texts or {}
+    return add_options(
+        *(
+            option(section, setting_flag, kind, texts.get(_name(setting_flag), text), default=None)
+            for section, rows in SETTINGS.items()
+            for setting_flag, kind, text in rows
+            if _name(setting_flag) not in without
+        )
+    )
 
 
 def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,38 +102,54 @@ def reject_unused_settings(options: Mapping[str, Any], *rules: tuple[object, Col
     reject_unused_options(
         options,
         *rules,
+        (options.get("preset") and options.get("config"), ["preset"], "--config chooses the model"),
+        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
         (options["lr_schedule"] != "wsd", ["decay_fraction"], "--lr-schedule wsd is not given"),
         (options["lr_schedule"] == "constant", ["min_lr_ratio"], "--lr-schedule constant stays at the peak"),
     )
 
 
-def data_options(vocab_size: str = "the preset's, or less if the text supports less") -> Callable:
+def data_options(vocab_size: str = "the preset's, or less if the text supports less") -> Callable[..., Any]:
     """Return a decorator that adds the options of how DATA becomes tokens.
 
     Args:
         vocab_size: The default of `--vocab-size`, for its help text.
     """
+    types = ["byte-level", "sentencepiece"]
     return add_options(
-        option(
-            _DATA,
-            "--tokenizer",
-            type=click.Path(path_type=Path),
-            help="Tokenizer folder or file.  [default: train one on DATA]",
-        ),
-        option(
-            _DATA, "--vocab-size", type=int, help=f"Vocabulary size of the tokenizer to train.  [default: {vocab_size}]"
-        ),
-        option(
-            _DATA,
-            "--tokenizer-type",
-            type=click.Choice(["byte-level", "sentencepiece"]),
-            help="Tokenizer type.  [default: byte-level]",
-        ),
+        option(_DATA, "--tokenizer", PATH, "Tokenizer folder or file.  [default: train one on DATA]"),
+        option(_DATA, "--vocab-size", int, f"Vocabulary size of the tokenizer to train.  [default: {vocab_size}]"),
+        option(_DATA, "--tokenizer-type", types, "Tokenizer type.  [default: byte-level]"),
         text_column_option(_DATA),
-        *validation_options("Text"),
+        validation_options("Text"),
         on_bad_input_option(_DATA),
     )
+
+
+def validation_options(what: str) -> Callable[..., Any]:
+    """Return a decorator that adds `--validation` and `--validation-fraction`; `what` the validation data is."""
+    text = f"{what} for validation, instead of a part of DATA. Repeatable."
+    fraction = "Fraction of DATA that is held out for validation.  [default: 0.05]"
+    return add_options(
+        option(_DATA, "--validation", str, text, multiple=True, metavar="FILE"),
+        option(_DATA, "--validation-fraction", float, fraction),
+    )
+
+
+def model_options(section: str, preset: str) -> Callable[..., Any]:
+    """Return a decorator that adds `--preset` and `--config`; `preset` is the help text of the first."""
+    return add_options(
+        option(section, "--preset", str, preset),
+        option(section, "--config", PATH, "Use this config.json instead of a preset."),
+    )
+
+
+def chosen_config(options: Mapping[str, Any]) -> ModelConfig:
+    """The model of `--preset` or `--config`."""
+    from mlxlm.families import load_config, load_preset
+
+    return load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
 
 
 def data_settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,31 +162,11 @@ def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
     """The TokenizerOptions that the command line sets."""
     from mlxlm.train import TokenizerOptions
 
-    return TokenizerOptions(
-        options["tokenizer"], options["tokenizer_type"] or TokenizerOptions.tokenizer_type, options["vocab_size"]
-    )
+    kind = options["tokenizer_type"] or TokenizerOptions.tokenizer_type
+    return TokenizerOptions(options["tokenizer"], kind, options["vocab_size"])
 
 
-def validation_options(what: str) -> tuple[Callable, ...]:
-    """`--validation` and `--validation-fraction`; `what` the validation data is."""
-    return (
-        option(
-            _DATA,
-            "--validation",
-            multiple=True,
-            metavar="FILE",
-            help=f"{what} for validation, instead of a part of DATA. Repeatable.",
-        ),
-        option(
-            _DATA,
-            "--validation-fraction",
-            type=float,
-            help="Fraction of DATA that is held out for validation.  [default: 0.05]",
-        ),
-    )
-
-
-def unused_data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[tuple[Any, Collection[str], str]]:
+def unused_data_rules(options: Mapping[str, Any], data: Iterable[str | Path]) -> list[tuple[Any, Collection[str], str]]:
     """The rules of `reject_unused_options` for `data_options` with this DATA."""
     from mlxlm.data.manifest import is_prepared
 
@@ -248,7 +174,6 @@ def unused_data_rules(options: Mapping[str, Any], data: Iterable[str]) -> list[t
     tokenizer = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     return [
         (prepared or options["tokenizer"], ["vocab_size", "tokenizer_type"], f"{tokenizer} has its own"),
-        (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
         (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
     ]
