@@ -30,6 +30,7 @@ _repetition = functools.partial(option, "Repetition penalties")
 _constrained = functools.partial(option, "Constrained output")
 _memory = functools.partial(option, "Memory and speed")
 
+_TEMPERATURE = "Sampling temperature. 0 is greedy; higher values are more random.  [default: 0.7]"
 _TOP_P = "Nucleus sampling: the most likely tokens with this total probability; 1 disables it.  [default: 1.0]"
 _MIN_P = "Drop tokens less likely than this fraction of the most likely one; 0 disables it.  [default: 0.0]"
 _TYPICAL_P = (
@@ -56,7 +57,7 @@ _LOGPROBS = "Report the log-probability of each token, and of the N most likely 
 SAMPLING_OPTIONS = (
     _stopping("-n --max-tokens", int, "Generate at most N tokens.  [default: 256]", metavar="N"),
     _stopping("--stop", str, "Stop before this text. Repeatable.", multiple=True, metavar="TEXT"),
-    _sampling("-t --temp --temperature temperature", float, "Sampling temperature; 0 is greedy.  [default: 0.7]"),
+    _sampling("-t --temp --temperature temperature", float, _TEMPERATURE),
     _sampling("--seed", int, "Random seed. The same seed gives the same text.  [default: random]"),
     _sampling("--top-k", int, "Sample from the K most likely tokens; 0 disables it.  [default: 0]"),
     _sampling("--top-p", float, _TOP_P),

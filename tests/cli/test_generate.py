@@ -286,7 +286,7 @@ def test_the_help_states_the_defaults(run):
 
 
 def test_options_are_the_fields_of_generation_options():
-    command = sampling_options(lambda options: None)
+    command = sampling_options()(lambda options: None)
     assert {p.name for p in command.__click_params__} == {f.name for f in fields(GenerationOptions)}
 
 

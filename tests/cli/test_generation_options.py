@@ -19,7 +19,7 @@ def shell():
     got = []
 
     @click.command()
-    @sampling_options
+    @sampling_options()
     def command(options):
         got.append(options)
 

@@ -65,8 +65,8 @@ def test_quantize_convert_compare_and_generate(tmp_path, run_folder, capsys, mon
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, number, code):
-    (tmp_path / "victim.py").write_text(
-        "import click, os, time, weakref\n"
+    code = (
+        "import click, os, sys, time, weakref\n"
         "class Thing: pass\n"
         "@click.command()\n"
         "def victim():\n"
@@ -74,9 +74,12 @@ def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, nu
         f"    watched = weakref.ref(thing, lambda _: os.kill(os.getpid(), {number:d}))\n"
         "    del thing\n"
         "    time.sleep(60)\n"
+        "from mlxlm.cli import main\n"
+        "main.COMMANDS['victim'] = ''\n"
+        "sys.modules['mlxlm.cli.victim'] = sys.modules['__main__']\n"
+        "main.main(['victim'])\n"
     )
-    run = "from mlxlm.cli import main; main.COMMANDS['victim'] = ('victim:victim', ''); main.main(['victim'])"
-    done = subprocess.run([sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == code and "ignored" not in done.stderr
 
 

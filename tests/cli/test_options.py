@@ -48,7 +48,7 @@ def test_settings_are_the_fields_of_train_settings():
 
 def test_the_help_states_the_defaults_of_train_settings():
     defaults = TrainSettings.defaults(steps=1000)
-    for _, flag, _, text in SETTINGS:
+    for flag, _, text in (row for rows in SETTINGS.values() for row in rows):
         default = defaults.get(flag.removeprefix("--").replace("-", "_"))
         stated = re.search(r"\[default: ([\w.-]+)", text)
         if stated and re.fullmatch(r"[\d.]+|adamw|cosine|concatenate", stated[1]) and default is not None:
@@ -58,8 +58,8 @@ def test_the_help_states_the_defaults_of_train_settings():
 @pytest.fixture
 def command():
     @click.command(cls=SectionedCommand)
-    @option("Second", "--two-parts", type=click.IntRange(1), help="Two.")
-    @option("First", "-o", "--one", help="One.")
+    @option("Second", "--two-parts", click.IntRange(1), "Two.")
+    @option("First", "-o --one", str, "One.")
     @click.option("--other", is_flag=True, help="Other.")
     def command(**options):
         reject_unused_options(options, (options["other"], ["one", "two_parts"], "--other is given"))

@@ -112,7 +112,7 @@ def test_wrong_usage(tmp_path, capsys, options, message):
 
 @pytest.mark.parametrize("text, size", [("2.0GB", 2 * 10**9), ("900 mb", 9 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7)])
 def test_sizes(text, size):
-    assert command._Bytes().convert(text, None, None) == size
+    assert command.parse_bytes(text) == size
 
 
 def test_a_failure_is_one_line(tmp_path, capsys):

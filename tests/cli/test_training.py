@@ -1,5 +1,8 @@
 """Training several runs one after another."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 
 def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
     """The run is finished, and the next ones are not started."""
@@ -8,12 +11,13 @@ def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
 
     made = []
 
-    def stops_in_its_last_step(run, _tokenizer, *, stop, **_options):
+    def stops_in_its_last_step(run, *, stop, **_options):
         stop.requested = True
         return Finished(1, 1.0, 1.0, 1.0, 1.0, 1, run)
 
     monkeypatch.setattr(training, "run_training", stops_in_its_last_step)
     monkeypatch.setattr(training, "is_finished", lambda run: False)
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
-    assert training.train_sweep(runs, None, "the command") == [] and made == ["one"]
-    assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "the command"]
+    sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=Path("my grid"))
+    assert training.train_sweep(sweep, runs) == [] and made == ["one"]
+    assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --out 'my grid'"]
