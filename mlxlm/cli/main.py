@@ -92,8 +92,8 @@ def main(args: list[str] | None = None) -> None:
     """Run the command line and exit with 0 (done), 1 (failed), 2 (wrong usage) or 130 (interrupted)."""
     _open_standard_descriptors()
     sys.unraisablehook = _reraise_signal
-    if sys.stderr is not None and sys.stderr is sys.__stderr__:
-        sys.stderr = _ignore_write_errors(sys.stderr)
+    if sys.stderr is sys.__stderr__ and sys.__stderr__ is not None:
+        sys.stderr = _ignore_write_errors(sys.__stderr__)
     sys.exit(_run(args))
 
 

@@ -65,7 +65,7 @@ def test_quantize_convert_compare_and_generate(tmp_path, run_folder, capsys, mon
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, number, code):
-    code = (
+    script = (
         "import click, os, sys, time, weakref\n"
         "class Thing: pass\n"
         "@click.command()\n"
@@ -79,7 +79,7 @@ def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, nu
         "sys.modules['mlxlm.cli.victim'] = sys.modules['__main__']\n"
         "main.main(['victim'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert done.returncode == code and "ignored" not in done.stderr
 
 
