@@ -1,10 +1,10 @@
 """Text generation: load a model, generate or stream a text, generate a batch, score a text.
 
-loaded = load("runs/stories")
-print(generate(loaded, "Once upon a time", temperature=0.8, seed=1).text)
-for chunk in stream(loaded, "Once upon a time"):
+lm = load("runs/stories")
+print(generate(lm, "Once upon a time", temperature=0.8, seed=1).text)
+for chunk in stream(lm, "Once upon a time"):
     print(chunk.text, end="")
-for result in batch(loaded, ["Once", "Twice"], num_samples=4):
+for result in batch(lm, ["Once", "Twice"], num_samples=4):
     print(result.text)
 """
 

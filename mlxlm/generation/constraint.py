@@ -11,7 +11,7 @@ import re
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,8 +55,8 @@ class Grammar:
     @classmethod
     def compile(
         cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
-    ) -> Grammar:
-        """Compile `options.constraint`, which must be set. Cached per tokenizer.
+    ) -> Grammar | None:
+        """Compile `options.constraint`; None without one. Cached per tokenizer.
 
         Args:
             options: The options with the constraint.
@@ -70,6 +70,8 @@ class Grammar:
                 matches or that is too large, and a tokenizer whose tokens aren't bytes.
         """
         name = options.constraint
+        if name is None:
+            return None
         if not tokenizer.has_byte_tokens:
             reason = "the text of this tokenizer's tokens depends on their neighbors"
             raise GenerationError(f"{name} isn't supported with this model: {reason}", f"the same without {name}")
@@ -201,7 +203,8 @@ def _llg_grammar(options: SamplingOptions, dummy_prefix: bool) -> str:
     """
     from llguidance import regex_to_lark
 
-    if options.json_schema is not None:
+    body: dict[str, Any]
+    if isinstance(options.json_schema, str):
         body = {"json_schema": to_llguidance_schema(json.loads(options.json_schema))}
     elif options.regex is not None:
         body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
@@ -223,13 +226,13 @@ class _TokenizerWrapper:
 
     def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: list[int]):
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, eos_ids, eos_ids[0]
-        self._tokenizer = weakref.ref(tokenizer)  # llguidance keeps this object for as long as the tokenizer lives
+        self._tokenizer = weakref.proxy(tokenizer)  # llguidance keeps this object for as long as the tokenizer lives
         self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text}
         self._max_length = max(map(len, tokens), default=0)
 
     def __call__(self, text: str) -> list[int]:
         """Encode text that must follow: with the tokenizer, unless that normalizes it, else greedily."""
-        ids, content = self._tokenizer().encode(text, continues=True), text.encode("utf-8")
+        ids, content = self._tokenizer.encode(text, continues=True), text.encode("utf-8")
         if b"".join(self.tokens[id] for id in ids) == content:
             return ids
         ids, start = [], 0
@@ -261,7 +264,8 @@ def _llg_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozens
         if not eos_ids:  # llguidance needs one: an id beyond the logits
             eos_ids = [vocab_size]
             tokens.append(b"")
-        cached[key] = llguidance.LLTokenizer(_TokenizerWrapper(tokenizer, tokens, eos_ids), eos_token=eos_ids)
+        wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids)
+        cached[key] = llguidance.LLTokenizer(wrapper, eos_token=eos_ids)
     return cached[key]
 
 

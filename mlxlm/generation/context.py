@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import (
     PREFILL_STEP_SIZE,
     KVOptions,
@@ -43,7 +43,7 @@ class Context:
 
     version = 0
 
-    def __init__(self, model, kv: KVOptions | None = None):
+    def __init__(self, model: nn.Module, kv: KVOptions | None = None):
         """Make empty caches. `kv`: options of the caches, None for all tokens, unquantized.
 
         Raises:
@@ -74,7 +74,7 @@ class Context:
         self._consistent = True
 
     @contextmanager
-    def transaction(self) -> Iterator[array]:
+    def transaction(self) -> Iterator[array[int]]:
         """Change caches and ids together or not at all. Yields the ids, to be changed in place."""
         self._consistent = False
         self.version += 1
@@ -224,7 +224,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     return length
 
 
-def _can_trim(cache, n: int) -> bool:
+def _can_trim(cache: Any, n: int) -> bool:
     """Whether a cache can drop its last n tokens. mlx_lm's caches only know whether they can be trimmed at all."""
     can_trim = getattr(cache, "can_trim", None)
     return cache.is_trimmable() if can_trim is None else can_trim(n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE
@@ -18,7 +18,7 @@ def generate_tokens(
     *,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     on_prefill: Callable[[int], None] | None = None,
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yield up to `max_tokens` ids that follow `prompt`.
 
     Step t+1 is dispatched before token t is read, so that the device never waits for Python.

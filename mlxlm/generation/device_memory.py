@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
 
@@ -22,7 +22,7 @@ def async_eval(result: T) -> T:
     return result
 
 
-def eval_caches(caches: Sequence, *arrays: mx.array) -> None:
+def eval_caches(caches: Sequence[Any], *arrays: mx.array) -> None:
     """Compute the state of `caches`, and `arrays`, and give freed buffers back."""
     eval_arrays([cache.state for cache in caches], *arrays)
     clear_memory_cache()

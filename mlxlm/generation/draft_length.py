@@ -12,6 +12,7 @@ RECENT_SAMPLES = 8  # times of a draft length that count, by their median
 MAX_AGE = 256  # passes after which a time no longer counts: a longer context costs more
 DECAY = 0.97  # weight of an outcome after each later one: about the last 33 count
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
+INITIAL_ACCEPTANCE = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT, 0  # accepted, weight, and number of outcomes
 PROVEN = 16  # outcomes after which rounds that pay reset the next pause to the shortest
 SHORTEST_PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps before another try; doubled after each that didn't pay
 
@@ -41,7 +42,7 @@ class DraftLengthController:
         self._next_pause = SHORTEST_PAUSE
         self._has_new_outcome = False
         self.reason = MEASURING
-        self._reset_acceptance()
+        self._accepted, self._weight, self._num_outcomes = INITIAL_ACCEPTANCE
 
     @property
     def acceptance_rate(self) -> float:
@@ -90,15 +91,12 @@ class DraftLengthController:
             self._next_pause = SHORTEST_PAUSE
         return best
 
-    def _reset_acceptance(self) -> None:
-        self._accepted, self._weight, self._num_outcomes = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT, 0
-
     def _count_paused_step(self) -> None:
         self._paused_steps += 1
         if self._paused_steps == self._pause:
             self._end_pause()
             self._times = {0: self._times[0]}
-            self._reset_acceptance()
+            self._accepted, self._weight, self._num_outcomes = INITIAL_ACCEPTANCE
 
     def _end_pause(self) -> None:
         self._pause = self._paused_steps = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions
@@ -23,11 +23,13 @@ class DraftState(Protocol):
     Attributes:
         last_draft_matched: Whether the last token read is the one that was expected. False also if no more drafts will
             come. None if expecting a token costs a computation.
-        num_unread: How many tokens the next draft has to read first.
     """
 
     last_draft_matched: bool | None
-    num_unread: int
+
+    @property
+    def num_unread(self) -> int:
+        """How many tokens the next draft has to read first."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append the next `tokens` of the text."""
@@ -63,7 +65,7 @@ def max_trimmable_tokens(context: Context, n: int) -> int:
     return max(0, min([n, *(_max_trimmable(cache, n) for cache in context.caches)]))
 
 
-def _max_trimmable(cache, n: int) -> int:
+def _max_trimmable(cache: Any, n: int) -> int:
     if isinstance(cache, KVCache):
         return n if cache.max_update_size is None else cache.max_update_size
     if not cache.is_trimmable():
@@ -96,13 +98,13 @@ class _PromptLookupState:
         self.last_draft_matched: bool | None = False
         self.num_unread = 0
         self._ids: list[int] = []
-        self._positions: dict[tuple[int, int], list[int]] = {}  # the positions after each pair, the latest last
-        self._match: int | None = None  # the position after the matched suffix
+        self._positions: dict[tuple[int, ...], list[int]] = {}  # the positions after each pair, the latest last
+        self._match = 0  # the position after the matched suffix; 0 for none
 
     def read(self, tokens: Sequence[int]) -> None:
         ids = self._ids
         for token in tokens:
-            self.last_draft_matched = self._match is not None and ids[self._match] == token
+            self.last_draft_matched = self._match > 0 and ids[self._match] == token
             if len(ids) >= 2:
                 positions = self._positions.setdefault((ids[-2], ids[-1]), [])
                 positions.append(len(ids))
@@ -112,9 +114,9 @@ class _PromptLookupState:
             # Staying with a match that was right saves the search.
             self._match = self._match + 1 if self.last_draft_matched else self._find_match()
 
-    def _find_match(self) -> int | None:
-        """The position after the longest earlier occurrence of a suffix."""
-        best, longest = None, 1
+    def _find_match(self) -> int:
+        """The position after the longest earlier occurrence of a suffix; 0 for none."""
+        best, longest = 0, 1
         for position in reversed(self._positions.get(tuple(self._ids[-2:]), ())):
             length = self._match_length(position)
             if length > longest:
@@ -129,7 +131,7 @@ class _PromptLookupState:
         return n
 
     def propose(self, count: int, sampler: Sampler, vocab_size: int) -> mx.array | None:
-        if self._match is None:
+        if not self._match:
             return None
         draft = self._ids[self._match : self._match + count]
         period = len(draft)  # a repetition up to the end of the text is expected to continue
@@ -243,7 +245,7 @@ class _DraftModelState:
         draft.append(async_eval(token))
         if sampler.needs_last_token:
             sampler.accept(token.item())
-            if sampler.finished or sampler.error:
+            if sampler.ended:
                 return None
         return token
 

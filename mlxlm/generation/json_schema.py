@@ -15,7 +15,7 @@ from mlxlm.utils.errors import GenerationError
 # context with spaces.
 _SEPARATORS = {"item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 _MAX_BLANKS = 8  # in a separator that a schema sets itself
-_MAX_COMPARISONS = 100_000  # of alternatives of oneOf, to bound the time for any schema
+_MAX_COMPARISONS = 20_000  # of alternatives of oneOf, to bound the time for any schema
 
 _SCHEMA_KEYS = ("additionalProperties", "items", "additionalItems", "contains", "not")
 _SCHEMA_LIST_KEYS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import log_softmax
@@ -37,11 +37,6 @@ class TokenLogprobs:
     logprob: float
     top_logprobs: tuple[TokenLogprob, ...]
     bytes: bytes | None = None
-
-    def with_bytes(self, bytes_of: Callable[[int], bytes | None]) -> TokenLogprobs:
-        """A copy with the bytes of every token."""
-        top_logprobs = tuple(entry._replace(bytes=bytes_of(entry.token)) for entry in self.top_logprobs)
-        return replace(self, top_logprobs=top_logprobs, bytes=bytes_of(self.token))
 
 
 @dataclass(frozen=True)
@@ -78,12 +73,13 @@ class SampledLogprobs:
         """What the device has to compute."""
         return [self.logprobs, self.top_ids, self.top_logprobs]
 
-    def read(self, row: int) -> TokenLogprobs:
-        """The log-probabilities of one row. Waits for the device."""
-        tokens, logprobs, top_ids, top_logprobs = self._values
-        return TokenLogprobs(tokens[row], logprobs[row], tuple(map(TokenLogprob, top_ids[row], top_logprobs[row])))
+    def read(self, row: int, bytes_of: Callable[[int], bytes | None]) -> TokenLogprobs:
+        """The log-probabilities of one row, with the bytes of each token. Waits for the device."""
+        token, logprob, top_ids, top_logprobs = (values[row] for values in self._values)
+        top = tuple(map(TokenLogprob, top_ids, top_logprobs, map(bytes_of, top_ids)))
+        return TokenLogprobs(token, logprob, top, bytes_of(token))
 
     @cached_property
-    def _values(self) -> list[list]:
+    def _values(self) -> list[list[Any]]:
         # Whole arrays: slicing one row would be a computation of its own, queued behind the step in flight.
         return [array.tolist() for array in (self.tokens, *self.arrays())]

@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import GenerationError
@@ -139,7 +139,7 @@ class SamplingOptions:
         object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, other_names: Sequence[str] = (), /, **options: Any):
+    def of(cls, other_names: Sequence[str] = (), /, **options: Any) -> Self:
         """Options from keyword arguments.
 
         Args:
@@ -255,10 +255,7 @@ def _parse_logit_bias(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = list(value.items())
     elif isinstance(value, Sequence):
-        pairs = [
-            tuple(text.split("=", 1)) if isinstance(text, str) and "=" in text else (repr(text), None)
-            for text in _as_tuple(value)
-        ]
+        pairs = [str(text).partition("=")[::2] for text in _as_tuple(value)]
     else:
         return value
     biases: dict[Any, Any] = {}

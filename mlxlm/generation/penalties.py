@@ -146,4 +146,5 @@ def _last_tokens(prompt: Sequence[int], count: int) -> np.ndarray:
 
 
 def _stack(rows: list[tuple[mx.array | None, int]]) -> mx.array | None:
-    return None if rows[0][0] is None else mx.concatenate([array[row : row + 1] for array, row in rows])
+    arrays = [array[row : row + 1] for array, row in rows if array is not None]
+    return mx.concatenate(arrays) if arrays else None

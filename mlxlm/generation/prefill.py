@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE
@@ -26,7 +27,7 @@ class Prefill:
         """Start with an empty `context`, for the shared prefix. `on_read` is called whenever tokens were read."""
         self._prefix, self._on_read = context, on_read
 
-    def read(self, rows: Sequence[BatchRow]) -> Iterator[tuple[list[BatchRow], list]]:
+    def read(self, rows: Sequence[BatchRow]) -> Iterator[tuple[list[BatchRow], list[Any]]]:
         """Yield groups of `rows`, each with the stacked caches that hold its prompts."""
         by_prompt: dict[Prompt, list[BatchRow]] = {}  # several samples of one prompt are read once
         for row in rows:
@@ -78,16 +79,16 @@ class Prefill:
     def _read_into(self, context: Context, ids: list[int]) -> None:
         context.read(ids, on_prefill=lambda num_tokens: self._on_read())
 
-    def _read_group(self, prompts: Sequence[list[int]], start: int) -> list:
+    def _read_group(self, prompts: Sequence[list[int]], start: int) -> list[Any]:
         """Stacked caches that hold `prompts`, which begin with the first `start` tokens of the prefix."""
         length = max(len(ids) for ids in prompts) - start
         # A shorter prompt reads the end of the prefix again, rather than padding.
         reused = [max(0, min(start, len(ids) - length)) for ids in prompts]
         max_size = self._prefix.kv.size
-        caches_of_rows = [self._copy_prefix(n) for n in reused]
-        if len(prompts) == 1 or None in caches_of_rows or max_size is not None and start + length > max_size:
+        too_long = max_size is not None and start + length > max_size
+        if len(prompts) == 1 or too_long or not all(map(self._can_copy_prefix, reused)):
             return _stack([self._read_alone(ids, start) for ids in prompts])
-        caches = _stack(caches_of_rows)
+        caches = _stack([self._copy_prefix(n) for n in reused])
         padding = [length - (len(ids) - n) for ids, n in zip(prompts, reused, strict=True)]
         tokens = [[0] * pad + ids[n:] for ids, n, pad in zip(prompts, reused, padding, strict=True)]
         if any(padding):
@@ -102,27 +103,27 @@ class Prefill:
             self._on_read()
         return caches
 
-    def _read_alone(self, ids: list[int], start: int) -> list:
+    def _read_alone(self, ids: list[int], start: int) -> list[Any]:
         context = Context(self._prefix.model, self._prefix.kv)
         if start:
             context.caches = [cache.copy() for cache in self._prefix.caches]
         self._read_into(context, ids[start:])
         return context.caches
 
-    def _copy_prefix(self, n: int) -> list | None:
-        """Copies of the prefix's caches with the first n tokens only; None if they can't be trimmed to that."""
+    def _can_copy_prefix(self, n: int) -> bool:
+        return n == 0 or all(cache.can_trim(len(self._prefix) - n) for cache in self._prefix.caches)
+
+    def _copy_prefix(self, n: int) -> list[Any]:
+        """Copies of the prefix's caches with the first n tokens only."""
         if n == 0:
             return Context(self._prefix.model, self._prefix.kv).caches
-        surplus = len(self._prefix) - n
-        if not all(cache.can_trim(surplus) for cache in self._prefix.caches):
-            return None
         copies = [cache.copy() for cache in self._prefix.caches]
         for cache in copies:
-            cache.trim(surplus)
+            cache.trim(len(self._prefix) - n)
         return copies
 
 
-def _stack(rows: Sequence[list]) -> list:
+def _stack(rows: Sequence[list[Any]]) -> list[Any]:
     """The caches of several rows, layer by layer, from those of each row."""
     return [type(layer[0]).merge(layer) for layer in zip(*rows, strict=True)]
 

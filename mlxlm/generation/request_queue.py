@@ -27,8 +27,8 @@ class Request:
     eos_token_ids: frozenset[int] | None = None
 
     def sample(self, id: str, number: int) -> Request:
-        """The request for sample `number`, from 0, with a seed derived from this one's seed and `id`."""
-        seed = derive_seed(self.options.seed, id, number)
+        """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
+        seed = derive_seed(self.options.seed or 0, id, number)
         return replace(self, options=replace(self.options, seed=seed))
 
 

@@ -40,7 +40,7 @@ class Timings:
         prompt_tokens_per_second: Rate of reading the prompt's tokens that were not in the cache, up to the first new
             token.
         tokens_per_second: Rate of the new tokens after the first one.
-        peak_memory_bytes: MLX's peak memory meanwhile, weights included.
+        peak_memory_bytes: MLX's peak memory since the text began, weights included.
     """
 
     time_to_first_token: float | None

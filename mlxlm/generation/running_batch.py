@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.generation.sequence import TokenSequence
@@ -40,12 +41,12 @@ class RunningBatch:
     computing, and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all others.
     """
 
-    def __init__(self, model, context_length: int):
+    def __init__(self, model: nn.Module, context_length: int):
         """Start without rows. `context_length`: the number of positions of the model."""
         self._model, self._context_length = model, context_length
         self._rows: list[BatchRow] = []
-        self._caches: list = []
-        self._tokens: mx.array | None = None  # [B]: drawn, and not read yet
+        self._caches: list[Any] = []
+        self._tokens = mx.zeros(0, mx.int32)  # [B]: drawn, and not read yet
         self._num_steps = 0
 
     @property
@@ -58,7 +59,7 @@ class RunningBatch:
         """Whether fewer than a quarter of the rows have finished."""
         return self.num_active * 4 > len(self._rows) * 3
 
-    def join(self, groups: Iterable[tuple[Sequence[BatchRow], list]]) -> None:
+    def join(self, groups: Iterable[tuple[Sequence[BatchRow], list[Any]]]) -> None:
         """Add rows. Each group comes with caches that hold its prompts except for their last tokens."""
         for rows, caches in groups:
             last_tokens = mx.array([row.text.prompt[-1] for row in rows], mx.int32)
@@ -74,7 +75,7 @@ class RunningBatch:
             return
         self._rows = [self._rows[i] for i in active]
         if not active:
-            self._caches, self._tokens = [], None  # frees memory for the next prompts
+            self._caches = []  # frees memory for the next prompts
             return
         for cache in self._caches:
             cache.select(active)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -115,12 +115,11 @@ class Sampler:
         """
         self.options, self.seed, self.step = options, seed, 0
         self.processor = LogitsProcessor(options, dry_breaker_mask(options, tokenizer))
-        self.matcher = grammar and grammar.matcher()
+        self.matcher = None if grammar is None else grammar.matcher()
         self.num_logprobs = options.logprobs
         self._prompt = prompt
         self._penalty_row: tuple[PenaltyState, int] | None = None  # a row of a state that a batch may share
         self._logprobs: deque[tuple[SampledLogprobs, int]] = deque()
-        self._draft_logits: mx.array | None = None  # of the last `verify_draft`
 
     @property
     def needs_last_token(self) -> bool:
@@ -128,23 +127,9 @@ class Sampler:
         return self.matcher is not None
 
     @property
-    def finished(self) -> bool:
-        """Whether the text fulfills the constraint and nothing can follow."""
-        return self.matcher is not None and self.matcher.finished
-
-    @property
-    def error(self) -> str | None:
-        """Why the constraint allows no further token; None if it does, or without a constraint."""
-        return None if self.matcher is None else self.matcher.error
-
-    @property
-    def constraint_error(self) -> str | None:
-        """Why the text so far doesn't fulfill the constraint; None if it does, or without a constraint."""
-        return None if self.matcher is None else self.matcher.constraint_error
-
-    def constraint_error_of(self, text: str) -> str | None:
-        """`constraint_error` of a text that a stop string has cut short."""
-        return None if self.matcher is None else self.matcher.constraint_error_of(text)
+    def ended(self) -> bool:
+        """Whether the constraint allows no further token."""
+        return self.matcher is not None and (self.matcher.finished or self.matcher.error is not None)
 
     def accept(self, token: int) -> None:
         """Advance the constraint by a drawn token; before the next draw if the sampler `needs_last_token`.
@@ -198,14 +183,11 @@ class Sampler:
         steps = [(self.seed, self.step + position) for position in range(len(logits))]
         scores = self.processor(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps)
         best = mx.sort(mx.topk(scores, min(2, scores.shape[-1]), axis=-1), axis=-1)
-        self._draft_logits = logits
         return _argmax(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
 
-    def accept_draft(self, tokens: mx.array) -> None:
-        """Take `tokens` `[n]`, the first n that the last `verify_draft` returned, as drawn."""
-        logits = self._draft_logits
+    def accept_draft(self, logits: mx.array, tokens: mx.array) -> None:
+        """Take `tokens` `[n]`, the first n that `verify_draft` returned for `logits`, as drawn."""
         self.advance(self._penalty_rows(logits.shape[-1], tokens)[-1], len(tokens))
-        self._draft_logits = None
         record_logprobs([self], logits[: len(tokens)], tokens)
 
     def fork(self) -> Sampler:
@@ -219,12 +201,12 @@ class Sampler:
         """Keep row `row` of `sampled` for `pop_logprobs`."""
         self._logprobs.append((sampled, row))
 
-    def pop_logprobs(self) -> TokenLogprobs | None:
+    def pop_logprobs(self, bytes_of: Callable[[int], bytes | None] = lambda token: None) -> TokenLogprobs | None:
         """The log-probabilities of the oldest token not popped yet; None without the option. Waits for the device."""
         if not self._logprobs:
             return None
         sampled, row = self._logprobs.popleft()
-        return sampled.read(row)
+        return sampled.read(row, bytes_of)
 
     def _penalty_rows(self, vocab_size: int, tokens: mx.array) -> list[tuple[PenaltyState, int]]:
         """The penalty state now, and after each of `tokens` `[n]`: n + 1 entries."""

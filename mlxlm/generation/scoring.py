@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
@@ -46,7 +46,7 @@ def score(lm: LoadedModel, text: str, *, prompt: str = "") -> Score:
             are not numbers.
     """
     if not isinstance(text, str) or not isinstance(prompt, str):
-        raise GenerationError("text and prompt must be strings", "mlxlm.score(loaded, 'text', prompt='prompt')")
+        raise GenerationError("text and prompt must be strings", "mlxlm.score(lm, 'text', prompt='prompt')")
     if not text:
         raise GenerationError("the text to score is empty", "one character or more")
     if prompt:
@@ -73,7 +73,7 @@ def first_token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return content.removeprefix(b" ") if tokenizer.adds_dummy_prefix else content
 
 
-def _token_logprobs(model, ids: list[int]) -> list[float]:
+def _token_logprobs(model: nn.Module, ids: list[int]) -> list[float]:
     """Values of log p(ids[i] | ids[:i]) for i from 1."""
     context, logprobs, pairs = Context(model), [], list(pairwise(ids))
     context.trim_to_prefix(ids, 0)  # tells the caches how long the text is

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
+from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
@@ -20,6 +21,7 @@ from mlxlm.generation.stop_strings import StopStrings
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
+    from mlxlm.generation.logprobs import TokenLogprobs
     from mlxlm.generation.speculative import SpeculationStats
 
 
@@ -64,15 +66,15 @@ class TokenSequence:
         self._limit_reason: FinishReason = "length" if self.limit == options.max_tokens else "context"
         self._eos_token_ids = lm.eos_token_ids if eos_token_ids is None else eos_token_ids
         self.sampler = build_sampler(lm, self.prompt, options, self.seed, self._eos_token_ids)
-        self._constrained = options.constraint is not None
         self._tokenizer, self._detokenizer = lm.tokenizer, lm.tokenizer.detokenizer()
         self._empty = True  # no token has added a byte yet
         self._stop_strings = StopStrings(options.stop)
         self._text = StringIO()
         self._tokens = array("i")
-        self._logprobs = None if options.logprobs is None else []
+        self._logprobs: list[TokenLogprobs] | None = None if options.logprobs is None else []
         self._finish_reason: FinishReason | None = None
-        self._start_time = self._first_token_time = self._last_token_time = None
+        self._start_time = self._last_token_time = time.perf_counter()
+        self._first_token_time: float | None = None
 
     def __len__(self) -> int:
         """The number of tokens of prompt and text."""
@@ -84,7 +86,7 @@ class TokenSequence:
         return self.limit - len(self._tokens)
 
     def start(self) -> None:
-        """Start the clock of the timings."""
+        """Start the clock of the timings, if not at once."""
         self._start_time = time.perf_counter()
 
     def push(self, token: int) -> GenerationChunk:
@@ -92,9 +94,8 @@ class TokenSequence:
         self._last_token_time = time.perf_counter()
         self._first_token_time = self._first_token_time or self._last_token_time
         self._tokens.append(token)
-        logprob = None
-        if self._logprobs is not None:
-            logprob = self.sampler.pop_logprobs().with_bytes(self._added_bytes)
+        logprob = self.sampler.pop_logprobs(self._added_bytes)
+        if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
         is_eos = token in self._eos_token_ids
         self._empty = self._empty and (is_eos or not self._tokenizer.token_bytes(token))
@@ -124,9 +125,10 @@ class TokenSequence:
 
     def _reason_after(self, is_eos: bool) -> FinishReason | None:
         """Why the text ends with its last token, if it does and not by a stop string."""
-        if is_eos or self._constrained and self.sampler.finished:
+        matcher = self.sampler.matcher
+        if is_eos or matcher is not None and matcher.finished:
             return "eos"
-        if self._constrained and self.sampler.error:
+        if matcher is not None and matcher.error:
             return "constraint"
         return self._limit_reason if self.remaining <= 0 else None
 
@@ -138,11 +140,14 @@ class TokenSequence:
         return added.removeprefix(b" ") if self._empty and self._tokenizer.strips_dummy_prefix else added
 
     def _constraint_error(self) -> str | None:
-        if not self._constrained or self._finish_reason is None:
+        matcher = self.sampler.matcher
+        if matcher is None or self._finish_reason is None:
             return None
-        if self._finish_reason == "stop":
-            return self.sampler.constraint_error_of(self._text.getvalue())
-        return self.sampler.constraint_error
+        return (
+            matcher.constraint_error_of(self._text.getvalue())
+            if self._finish_reason == "stop"
+            else matcher.constraint_error
+        )
 
     def _timings(self) -> Timings:
         peak = mx.get_peak_memory()
@@ -162,11 +167,7 @@ def build_sampler(
     lm: LoadedModel, prompt: Sequence[int], options: GenerationOptions, seed: int, eos_token_ids: frozenset[int]
 ) -> Sampler:
     """The sampler of one text. Raises GenerationError for a constraint that can't be served."""
-    grammar = None
-    if options.constraint is not None:
-        from mlxlm.generation.constraint import Grammar
-
-        grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)
+    grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)
     return Sampler(options, prompt, seed, tokenizer=lm.tokenizer, grammar=grammar)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
-from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE
 from mlxlm.generation.context import UNLIMITED, Context
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
@@ -99,7 +100,7 @@ class SpeculativeDecoder:
         *,
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
-    ) -> Iterator[int]:
+    ) -> Generator[int]:
         """As `decoding.generate_tokens`, with a Sampler."""
         self.stats = SpeculationStats()
         text = _Text(context, sampler, self._draft_length, self.stats)
@@ -126,14 +127,15 @@ class _Round:
     Attributes:
         last_token: The last token.
         draft: `[k]`.
-        result: The sampled tokens and their margins, `[k + 1]` each; logits `[k + 1, V]` if the sampler needs the
-            last token.
+        logits: `[k + 1, V]`.
+        sampled: The sampled tokens and their margins, `[k + 1]` each; None if the sampler needs the last token.
         timed: Whether its time counts: not if the drafter had a long text to read first.
     """
 
     last_token: int
     draft: mx.array
-    result: tuple[mx.array, mx.array] | mx.array
+    logits: mx.array
+    sampled: tuple[mx.array, mx.array] | None
     timed: bool
 
 
@@ -162,7 +164,7 @@ class _Text:
         max_tokens: int,
         prefill_step_size: int,
         on_prefill: Callable[[int], None] | None,
-    ) -> Iterator[int]:
+    ) -> Generator[int]:
         context = self._context
         self._draft_state: DraftState = drafter.begin(context, prompt, max_tokens)
         try:
@@ -177,7 +179,7 @@ class _Text:
         finally:
             self._draft_state.close()
 
-    def _decode(self, in_flight: _PlainStep | _Round | None, remaining: int) -> Iterator[int]:
+    def _decode(self, in_flight: _PlainStep | _Round | None, remaining: int) -> Generator[int]:
         """Yield `remaining` tokens, those of `in_flight` included."""
         context, step = self._context, 0
         decided: deque[int] = deque()
@@ -186,7 +188,7 @@ class _Text:
             context.check_unchanged(version)
             with context.transaction() as ids:
                 context.caches = caches  # without the copies, so that buffers are written in place
-                while not decided:
+                while not decided and in_flight is not None:
                     tokens, in_flight = self._collect(in_flight, remaining)
                     decided.extend(tokens)
                 token, remaining, step = decided.popleft(), remaining - 1, step + 1
@@ -206,17 +208,17 @@ class _Text:
         length = min(self._next_draft_length(), remaining - 1, self._max_length - self._cache_length - 1)
         length = min(length, max_trimmable_tokens(self._context, length + 1) - 1)
         draft, sampler = None, self._sampler
-        ended = sampler.needs_last_token and (sampler.finished or sampler.error)  # nothing can be sampled
-        if length > 0 and not ended:
+        if length > 0 and not sampler.ended:
             num_unread = self._draft_state.num_unread
             draft = self._draft_state.propose(length, sampler, self._vocab_size)
         if draft is None:
             return self._dispatch_step(mx.array([token]), ahead=False)
         logits = self._forward(mx.concatenate([mx.array([token], mx.int32), draft]))
-        result = logits if sampler.needs_last_token else sampler.verify_draft(logits, draft)
+        sampled = None if sampler.needs_last_token else sampler.verify_draft(logits, draft)
+        async_eval(logits if sampled is None else sampled)
         self._stats.rounds += 1
         self._stats.proposed += draft.size
-        return _Round(token, draft, async_eval(result), timed=num_unread <= 2)
+        return _Round(token, draft, logits, sampled, timed=num_unread <= 2)
 
     def _dispatch_step(self, token: mx.array, ahead: bool) -> _PlainStep:
         logits = self._forward(token)[-1:]
@@ -272,9 +274,7 @@ class _Text:
         return [value], following
 
     def _collect_round(self, round: _Round) -> tuple[list[int], _PlainStep | None]:
-        result = round.result
-        if self._sampler.needs_last_token:
-            result = async_eval(self._sampler.verify_draft(result, round.draft))
+        result = round.sampled or async_eval(self._sampler.verify_draft(round.logits, round.draft))
         draft, sampled, margins = round.draft.tolist(), result[0].tolist(), result[1].tolist()
         num_accepted = 0
         while num_accepted < len(draft) and draft[num_accepted] == sampled[num_accepted]:
@@ -283,7 +283,7 @@ class _Text:
         while num_certain <= num_accepted and margins[num_certain] >= self._margin:
             num_certain += 1
         if num_certain:
-            self._sampler.accept_draft(result[0][:num_certain])
+            self._sampler.accept_draft(round.logits, result[0][:num_certain])
         tokens, following = sampled[:num_certain], None
         if num_certain > num_accepted:
             self._trim(len(draft) - num_accepted)
@@ -306,7 +306,7 @@ class _Text:
             cache.trim(n)
 
 
-def _max_speculative_length(model) -> int:
+def _max_speculative_length(model: nn.Module) -> int:
     """The length up to which reading several tokens at once equals reading them one by one.
 
     With "dynamic" RoPE scaling, the positions of tokens beyond the original context depend on the last token that is
@@ -317,7 +317,7 @@ def _max_speculative_length(model) -> int:
     return UNLIMITED
 
 
-def _trimmed_copy(cache, n: int):
+def _trimmed_copy(cache: Any, n: int) -> Any:
     """A copy of a cache without its last n tokens, which shares its arrays."""
     trimmed = cache.copy() if hasattr(cache, "copy") else copy(cache)
     trimmed.trim(n)

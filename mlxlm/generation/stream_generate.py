@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend.mlx import mx
@@ -17,7 +17,7 @@ from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generation.speculative import SpeculativeDecoder
+    from mlxlm.generation.speculative import SpeculationStats, SpeculativeDecoder
 
 
 def generate(lm: LoadedModel, prompt: str | Sequence[int], **arguments: Any) -> GenerationResult:
@@ -117,7 +117,8 @@ class TextStream(Iterator[GenerationChunk]):
             if not hasattr(speculation, "check"):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
             speculation.check(lm)
-        self._speculation, self._stats = speculation, None
+        self._speculation = speculation
+        self._stats: SpeculationStats | None = None
         self._on_prefill = on_prefill
         self._chunks = self._generate_chunks()
 
@@ -138,7 +139,7 @@ class TextStream(Iterator[GenerationChunk]):
         """The text so far, with timings and statistics."""
         return self._sequence.result(self._stats)
 
-    def _generate_chunks(self) -> Iterator[GenerationChunk]:
+    def _generate_chunks(self) -> Generator[GenerationChunk]:
         mx.reset_peak_memory()
         sequence, context = self._sequence, self._context
         sequence.start()

@@ -36,14 +36,14 @@ def tokenizer(request, lm, make_text):
     if request.param == "tiny":
         return lm.tokenizer
     if request.param == "spaced":
-        return takes_a_space_off(tokenizers.train([make_text(3000)], 400, "sentencepiece"))
+        return with_dummy_prefix(tokenizers.train([make_text(3000)], 400, "sentencepiece"))
     folder = SHARED / "tokenizers" / request.param
     if not folder.is_dir():
         pytest.skip("no folder of real tokenizers beside this checkout")
     return tokenizers.load(folder)
 
 
-def takes_a_space_off(trained):
+def with_dummy_prefix(trained):
     """The same tokens, with a space put in front of every text and taken off again."""
     runtime = library.Tokenizer.from_str(trained.to_json())
     runtime.normalizer = library.normalizers.Prepend(" ")
@@ -58,12 +58,12 @@ def compiled(options, tokenizer, padding=5):
 
 
 def random_text(tokenizer, options, seed, most=400):
-    """What a model of random logits says, and its sampler at the end."""
+    """The text of a model with random logits, and its sampler at the end."""
     grammar, ends = compiled(options, tokenizer)
     sampler = Sampler(options, [1], seed, tokenizer=tokenizer, grammar=grammar)
     size = tokenizer.vocab_size + 5
     ids, stream, text = [], tokenizer.detokenizer(), ""
-    while not sampler.finished and not sampler.error and len(ids) < most:
+    while not sampler.matcher.finished and not sampler.matcher.error and len(ids) < most:
         logits = mx.random.normal((1, size), key=mx.random.key(1000 * seed + len(ids))) * 3
         token = sampler(logits).item()
         assert token < tokenizer.vocab_size  # never one that is only padding
@@ -75,37 +75,36 @@ def random_text(tokenizer, options, seed, most=400):
     return text + stream.finalize(), sampler
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_json_of_a_schema_always_parses(tokenizer, seed):
     text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, json_schema=PERSON), seed)
-    assert sampler.constraint_error is None and sampler.finished
+    assert sampler.matcher.constraint_error is None and sampler.matcher.finished
     value = json.loads(text)
     assert {"name", "age"} <= set(value) <= {"name", "age", "tags", "more"}
     assert len(value["name"]) <= 12 and 0 <= value["age"] <= 150
     assert set(value.get("tags", [])) <= {"a", "b\n", "ü"} and abs(value.get("more") or 0) <= 5
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "regex", [r"\d{3}-\d{4}", r"[a-c]+(ü|世界)?x", r"^(yes|no)$", r" ?a b", r"[a-z]{1,8}@[a-z]{1,8}\.(com|org)"]
 )
 def test_texts_match_a_regular_expression(tokenizer, regex, seed):
     text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, regex=regex), seed, most=60)
     matches = re.fullmatch(regex.replace(r"\d", "[0-9]"), text)
-    assert (matches is not None) == (sampler.constraint_error is None)
+    assert (matches is not None) == (sampler.matcher.constraint_error is None)
     assert matches or len(text) >= 60 or "+" in regex
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_texts_are_one_of_the_choices(tokenizer, seed):
+def test_texts_are_one_of_the_choices(tokenizer):
     choices = ("yes", " no", "yes, of course", 'a "b"\\n\n', "世界", "\x00\x7f")
     for temperature in (0, 1.0):
-        text, sampler = random_text(tokenizer, GenerationOptions(temperature=temperature, choice=choices), seed)
-        assert text in choices and sampler.constraint_error is None
+        text, sampler = random_text(tokenizer, GenerationOptions(temperature=temperature, choice=choices), 1)
+        assert text in choices and sampler.matcher.constraint_error is None
 
 
 @pytest.mark.parametrize("text", [" no", "no", "  two spaces"])
-def test_spaces_in_front_are_those_asked_for(tokenizer, text):
+def test_leading_spaces_of_a_choice(tokenizer, text):
     """Also where the tokenizer takes one off the front of every text (Llama 2)."""
     assert random_text(tokenizer, GenerationOptions(temperature=1.0, choice=text), 1)[0] == text
 
@@ -113,11 +112,11 @@ def test_spaces_in_front_are_those_asked_for(tokenizer, text):
 some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.lists(some_text, min_size=1, max_size=4), st.integers(0, 99))
 def test_any_text_can_be_a_choice(lm, choices, seed):
     text, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, choice=tuple(choices)), seed)
-    assert text in choices and sampler.constraint_error is None
+    assert text in choices and sampler.matcher.constraint_error is None
 
 
 json_values = st.recursive(
@@ -127,12 +126,12 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(json_values, st.integers(0, 99))
-def test_a_constant_comes_out_as_it_is(lm, value, seed):
+def test_any_json_can_be_a_constant(lm, value, seed):
     options = GenerationOptions(temperature=1.0, json_schema={"const": value})
     text, sampler = random_text(lm.tokenizer, options, seed)
-    assert sampler.constraint_error is None and json.loads(text) == value
+    assert sampler.matcher.constraint_error is None and json.loads(text) == value
 
 
 def test_an_end_token_is_allowed_exactly_where_the_text_may_end(lm):
@@ -146,8 +145,7 @@ def test_an_end_token_is_allowed_exactly_where_the_text_may_end(lm):
     assert matcher.constraint_error is None and not matcher.finished
 
 
-def test_what_must_follow_is_never_spelt_with_an_end_token(lm):
-    """The tokenizer would spell it so itself."""
+def test_forced_text_is_never_encoded_with_an_end_token(lm):
     spelt = lm.tokenizer.encode("The quick", add_special_tokens=False)
     merged = next(id for id in spelt if len(lm.tokenizer.token_bytes(id)) > 1)
     options = GenerationOptions(choice="The quick")
@@ -166,7 +164,7 @@ def token_bitmask(matcher):
     return set(np.flatnonzero(bits).tolist())
 
 
-def test_masked_logits_are_those_of_the_bits():
+def test_apply_token_bitmask():
     rng = np.random.default_rng(0)
     for size in (1, 31, 32, 33, 300):
         words = rng.integers(0, 2**32, (3, -(-size // 32)), dtype=np.uint32)
@@ -189,7 +187,7 @@ def test_a_text_without_end_tokens_ends_where_nothing_can_follow(lm):
     assert matcher.finished and matcher.constraint_error is None and not any(id < 300 for id in token_bitmask(matcher))
 
 
-def test_a_text_cut_off_says_so(lm):
+def test_an_incomplete_text_has_a_constraint_error(lm):
     result = generate(lm, "x", json_schema={"type": "string", "minLength": 200}, max_tokens=5, temperature=1.0)
     assert result.finish_reason == "length"
     assert result.constraint_error == "the text ended before it matched json_schema"
@@ -197,20 +195,20 @@ def test_a_text_cut_off_says_so(lm):
 
 
 @pytest.mark.parametrize("pattern", ["^x$", "^[ab]$"])
-def test_json_that_repeats_a_key_is_not_what_was_asked_for(lm, pattern):
-    """The library lets keys that a schema doesn't name be said again; there is no other way to so many."""
+def test_json_with_a_repeated_key_has_a_constraint_error(lm, pattern):
+    """llguidance allows repeated keys unless the schema names them."""
     least = len(pattern) - 1  # one more than there are such keys
     schema = {"type": "object", "patternProperties": {pattern: {"enum": [1]}}, "additionalProperties": False}
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": least})
-    for seed in range(3):
+    for seed in range(2):
         text, sampler = random_text(lm.tokenizer, options, seed)
-        assert sampler.finished and len(json.loads(text)) < least
-        assert re.fullmatch(r'json_schema: it has the key "[abx]" twice', sampler.constraint_error)
+        assert sampler.matcher.finished and len(json.loads(text)) < least
+        assert re.fullmatch(r'json_schema: it has the key "[abx]" twice', sampler.matcher.constraint_error)
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
-    assert random_text(lm.tokenizer, options, 0)[1].constraint_error is None
+    assert random_text(lm.tokenizer, options, 0)[1].matcher.constraint_error is None
 
 
-def test_json_that_readers_refuse_has_a_complaint(lm):
+def test_json_too_deep_to_be_parsed_has_a_constraint_error(lm):
     value = {"$defs": {"v": {"type": "array", "items": {"$ref": "#/$defs/v"}}}, "$ref": "#/$defs/v"}
     options = GenerationOptions(json_schema=value)
     matcher = compiled(options, lm.tokenizer)[0].matcher()
@@ -220,7 +218,7 @@ def test_json_that_readers_refuse_has_a_complaint(lm):
     assert matcher.finished and matcher.constraint_error == "json_schema: it is nested too deeply to be parsed"
 
 
-def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(lm, monkeypatch):
+def test_grammars_are_cached(lm, monkeypatch):
     compile = Grammar._compile.__func__
     calls = []
     monkeypatch.setattr(Grammar, "_compile", classmethod(lambda cls, *a: calls.append(a) or compile(cls, *a)))
@@ -234,12 +232,12 @@ def test_a_grammar_is_compiled_once_for_the_texts_that_share_it(lm, monkeypatch)
     assert len(calls) == 21
 
 
-def test_rows_with_different_constraints_are_their_rows_alone(lm):
+def test_batched_rows_with_different_constraints(lm):
     def samplers():
         constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}
         for i, constraint in enumerate(constraints):
             options = GenerationOptions(temperature=1.0, **constraint)
-            grammar = compiled(options, lm.tokenizer, padding=0)[0] if constraint else None
+            grammar = compiled(options, lm.tokenizer, padding=0)[0]
             yield Sampler(options, [1], i, tokenizer=lm.tokenizer, grammar=grammar)
 
     together, alone = list(samplers()), list(samplers())
@@ -251,18 +249,18 @@ def test_rows_with_different_constraints_are_their_rows_alone(lm):
         for row, token in zip(live, tokens, strict=True):
             together[row].accept(token), alone[row].accept(token)
         ended = {row for row, token in zip(live, tokens, strict=True) if token == lm.tokenizer.eos_id}
-        live = [row for row in live if not together[row].finished and row not in ended]
+        live = [row for row in live if not together[row].ended and row not in ended]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_ahead_is_what_single_steps_draw(lm, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_verify_draft_equals_single_steps(lm, seed):
     """Through the end of the text; a draft that the grammar refuses changes nothing before it."""
     options = GenerationOptions(temperature=1.0, json_schema=PERSON)
     grammar, ends = compiled(options, lm.tokenizer, padding=0)
     plain, verify_draft = (Sampler(options, [1], seed, tokenizer=lm.tokenizer, grammar=grammar) for _ in range(2))
     logits = mx.random.normal((200, lm.tokenizer.vocab_size), key=mx.random.key(seed))
     wanted = []
-    while not plain.finished and not (wanted and wanted[-1] in ends):
+    while not plain.matcher.finished and not (wanted and wanted[-1] in ends):
         wanted.append(plain(logits[len(wanted)][None]).item())
         plain.accept(wanted[-1])
     rng, done = np.random.default_rng(seed), 0
@@ -275,13 +273,13 @@ def test_ahead_is_what_single_steps_draw(lm, seed):
         tokens, _ = verify_draft.verify_draft(logits[done : done + 5], mx.array(draft))
         taken = min(right + 1, len(wanted) - done)
         assert tokens.tolist()[:taken] == wanted[done : done + taken]
-        verify_draft.accept_draft(tokens[:taken])
+        verify_draft.accept_draft(logits[done : done + 5], tokens[:taken])
         for token in wanted[done : done + taken]:
             verify_draft.accept(token)
         done += taken
 
 
-def test_a_fork_goes_its_own_way(lm):
+def test_a_fork_is_independent(lm):
     options = GenerationOptions(temperature=0, choice=("ab", "cd"))
     sampler = Sampler(options, [1], 0, tokenizer=lm.tokenizer, grammar=compiled(options, lm.tokenizer, 0)[0])
     fork = sampler.fork()
@@ -333,7 +331,7 @@ def test_unsupported_constraints_are_refused_in_one_line(lm, constraint, message
 @pytest.mark.parametrize(
     "constraint",
     [
-        {"regex": "(a{1000}){1000}"},
+        {"regex": "(a{500}){500}"},
         {"regex": "((a|b)*a(a|b){18})"},
         {"regex": "(.*a){60}"},
         {"regex": "(((((a*)*)*)*)*)*b"},
@@ -352,7 +350,7 @@ def test_large_constraints_end_in_bounded_time(lm, constraint):
     started = time.process_time()
     try:
         _, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, **constraint), 0, most=20)
-        assert "\n" not in (sampler.constraint_error or "")
+        assert "\n" not in (sampler.matcher.constraint_error or "")
     except GenerationError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
     assert time.process_time() - started < 20
@@ -383,30 +381,30 @@ TABLE = {
 }
 
 
-def blank_loving_text(tokenizer, schema):
-    """What a model says that likes nothing better than white space."""
+def whitespace_text(tokenizer, schema):
+    """The text of a model that prefers whitespace wherever it is allowed."""
     options = GenerationOptions(temperature=0, json_schema=schema)
     grammar, ends = compiled(options, tokenizer, padding=0)
     sampler = Sampler(options, [1], 0, tokenizer=tokenizer, grammar=grammar)
     pieces = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
     logits = mx.where(mx.array([bool(piece) and not piece.strip() for piece in pieces]), 9.0, 0.0)[None]
     ids = []
-    while not sampler.finished and len(ids) < 500 and not (ids and ids[-1] in ends):
+    while not sampler.matcher.finished and len(ids) < 500 and not (ids and ids[-1] in ends):
         ids.append(sampler(logits).item())
         sampler.accept(ids[-1])
-    assert sampler.constraint_error is None
+    assert sampler.matcher.constraint_error is None
     return tokenizer.decode(ids)
 
 
 def test_json_has_at_most_the_white_space_of_json_dumps(tokenizer):
-    assert blank_loving_text(tokenizer, TABLE) == '{"a": [null, null], "b": {}}'
+    assert whitespace_text(tokenizer, TABLE) == '{"a": [null, null], "b": {}}'
 
 
 @pytest.mark.parametrize("comma, colon", [(",", ":"), (",\n  ", " : "), (", ", None)])
 def test_json_has_the_separators_that_its_schema_sets(lm, comma, colon):
     separators = {"item_separator": comma, **({"key_separator": colon} if colon else {})}
     wanted = json.dumps({"a": [None, None], "b": {}}, separators=(comma, colon or ": "))
-    assert blank_loving_text(lm.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
+    assert whitespace_text(lm.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
 
 
 @pytest.mark.parametrize("settings", [
@@ -464,9 +462,9 @@ def matches(value, schema, root):
     {"oneOf": [{"const": 1}]},
 ])  # fmt: skip
 def test_one_of_alternatives_that_exclude_each_other(lm, schema):
-    for seed in range(4):
+    for seed in range(2):
         text, sampler = random_text(lm.tokenizer, GenerationOptions(temperature=1.0, json_schema=schema), seed)
-        assert sampler.constraint_error is not None or matches(json.loads(text), schema, schema)
+        assert sampler.matcher.constraint_error is not None or matches(json.loads(text), schema, schema)
 
 
 @pytest.mark.parametrize("schema", [
@@ -496,7 +494,6 @@ def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema
 
 
 def test_errors_do_not_mention_llguidance_terms(lm):
-    """Its options and its ways of saying things mean nothing to who wrote the schema."""
     wrong = [
         False, {"not": {}}, {"oneOf": []}, {"anyOf": []}, {"enum": []}, {"type": []}, {"enum": 3}, {"type": 3},
         {"type": "word"}, {"type": "string", "format": "colour"}, {"minLength": -1}, {"minimum": "x"}, {"$ref": 3},

@@ -136,7 +136,7 @@ SETTINGS = [
 ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.sampled_from(range(len(SETTINGS))), st.integers(0, 99)), min_size=1, max_size=9),
     st.sampled_from([V, 257]),
@@ -158,9 +158,9 @@ def test_a_batched_row_equals_its_sampler_alone(rows, size, seed, data):
 
 
 @pytest.mark.parametrize("which", range(len(SETTINGS)))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_verify_draft_draws_what_single_steps_draw(which, seed):
-    """Whatever part of it is taken; fork and the sampler it came from then go the same way."""
+    """Whatever part of it is taken; also with a fork."""
     options = SamplingOptions(**SETTINGS[which])
     plain, verify_draft = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
     logits = mx.random.normal((14, V), key=mx.random.key(seed)) * 2
@@ -173,7 +173,7 @@ def test_verify_draft_draws_what_single_steps_draw(which, seed):
         assert (np.array(gaps) >= 0).all()
         fork = verify_draft.fork()
         assert [fork(row[None]).item() for row in rows] == wanted[done : done + taken]
-        verify_draft.accept_draft(tokens)
+        verify_draft.accept_draft(rows, tokens)
         done += taken
     assert [verify_draft(row[None]).item() for row in logits[done:]] == wanted[done:]
     for _ in wanted:
@@ -187,7 +187,7 @@ def test_a_wrong_draft_does_not_change_the_tokens_before_it():
     sampler = Sampler(options, [1, 2], 0)
     tokens, _ = sampler.verify_draft(logits, mx.array([(wanted[0] + 1) % V, 5]))
     assert tokens[0].item() == wanted[0]
-    sampler.accept_draft(tokens[:1])
+    sampler.accept_draft(logits, tokens[:1])
     other = Sampler(options, [1, 2], 0)
     other(logits[:1])
     assert sampler(logits[1:2]).item() == other(logits[1:2]).item()

@@ -12,15 +12,15 @@ from tests.generation.fake_drafters import Oracle, always, exact
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {
     "full": KVOptions(),
-    "rotating": KVOptions(size=48, keep=4),
-    "rotating, tiny": KVOptions(size=26, keep=2),
+    "rotating": KVOptions(size=36, keep=4),
+    "rotating, tiny": KVOptions(size=18, keep=2),
 }
 
 
 class Greedy:
-    """The least that a Sampler is: greedy, and a count of what was committed."""
+    """A minimal greedy Sampler that counts the accepted tokens."""
 
-    needs_last_token, finished = False, False
+    needs_last_token = ended = False
 
     def __init__(self, log=None):
         self.committed, self.observed = 0, []
@@ -33,7 +33,7 @@ class Greedy:
         ranked = mx.sort(logits, axis=-1)
         return mx.argmax(logits, axis=-1), ranked[:, -1] - ranked[:, -2]
 
-    def accept_draft(self, drawn):
+    def accept_draft(self, logits, drawn):
         self.committed += drawn.size
 
     def accept(self, token):
@@ -44,20 +44,19 @@ class Greedy:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("wrong", [0, 1, 4])
-@pytest.mark.parametrize("count", [1, 8])
-def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong, count):
+@pytest.mark.parametrize(("wrong", "count"), [(0, 8), (4, 8), (1, 1)])
+def test_tokens_and_contexts_equal_those_of_plain_decoding(lm, kind, wrong, count):
     plain, ours = Context(lm.model, CACHES[kind]), Context(lm.model, CACHES[kind])
-    wanted = list(generate_tokens(plain, PROMPT, Greedy(), 56))
+    wanted = list(generate_tokens(plain, PROMPT, Greedy(), 36))
     speculation, sampler = always(Oracle(wanted, wrong), count), Greedy()
     found = []
-    for token in speculation.generate_tokens(ours, PROMPT, sampler, 56):
+    for token in speculation.generate_tokens(ours, PROMPT, sampler, 36):
         found.append(token)
         assert sampler.observed == found
-        assert ours.ids == PROMPT + (found if len(found) < 56 else found[:-1])
+        assert ours.ids == PROMPT + (found if len(found) < 36 else found[:-1])
         assert exact(ours)
     assert found == wanted and ours.ids == plain.ids
-    assert sampler.committed == 56
+    assert sampler.committed == 36
     if kind == "full":
         stats = speculation.stats
         assert stats.rounds and stats.accepted <= stats.proposed
@@ -67,15 +66,15 @@ def test_every_token_and_every_yield_is_that_of_the_plain_engine(lm, kind, wrong
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_draft_model_that_is_the_model_is_always_right(lm, kind):
-    wanted = list(generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60))
+    wanted = list(generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 36))
     speculation = always(DraftModel(lm), 5)
-    assert list(speculation.generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 60)) == wanted
+    assert list(speculation.generate_tokens(Context(lm.model, CACHES[kind]), PROMPT, Greedy(), 36)) == wanted
     stats = speculation.stats
-    assert stats.accepted == stats.proposed > (0 if kind == "rotating, tiny" else 40)
+    assert stats.accepted == stats.proposed > (0 if kind == "rotating, tiny" else 15)
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 7, 20])
-def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
+@pytest.mark.parametrize("taken", [1, 2, 7, 20])
+def test_a_closed_text_can_be_continued(lm, taken):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
     stream = always(Oracle(wanted, 6), 5).generate_tokens(context, PROMPT, Greedy(), 40)
@@ -87,7 +86,7 @@ def test_leaving_anywhere_is_exact_and_the_text_goes_on_from_there(lm, taken):
     assert context.ids == PROMPT + wanted[:-1]
 
 
-def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
+def test_a_text_ends_if_another_one_used_its_context(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context, speculation = Context(lm.model), always(Oracle(wanted), 5)
     left = speculation.generate_tokens(context, PROMPT, Greedy(), 40)
@@ -98,7 +97,7 @@ def test_a_text_whose_context_another_one_used_does_not_go_on(lm):
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
-def test_a_text_left_behind_can_be_closed_late(lm):
+def test_a_text_can_be_closed_after_another_one_used_its_context(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
     context = Context(lm.model)
     left = always(Oracle(wanted), 5).generate_tokens(context, PROMPT, Greedy(), 40)
@@ -108,13 +107,12 @@ def test_a_text_left_behind_can_be_closed_late(lm):
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
-@pytest.mark.parametrize("limit", range(1, 12))
-def test_no_pass_goes_beyond_the_limit(lm, limit):
+def test_no_pass_goes_beyond_the_limit(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
-    context = Context(lm.model)
-    speculation = always(Oracle(wanted), 8)
-    assert list(speculation.generate_tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
-    assert context.ids == PROMPT + wanted[: limit - 1] and exact(context)
+    for limit in (1, 2, 3, 5, 8, 9, 10, 11):
+        context, speculation = Context(lm.model), always(Oracle(wanted), 8)
+        assert list(speculation.generate_tokens(context, PROMPT, Greedy(), limit)) == wanted[:limit]
+        assert context.ids == PROMPT + wanted[: limit - 1] and exact(context)
 
 
 class Failing(Greedy):
@@ -141,7 +139,7 @@ class Failing(Greedy):
         return self
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 9, 12])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 9])
 def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     speculation, context = always(DraftModel(lm), 3), Context(lm.model)
@@ -152,7 +150,7 @@ def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
     assert speculation.stats.accepted == speculation.stats.proposed > 0
 
 
-def test_a_draft_reads_a_prompt_once_and_a_longer_one_from_where_it_departs(lm):
+def test_a_draft_model_reads_only_what_is_new(lm):
     calls = []
 
     class Counting:
@@ -182,7 +180,7 @@ def test_two_texts_of_one_speculation_at_once(lm):
     assert speculation.stats.proposed
 
 
-def test_close_draws_are_decided_by_a_plain_step(lm):
+def test_close_draws_are_decoded_again(lm):
     """All logits are made nearly equal: then every draw is close."""
 
     class Flat(Greedy):
