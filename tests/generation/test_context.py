@@ -26,14 +26,14 @@ def is_consistent(context):
     return {cache.offset for cache in context.caches} <= {len(context.ids)}
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.sampled_from(KINDS),
     st.lists(st.integers(1, 299), min_size=1, max_size=50),
     st.integers(1, 40),
     st.integers(1, 20),
 )
-def test_any_cache_any_chunk_gives_the_same_tokens(lm, kv, prompt, prefill_step_size, count):
+def test_the_prefill_step_size_changes_no_token(lm, kv, prompt, prefill_step_size, count):
     wanted = list(generate_tokens(Context(lm.model, kv), prompt, greedy, count, prefill_step_size=1))
     context = Context(lm.model, kv)
     assert list(generate_tokens(context, prompt, greedy, count, prefill_step_size=prefill_step_size)) == wanted
@@ -42,7 +42,7 @@ def test_any_cache_any_chunk_gives_the_same_tokens(lm, kv, prompt, prefill_step_
         assert wanted == naive(lm.model, prompt, count)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.data(), st.sampled_from(KINDS))
 def test_a_trimmed_context_gives_the_tokens_of_a_new_one(lm, data, kv):
     context, text = Context(lm.model, kv), []
@@ -136,7 +136,7 @@ def interrupted_at(count, run):
 
 
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=16, keep=2)])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(count=st.integers(1, 2500))
 def test_an_interrupt_at_any_line_leaves_a_consistent_context(lm, kv, count):
     context = Context(lm.model, kv)
@@ -160,15 +160,15 @@ def test_memory_is_flat_with_a_rotating_cache(lm):
             pass
         mx.synchronize()
         device, python = mx.get_active_memory(), tracemalloc.get_traced_memory()[0]
-        for _ in islice(text, 150):
+        for _ in islice(text, 100):
             pass
         growth = tracemalloc.get_traced_memory()[0] - python
         mx.synchronize()
         assert mx.get_active_memory() <= device + 4096
-        assert growth < 150 * 400  # ids and text; a step whose graph is held takes thousands
+        assert growth < 100 * 400  # ids and text; a step whose graph is held takes thousands
     finally:
         tracemalloc.stop()
-    assert len(text.result.tokens) == 250 and text.result.finish_reason is None
+    assert len(text.result.tokens) == 200 and text.result.finish_reason is None
 
 
 def test_a_rotating_cache_has_no_end_but_max_tokens(lm):
@@ -235,23 +235,23 @@ def test_a_text_keeps_its_own_statistics(lm):
     assert first.result.speculation is stats and second.result.speculation is speculation.stats is not stats
 
 
-def test_a_window_is_trimmed_by_an_answer_wherever_it_ends(lm):
+def test_a_window_can_be_trimmed_by_an_answer(lm):
     """However full the buffers are, a hundred tokens can be taken back, and the text isn't read again."""
     config = lm.config.with_changes(sliding_window=400, max_position_embeddings=4000, num_hidden_layers=1)
     context, ids = Context(Decoder(config)), [1 + i % 250 for i in range(1500)]
     context.read(ids[:900])
-    for end in range(920, 1300, 20):
+    for end in range(920, 1300, 40):
         context.read(ids[len(context) : end], prefill_step_size=10)
         assert context.trim_to_prefix(ids[: end - 99], 100) == end - 100
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_a_context_goes_on_from_a_file(lm, tmp_path, kv):
+def test_a_context_is_continued_from_a_file(lm, tmp_path, kv):
     context = Context(lm.model, kv)
-    said = list(generate_tokens(context, PROMPT, greedy, 30))
+    generated = list(generate_tokens(context, PROMPT, greedy, 30))
     path = tmp_path / "prompt.safetensors"
     context.save(path, lm)
-    longer = [*PROMPT, *said, 50, 51]
+    longer = [*PROMPT, *generated, 50, 51]
     wanted = list(generate_tokens(context, longer, greedy, 9))
 
     read = []
@@ -267,10 +267,10 @@ def test_a_context_goes_on_from_a_file(lm, tmp_path, kv):
     assert again.load(path, lm) == len(PROMPT) + 29
     again.model = Counting()
     assert list(generate_tokens(again, longer, greedy, 9)) == wanted
-    assert sum(read) == 1 + 2 + 8  # the last token said, the new ones, and what is generated
+    assert sum(read) == 1 + 2 + 8  # the last token, the new ones, and what is generated
 
 
-def test_a_file_of_something_else_is_refused_and_changes_nothing(lm, tmp_path):
+def test_files_of_other_models_are_refused(lm, tmp_path):
     context = Context(lm.model)
     list(generate_tokens(context, PROMPT, greedy, 3))
     path = tmp_path / "cache.safetensors"

@@ -1,4 +1,4 @@
-"""Prefill and decode: the same tokens as the plainest loop, and an exact account of the cache."""
+"""Prefill and decode: the tokens of a naive loop, and the ids in the cache."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.generation.reference_decoding import PROMPT, greedy, naive
 
 
 class Counting:
-    """A model that notes how many tokens each call was given."""
+    """A model that records how many tokens each call reads."""
 
     def __init__(self, model):
         self._model, self.layers, self.calls = model, model.layers, []
@@ -23,7 +23,7 @@ def offsets(context):
     return {cache.offset for cache in context.caches}
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 10, 11, 512])
+@pytest.mark.parametrize("chunk", [1, 3, 10, 11])
 def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(lm, chunk):
     context = Context(lm.model)
     assert list(generate_tokens(context, PROMPT, greedy, 20, prefill_step_size=chunk)) == naive(lm.model, PROMPT, 20)
@@ -35,10 +35,10 @@ def test_a_prompt_of_one_token(lm):
 
 def test_prefill_chunks_and_no_step_after_the_last_token(lm):
     model = Counting(lm.model)
-    told = []
-    list(generate_tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=told.append))
+    progress = []
+    list(generate_tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=progress.append))
     assert model.calls == [4, 4, 2] + [1, 1, 1]
-    assert told == [4, 8, 10]
+    assert progress == [4, 8, 10]
 
 
 def test_the_next_step_is_dispatched_before_a_token_is_read(lm):
@@ -65,7 +65,7 @@ def test_at_the_limit_the_last_token_is_not_in_the_cache(lm):
     assert offsets(context) == {len(PROMPT) + 5}
 
 
-def test_a_kept_context_reads_only_what_is_new_and_changes_no_token(lm):
+def test_a_context_reads_only_what_is_new(lm):
     model = Counting(lm.model)
     context = Context(model)
     stream = generate_tokens(context, PROMPT, greedy, 50)
@@ -86,7 +86,7 @@ def test_the_same_prompt_again_reads_its_last_token_only(lm):
     assert model.calls == [1] * 4
 
 
-def test_caches_that_cannot_be_shortened_are_emptied(lm):
+def test_caches_that_cannot_be_trimmed_are_emptied(lm):
     context = Context(lm.model)
     list(generate_tokens(context, PROMPT, greedy, 4))
     for cache in context.caches:
@@ -120,7 +120,7 @@ def test_an_exception_between_chunks_keeps_what_was_read(lm):
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
 def test_architectures_of_mlx_lm(kind):
-    """Sliding windows and recurrent states, also when a context is kept and departed from."""
+    """Sliding windows and recurrent states, also with a common prefix."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
@@ -145,7 +145,7 @@ def test_greedy_tokens_equal_those_of_mlx_lm(lm):
 def test_freed_buffers_do_not_pile_up(lm, monkeypatch):
     monkeypatch.setattr(device_memory, "MAX_FREED_BYTES", 1 << 18)
     kept = []
-    for n, _ in enumerate(generate_tokens(Context(lm.model), PROMPT, greedy, 400), 1):
+    for n, _ in enumerate(generate_tokens(Context(lm.model), PROMPT, greedy, 160), 1):
         if n % CLEAR_CACHE_INTERVAL == 0:
             kept.append(mx.get_cache_memory())
     assert max(kept) <= 1 << 20

@@ -1,4 +1,4 @@
-"""How many tokens are proposed: simulated drafters and machines, with seconds that are made up."""
+"""How many tokens are proposed: simulated drafters and times."""
 
 import random
 
@@ -43,30 +43,29 @@ def best_speed(num_draft_tokens, each, right):
     return max(sum(right**i for i in range(k + 1)) / (1 + k * each) for k in range(num_draft_tokens + 1))
 
 
-@pytest.mark.parametrize("right", [0.1, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("each", [0.03, 0.2, 0.6])
-def test_the_choice_is_near_the_best_there_is(each, right):
-    assert Machine(16, each, right).run(3000).speed > 0.93 * best_speed(16, each, right)
+@pytest.mark.parametrize(("each", "right"), [(0.03, 0.5), (0.03, 0.95), (0.2, 0.1), (0.2, 0.8), (0.6, 0.8)])
+def test_the_speed_is_near_the_best_possible(each, right):
+    assert Machine(16, each, right).run(2000).speed > 0.92 * best_speed(16, each, right)
 
 
-def test_plain_steps_come_first_and_then_a_few_guesses():
+def test_plain_steps_are_measured_first():
     machine = Machine(16, 0.05, 1.0).run(40)
     first = machine.rounds.index(next(k for k in machine.rounds if k))
     assert first == 2 * PLAIN_STEPS and machine.rounds[first] == 4
     assert max(machine.rounds) == 16 and machine.rounds[-1] >= 14
 
 
-def test_where_it_does_not_pay_pauses_get_longer_and_it_says_so():
+def test_pauses_get_longer_if_drafts_do_not_pay():
     machine = Machine(8, 0.3, 0.05).run(200)
     assert machine.rounds[-1] == 0
     assert "don't pay" in machine.controller.reason and "% of them accepted" in machine.controller.reason
-    machine.run(6000)
+    machine.run(4000)
     tries = sum(k > 0 and before == 0 for before, k in zip(machine.rounds, machine.rounds[1:], strict=False))
-    assert 4 < tries <= 3 + 6000 / LONGEST_PAUSE + 5
+    assert 4 < tries <= 3 + 4000 / LONGEST_PAUSE + 5
     assert machine.speed > 0.97
 
 
-def test_it_comes_back_when_guesses_are_right_again():
+def test_drafting_resumes_when_drafts_pay_again():
     machine = Machine(8, 0.1, 0.02).run(300)
     assert machine.rounds[-1] == 0
     machine.right = 0.9
@@ -85,7 +84,7 @@ def test_outcomes_that_cost_nothing_end_a_pause():
     assert waits[1] < SHORTEST_PAUSE < waits[0]
 
 
-def test_a_slow_moment_decides_nothing():
+def test_outliers_do_not_matter():
     machine = Machine(8, 0.1, 0.8).run(100)
     for k in (4, 4, 8):
         machine.controller.record_time(k, 500.0)

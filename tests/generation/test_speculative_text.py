@@ -1,9 +1,8 @@
 """Speculation through whole texts: every option and cache gives the text, the ends and the log-probabilities of plain
-decoding; and what is drawn follows the model's distribution."""
+decoding."""
 
 import json
 import sys
-from collections import Counter
 
 import pytest
 
@@ -40,31 +39,32 @@ def text(lm, speculation, kv=None, prompt=PROMPT, **options):
 
 OPTIONS = {
     "greedy": {"temperature": 0},
-    "sampled": {"temperature": 1.0},
     "filters": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    "typical": {"temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "typical, penalties": {
+        "temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05,
+        "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.4,
+    },
     "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {7: 3.0, 9: -50.0}},
     "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
-}
+}  # fmt: skip
 KINDS = {
     "full": KVOptions(),
-    "rotating": KVOptions(size=32, keep=4),
+    "rotating": KVOptions(size=24, keep=4),
     "8 bits": KVOptions(key_bits=8, value_bits=8),
-    "rotating, 8 and 4 bits": KVOptions(size=32, keep=4, key_bits=8, value_bits=4),
+    "rotating, 8 and 4 bits": KVOptions(size=24, keep=4, key_bits=8, value_bits=4),
 }
 
 
 def both(name):
-    """The options `name` with every kind of cache, or with the plainest and the most involved one."""
-    kinds = KINDS if name in ("filters", "greedy, penalties") else ("full", "rotating, 8 and 4 bits")
+    """The options `name` with every kind of cache, or with the simplest and the most complex one."""
+    kinds = KINDS if name == "filters" else ("full", "rotating, 8 and 4 bits")
     return [(name, kind) for kind in kinds]
 
 
 @pytest.mark.parametrize(("name", "kind"), [pair for name in OPTIONS for pair in both(name)])
 def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
     draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
-    options = {**OPTIONS[name], "seed": 0, "max_tokens": 28, "logprobs": 2}
+    options = {**OPTIONS[name], "seed": 0, "max_tokens": 20, "logprobs": 2}
     _, wanted = text(soft, None, KINDS[kind], **options)
     for drafter in (DraftModel(draft), PromptLookup(), Oracle(wanted.tokens, wrong=4)):
         speculation = always(drafter, 5)
@@ -79,16 +79,15 @@ def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
             assert speculation.stats.accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["full", "8 bits"])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("dtype", "kind"), [(mx.float16, "full"), (mx.bfloat16, "full"), (mx.bfloat16, "8 bits")])
 def test_half_precision(soft, dtype, kind):
     """The same text; and on a CPU, which computes each row by itself, few draws are too close to be believed."""
     model = Decoder(soft.config)
     model.update(tree_map(lambda weight: weight.astype(dtype), soft.model.parameters()))
     half = LoadedModel(model, soft.tokenizer, soft.config, soft.path)
-    _, wanted = text(half, None, KINDS[kind], temperature=1.0, seed=2, max_tokens=80)
+    _, wanted = text(half, None, KINDS[kind], temperature=1.0, seed=2, max_tokens=40)
     speculation = always(Oracle(wanted.tokens), 5)
-    assert text(half, speculation, KINDS[kind], temperature=1.0, seed=2, max_tokens=80)[1].tokens == wanted.tokens
+    assert text(half, speculation, KINDS[kind], temperature=1.0, seed=2, max_tokens=40)[1].tokens == wanted.tokens
     if ON_CPU and kind == "full":
         assert speculation.stats.num_redecoded <= 1
 
@@ -112,7 +111,6 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
 @pytest.mark.parametrize(
     "constraint",
     [
-        {"regex": "[a-z ]{3,25}[.!]"},
         {"regex": "[a-z ]{3,25}[.!]", "stop": ("e", "a")},
         {"choice": ("the quick brown fox", "the lazy dog", "How are you?")},
         {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}},
@@ -122,7 +120,7 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
 def test_constraints(soft, constraint):
     draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
     accepted = 0
-    for seed in range(2):
+    for seed in range(1):
         options = {"temperature": 0.8, "seed": seed, "max_tokens": 60, **constraint}
         _, wanted = text(soft, None, **options)
         for drafter in (DraftModel(draft), PromptLookup(), Oracle(wanted.tokens, wrong=5)):
@@ -133,54 +131,7 @@ def test_constraints(soft, constraint):
             accepted += speculation.stats.accepted
         if "json_schema" in constraint and wanted.constraint_error is None:
             json.loads(found.text)
-    assert accepted > 5
-
-
-class Fixed(Oracle):
-    """Guesses the same, right or wrong."""
-
-    def read(self, known):
-        self.position += len(known)
-
-
-@pytest.mark.parametrize("drafter", ["model", "fixed"])
-def test_two_tokens_follow_the_models_distribution(soft, drafter):
-    """Chi-square over pairs of tokens, each text with a seed of its own, against the probabilities of the model."""
-    options = {"temperature": 0.8, "top_k": 3, "max_tokens": 4}
-    probable = pair_probabilities(soft.model, PROMPT, 0.8, 3)
-    draft = LoadedModel(perturbed(soft.model, 0.1), soft.tokenizer, soft.config, soft.path)
-    speculation = always(DraftModel(draft) if drafter == "model" else Fixed([0, *max(probable, key=probable.get)]), 2)
-    context, counts, texts = Context(soft.model), Counter(), 150
-    proposed = accepted = 0
-    for seed in range(texts):
-        stream = TextStream(
-            soft, PROMPT, GenerationOptions.of(seed=seed, **options), context=context, eos_token_ids=frozenset(),
-            speculation=speculation,
-        )  # fmt: skip
-        counts[tuple(chunk.token for chunk in stream)[1:3]] += 1
-        proposed, accepted = proposed + speculation.stats.proposed, accepted + speculation.stats.accepted
-    assert 0.05 * proposed < accepted < 0.98 * proposed
-    assert set(counts) <= set(probable)
-    expected = {pair: texts * p for pair, p in probable.items()}
-    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in expected.items())
-    freedom = len(expected) - 1
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def pair_probabilities(model, prompt, temperature, k):
-    """Of the second and third tokens of a text: the first one is never proposed."""
-
-    def following(ids):
-        logits = model(mx.array([ids]))[0, -1] / temperature
-        ids = mx.argsort(-logits)[:k]
-        return zip(ids.tolist(), mx.softmax(logits[ids]).tolist(), strict=True)
-
-    found = Counter()
-    for first, p in following(prompt):
-        for second, q in following([*prompt, first]):
-            for third, r in following([*prompt, first, second]):
-                found[second, third] += p * q * r
-    return found
+    assert accepted > 2
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
@@ -233,12 +184,12 @@ def test_positions_that_change_with_the_length(lm):
 
 
 def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
-    """A KeyboardInterrupt at every 31st line that speculation runs: context and draft are exact or empty."""
+    """A KeyboardInterrupt at every 67th line that speculation runs: context and draft are exact or empty."""
     wanted = list(text(soft, None, temperature=0, max_tokens=8)[1].tokens)
     draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
     files = ("speculative.py", "drafters.py", "context.py")
     interrupted = 0
-    for stop_at in range(1, 3000, 31):
+    for stop_at in range(1, 3000, 67):
         lines = 0
 
         def trace(frame, event, argument, stop_at=stop_at):
@@ -270,7 +221,7 @@ def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
         assert [chunk.token for chunk in ids] == wanted
         if lines < stop_at:
             break
-    assert interrupted > 10 and lines < stop_at
+    assert interrupted > 5 and lines < stop_at
 
 
 def test_invalid_settings_are_refused(soft, lm):
@@ -290,7 +241,7 @@ def test_no_guess_is_reported(soft):
 
 
 def test_a_text_with_measured_draft_lengths_is_the_same_and_has_statistics(soft):
-    options = {"temperature": 0, "max_tokens": 100}
+    options = {"temperature": 0, "max_tokens": 60}
     _, wanted = text(soft, None, **options)
     for drafter in (DraftModel(soft), PromptLookup()):
         speculation = SpeculativeDecoder(drafter)
