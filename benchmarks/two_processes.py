@@ -35,11 +35,11 @@ def work(name: str) -> None:
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
-    from mlxlm.train import ProcessGroup, TrainSettings
+    from mlxlm.train import TrainSettings, join_process_group
     from mlxlm.train.step import TrainStep
 
     config = ModelConfig(tie_word_embeddings=True, **SHAPES[name])
-    with ProcessGroup.join(lambda _error: os._exit(1)) as process_group:
+    with join_process_group(lambda _error: os._exit(1)) as process_group:
         model = Decoder(config)
         model.init_weights(0)
         shape = {"batch_size": BATCH, "max_seq_length": LENGTH, "grad_accumulation_steps": BATCHES}

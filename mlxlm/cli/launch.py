@@ -8,12 +8,12 @@ from mlxlm.cli import render
 from mlxlm.cli.stop_signals import on_stop_signal
 
 
-def launch(hosts: str | None, num_processes: int | None, args: list[str]) -> int:
-    """Run `mlxlm ARGS` in several processes; returns the exit code: 0 if all of them returned 0."""
+def launch(hosts: str, args: list[str]) -> int:
+    """Run `mlxlm ARGS` on all of `hosts`; returns the exit code: 0 if all of them returned 0."""
     from mlxlm.train.distributed.hostfile import make_hostfile
     from mlxlm.train.distributed.launch import LaunchedProcesses
 
-    processes = LaunchedProcesses(make_hostfile(hosts, num_processes), "mlxlm.cli.rank_process", args)
+    processes = LaunchedProcesses(make_hostfile(hosts), "mlxlm.cli.rank_process", args)
     with on_stop_signal(lambda number, _frame: processes.stop(number)):
         processes.run(sys.stdout.buffer, sys.stderr.buffer)
     for rank in range(processes.num_processes):

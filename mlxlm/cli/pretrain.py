@@ -69,8 +69,15 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    if hosts is not None or num_processes is not None:
-        raise click.exceptions.Exit(_launch(hosts, num_processes))
+    if num_processes is not None:
+        if hosts is not None:
+            problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
+            raise click.UsageError(problem)
+        hosts = ",".join(["127.0.0.1"] * num_processes)
+    if hosts is not None:
+        from mlxlm.cli.launch import launch, strip_options
+
+        raise click.exceptions.Exit(launch(hosts, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
     from mlxlm.cli.rank_process import join_ranks
     from mlxlm.cli.stop_signals import StopRequest
     from mlxlm.train import run_worker
@@ -81,15 +88,6 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
         else:
             with StopRequest().catch_signals() as stop:
                 run_worker(process_group, stop)
-
-
-def _launch(hosts: str | None, num_processes: int | None) -> int:
-    """Run this command on all hosts; returns the exit code."""
-    from mlxlm.cli.launch import launch, strip_options
-
-    if hosts is not None and num_processes is not None:
-        raise click.UsageError("--num-processes would have no effect: --hosts lists all processes, also on one machine")
-    return launch(hosts, num_processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes")))
 
 
 def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:

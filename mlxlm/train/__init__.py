@@ -2,7 +2,7 @@
 
 from mlxlm.train.budget import Budget
 from mlxlm.train.distributed.heartbeat import RankLostError
-from mlxlm.train.distributed.process_group import ProcessGroup
+from mlxlm.train.distributed.process_group import ProcessGroup, join_process_group
 from mlxlm.train.distributed.worker import run_worker
 from mlxlm.train.events import (
     CheckpointNotSaved,
@@ -57,6 +57,7 @@ __all__ = [
     "TrainingWarning",
     "Validation",
     "check_trackers",
+    "join_process_group",
     "open_base_model",
     "probe",
     "repeat_run",

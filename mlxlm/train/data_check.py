@@ -27,11 +27,6 @@ class DataCheck:
         pool.shutdown(wait=False)
         self._all_passed = False
 
-    @property
-    def passed(self) -> bool:
-        """Whether this rank's shards are known to be unchanged."""
-        return self._result.done() and self._result.exception() is None
-
     def close(self) -> None:
         """End the check, finished or not."""
         self._stop.set()
@@ -58,12 +53,6 @@ class DataCheck:
             self._result.result()
             self._raise_first(self._process_group.wait_for_peer_status(_STATUS))
             self._all_passed = True
-
-    def all_passed(self, rank0_passed: bool) -> bool:
-        """On another rank: return whether the checks of all ranks have passed. Waits for the own one."""
-        others = self._process_group.peer_status(_STATUS)  # rank 0 does not report it in its status
-        num_others = self._process_group.size - 2
-        return rank0_passed and self._result.exception() is None and len(others) == num_others and not any(others)
 
     def _raise_first(self, problems: list[str]) -> None:
         if problem := next(filter(None, problems), None):

@@ -97,7 +97,7 @@ def train(
         PlatformError: The library of a tracker is not installed.
     """
     check_trackers(tensorboard, wandb)
-    group = process_group or ProcessGroup.single_process()
+    group = process_group or ProcessGroup()
     with run.locked():
         run.check_data()
         if run.checkpoints() and not resume:
@@ -231,7 +231,7 @@ class Trainer:
         self.current = self.finished + 1
         self.data_check.raise_if_failed()
         learning_rate = settings.learning_rate_at(self.finished, steps)
-        start_step(self.state(), learning_rate, self.data_check.passed, self.group)
+        start_step(learning_rate, self.group)
         with self.timer:
             loss, grad_norm = self.step(batches, learning_rate)
             eval_arrays(loss, grad_norm, self.step.state)

@@ -76,7 +76,7 @@ class TrainStep:
     """
 
     def __init__(self, model: Decoder, settings: TrainSettings, process_group: ProcessGroup | None = None):
-        self.model, self.settings, self.process_group = model, settings, process_group or ProcessGroup.single_process()
+        self.model, self.settings, self.process_group = model, settings, process_group or ProcessGroup()
         self._dtype = getattr(mx, settings.dtype)
         model.model.grad_checkpoint = settings.grad_checkpoint
         self._optimizer = make_optimizer(settings)

@@ -215,7 +215,7 @@ def test_padding_is_no_text(tmp_path, tiny_config, tokenizer_folder):
     settings = {"batch_size": 8, "max_seq_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
     source = tmp_path / "text.jsonl"
     run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-    manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup.single_process())
+    manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup())
     assert step_batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
     assert run.settings.weight_decay == 0.1
 

@@ -121,14 +121,16 @@ def test_a_stop_does_not_wait_for_the_whole_check(stopped):
 
 
 class Others(ProcessGroup):
-    """This rank among three; `peer_status` are the facts of the others."""
+    """This rank among three; `peer_status` are those of the others."""
 
     def __init__(self, rank=0, peer_status=()):
         super().__init__(rank, 3)
-        self.facts_told = list(peer_status)
+        self.statuses = list(peer_status)
 
     def peer_status(self, name):
-        return [status[name] for status in self.facts_told if name in status]
+        return [status[name] for status in self.statuses if name in status]
+
+    wait_for_peer_status = peer_status
 
 
 def test_rank_0_waits_for_the_checks_of_all_ranks(stopped):
@@ -137,22 +139,20 @@ def test_rank_0_waits_for_the_checks_of_all_ranks(stopped):
     for judge in (check.wait, check.raise_if_failed):
         with pytest.raises(DataError, match="rank 2: data/x has changed .*same unchanged files on every machine"):
             judge()
-    others.facts_told = [{"data_problem": ""}] * 2
+    others.statuses = [{"data_problem": ""}] * 2
     check.wait()
     check.close()
 
 
-def test_rank_1_tells_and_saves_only_what_all_ranks_checked(stopped):
+def test_other_ranks_report_their_data_check(stopped):
     other = Others(rank=1, peer_status=[{"data_problem": ""}])
     check, status = DataCheck(stopped.data, other), _Status(lambda: False)
-    assert check.all_passed(rank0_passed=True) and not check.all_passed(rank0_passed=False)
-    other.facts_told = []
-    assert not check.all_passed(rank0_passed=True)
+    check.close()
     status.data_check = check
     assert status()["data_problem"] == ""
     flip(stopped.data / "train-00000.bin")
     check = status.data_check = DataCheck(stopped.data, other)
-    assert not check.all_passed(rank0_passed=True)
+    check._result.exception()
     assert status()["data_problem"].startswith("rank 1: ") and "train-00000.bin has changed" in status()["data_problem"]
 
 

@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from mlxlm.utils.errors import TrainingError
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
+_POLL_SECONDS = 0.2
 _MAX_MESSAGE = 1 << 24  # bytes; a configuration has thousands
 _CONNECT_TIMEOUT = 5.0  # seconds for each address
 
@@ -31,39 +32,35 @@ class RankLostError(TrainingError):
 
 
 class Heartbeat:
-    """Watches the connections of this process, and carries the messages of rank 0 and the status of all ranks.
+    """Watches the connections of this process, and carries the messages of rank 0 and the status of the other ranks.
 
     Args:
-        rank: The rank of this process.
         connections: By rank: on rank 0 those of all others, on the others that of rank 0.
         timeout: Seconds of silence after which a rank is lost.
-        status: Called every second by the heartbeat thread; returns JSON values for the other ranks.
-        on_lost: Called with the problem by the heartbeat thread, every second until `disconnect`.
+        status: Called every second by the heartbeat thread; returns JSON values for the other end.
+        on_lost: Called with the problem by the heartbeat thread, every second until `close`.
 
     Attributes:
-        peer_status: The last status of each other rank.
+        peer_status: The last status from each connection.
     """
 
     def __init__(
         self,
-        rank: int,
         connections: Mapping[int, Connection],
         timeout: float,
         status: Callable[[], dict[str, Any]],
         on_lost: Callable[[str], None],
     ):
-        self.rank, self.timeout = rank, timeout
         self.peer_status: dict[int, dict[str, Any]] = {}
-        self._open = dict(connections)  # those that have not ended or said goodbye
+        self._open = dict(connections)
         self._connections = list(connections.values())
         self._last_heard = dict.fromkeys(connections, time.monotonic())
-        self._status, self._on_lost = status, on_lost
+        self._timeout, self._status, self._on_lost = timeout, status, on_lost
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._messages: deque[Any] = deque()
         self._problem: str | None = None
         self._closed = False
-        self._waker, self._woken = Pipe()
-        self._thread = threading.Thread(target=self._run, name="mlxlm heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="mlxlm heartbeat", daemon=True)
         self._thread.start()
 
     def publish(self, message: Any) -> None:
@@ -74,7 +71,7 @@ class Heartbeat:
         """On another rank: return the next message of rank 0. Waits without using a core. Raises RankLostError."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._problem)
-            if not self._messages:
+            if self._problem and not self._messages:
                 raise RankLostError(self._problem)
             return self._messages.popleft()
 
@@ -84,38 +81,28 @@ class Heartbeat:
             self._changed.wait_for(lambda: self._problem, wait)
             return self._problem
 
-    def disconnect(self, graceful: bool) -> None:
-        """End the heartbeat. `graceful` tells the others that this rank leaves in order; else it is lost for them."""
-        if graceful:
-            self._send({"leaving": True})
+    def close(self) -> None:
+        """End the heartbeat: this rank is lost for the others, unless rank 0 has told them that the run ends."""
         self._closed = True
-        self._waker.send_bytes(b"")
         self._thread.join()
-        for connection in (self._waker, self._woken, *self._connections):
+        for connection in self._connections:
             connection.close()
 
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except Exception as error:  # without this thread nobody would notice that a rank is lost
-            self._lose(f"rank {self.rank} can't watch the others ({type(error).__name__}: {error})")
-
     def _watch(self) -> None:
-        interval, sent_at = min(HEARTBEAT_INTERVAL, self.timeout / 4), -float("inf")
+        interval, sent_at = min(HEARTBEAT_INTERVAL, self._timeout / 4), -float("inf")
         while not self._closed:
             if time.monotonic() - sent_at >= interval:
                 sent_at = time.monotonic()
-                known = self.peer_status if self.rank == 0 else {}  # rank 0 passes on what it knows of all ranks
-                self._send({"status": {**known, self.rank: self._status()}})
+                self._send({"status": self._status()})
                 if self._problem is not None:
                     self._on_lost(self._problem)
-            ready = wait([self._woken, *self._open.values()], interval / 2)
+            ready = wait(list(self._open.values()), _POLL_SECONDS)
             for rank, connection in list(self._open.items()):
                 if connection in ready:
                     self._receive(rank, connection)
-                elif time.monotonic() - self._last_heard[rank] > self.timeout:
+                elif time.monotonic() - self._last_heard[rank] > self._timeout:
                     del self._open[rank]
-                    self._lose(f"rank {rank} has not been heard of for {self.timeout:g} seconds")
+                    self._lose(f"rank {rank} has not been heard of for {self._timeout:g} seconds")
 
     def _receive(self, rank: int, connection: Connection) -> None:
         try:
@@ -126,24 +113,20 @@ class Heartbeat:
             return
         self._last_heard[rank] = time.monotonic()
         if "status" in message:
-            status = {int(peer): values for peer, values in message["status"].items()}
-            self.peer_status |= {peer: values for peer, values in status.items() if peer != self.rank}
-        elif "message" in message:
-            with self._changed:
-                self._messages.append(message["message"])
-                self._changed.notify_all()
+            self.peer_status[rank] = message["status"]
         elif "lost" in message:
             self._lose(message["lost"])
         else:
-            del self._open[rank]  # it leaves
+            with self._changed:
+                self._messages.append(message["message"])
+                self._changed.notify_all()
 
     def _lose(self, problem: str) -> None:
-        with self._changed:
-            if self._problem is not None:
-                return
-            self._problem = problem
-            self._changed.notify_all()
-        self._send({"lost": problem})
+        if self._problem is None:
+            with self._changed:
+                self._problem = problem
+                self._changed.notify_all()
+            self._send({"lost": problem})
 
     def _send(self, message: Any) -> None:
         content = json.dumps(message).encode()

@@ -1,4 +1,4 @@
-"""The hostfile for `--hosts` and `--num-processes`: which machines train, as `mlx.launch` reads it."""
+"""The hostfile for `--hosts`: which machines train, as `mlx.launch` reads it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,18 @@ LOCALHOST = "127.0.0.1"  # the host that mlx.launch starts without ssh
 BACKENDS = ("ring", "jaccl")
 
 
-def make_hostfile(hosts: str | None, num_processes: int | None) -> dict[str, Any]:
+def make_hostfile(hosts: str) -> dict[str, Any]:
     """Return the content of a hostfile. This machine must come first: it leads the run and has its folder.
 
     Args:
         hosts: Names or addresses, separated by commas; or the path of a hostfile.
-        num_processes: Number of processes on this machine, without `hosts`.
 
     Raises:
         ConfigError: These hosts can't train together.
     """
-    if hosts is None:
-        limit = max(2, platform.cpu_cores())
-        if num_processes > limit:
-            problem = f"{num_processes} processes for {platform.cpu_cores()} cores"
-            raise ConfigError(problem, f"--num-processes {limit} or fewer")
-        content: dict[str, Any] = {"hosts": [{"ssh": LOCALHOST, "ips": [LOCALHOST]}] * num_processes}
-    elif hosts.endswith(".json") and not Path(hosts).exists():
+    if hosts.endswith(".json") and not Path(hosts).exists():
         raise ConfigError(f"--hosts: there is no file {hosts}", "the path of a hostfile, or names, a,b,c")
-    elif Path(hosts).is_file():
+    if Path(hosts).is_file():
         content = _read_hostfile(Path(hosts))
     else:
         content = {"hosts": [_resolve(name.strip()) for name in hosts.split(",")]}
@@ -44,7 +37,9 @@ def make_hostfile(hosts: str | None, num_processes: int | None) -> dict[str, Any
         raise ConfigError("--hosts has only one host", "two or more, or the command without --hosts")
     if entries[0]["ssh"] != LOCALHOST:
         raise ConfigError(f"{entries[0]['ssh']} is not this machine, which leads the run", "this machine first")
-    local = [host for host in entries if host["ssh"] == LOCALHOST]
+    local, limit = [host for host in entries if host["ssh"] == LOCALHOST], max(2, platform.cpu_cores())
+    if len(local) > limit:
+        raise ConfigError(f"{len(local)} processes for {platform.cpu_cores()} cores", f"{limit} or fewer")
     if len(local) < len(entries) and any(ip.startswith("127.") for host in local for ip in host["ips"]):
         raise ConfigError("other machines can't reach this one as localhost", "its name or address in the network")
     return {"backend": "ring", **content, "hosts": entries}

@@ -2,8 +2,7 @@
 
 Each process (a rank) computes the gradients of its share of a step's batches. Their sums over all ranks are divided
 once, so every rank makes the same update. `mlx.launch` starts the processes and MLX moves the data: over TCP (ring),
-MPI, RDMA over Thunderbolt (JACCL) or NCCL. What MLX lacks is here: when a rank is lost, the collective that waits for
-it ends with RankLostError.
+MPI, RDMA over Thunderbolt (JACCL) or NCCL. What MLX lacks is here: the run ends with an error when a rank is lost.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import json
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Listener
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +31,7 @@ from mlxlm.utils.errors import MlxlmError, PlatformError
 
 HEARTBEAT_TIMEOUT = 20.0  # seconds of silence: longer than a machine that swaps is away
 _JOIN_TIMEOUT = 120.0  # seconds: Python and MLX start slowly from a network drive
-_HANG_TIMEOUT = 10.0  # seconds in which a collective must fail after its connections were cut
+_HANG_TIMEOUT = 5.0  # seconds in which a collective must fail after a rank was lost
 _POLL_SECONDS = 0.2
 _MESSAGE_BYTES = 1 << 25  # summed at a time, as in MLX's average_gradients
 _CARD_BYTES = 1024  # in which a rank introduces itself
@@ -60,91 +58,27 @@ def detect_backend() -> str | None:
 
 
 class ProcessGroup:
-    """This process and the others that train with it. Use it as a context.
-
-    If rank 0 leaves the context, the run ends for all ranks, whatever the reason: on the others, `broadcast_object`
-    returns None. If another rank leaves it by an exception, it is lost for the others.
+    """This process and the others that train with it; by itself, a single process. Use it as a context.
 
     Args:
         rank: Number of this process, from 0.
         size: Number of processes.
-        group: MLX's group.
-        on_hang: See `join`.
 
     Attributes:
         status: Returns the status of this process, for `peer_status`. Called every second by another thread.
         on_rank_lost: Returns the error to show for a lost rank; a training loop saves its state in it.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        group: Any = None,
-        on_hang: Callable[[MlxlmError], None] = lambda _error: None,
-    ):
+    def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
         self.status: Callable[[], dict[str, Any]] = dict
         self.on_rank_lost: Callable[[RankLostError], MlxlmError] = lambda lost: lost
-        self._group, self._on_hang = group, on_hang
-        self._heartbeat: Heartbeat | None = None
-        self._sockets: set[int] = set()  # of MLX's backend
-        self._waiting_since: float | None = None  # when the current collective began
-        self._cut_at: float | None = None  # when the sockets were shut down
-
-    @classmethod
-    def single_process(cls) -> ProcessGroup:
-        """Return a group of one process, without any cost."""
-        return cls()
-
-    @classmethod
-    def join(cls, on_hang: Callable[[MlxlmError], None], heartbeat_timeout: float = HEARTBEAT_TIMEOUT) -> ProcessGroup:
-        """Join the other processes that `mlx.launch` or `mpirun` has started, if there are any.
-
-        Args:
-            on_hang: Called by another thread if MLX waits forever for a lost rank and can't be interrupted. It should
-                show the error and end the process. With the ring this only happens before the processes have met,
-                because cutting its connections makes the collective fail.
-            heartbeat_timeout: Seconds of silence after which a rank is lost.
-
-        Raises:
-            PlatformError: The processes can't meet, or have different versions of mlxlm or MLX.
-            RankLostError: They can't reach each other.
-        """
-        backend = detect_backend()
-        if backend is None:
-            return cls.single_process()
-        late = PlatformError(
-            f"the other processes of the run have not come within {_JOIN_TIMEOUT:g} seconds",
-            "looking at their messages; a firewall that lets the machines reach each other",
-        )
-        timer = threading.Timer(_JOIN_TIMEOUT, on_hang, [late])
-        timer.daemon = True
-        timer.start()
-        before = _open_sockets()
-        try:
-            group = mx.distributed.init(strict=True, backend=backend)
-            process_group = cls(group.rank(), group.size(), group, on_hang)
-            process_group._sockets = _open_sockets() - before
-            if process_group.size > 1:
-                process_group._start_heartbeat(backend, heartbeat_timeout)
-        except RuntimeError as error:
-            raise PlatformError(
-                f"MLX's {backend} backend can't connect the processes of the run: {error}",
-                "mlx.launch --backend ring, and addresses at which the machines reach each other",
-            ) from None
-        finally:
-            timer.cancel()
-        return process_group
 
     def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
-        if self._heartbeat is not None:
-            if self.rank == 0:
-                self._heartbeat.publish(None)
-            self._heartbeat.disconnect(graceful=self.rank == 0 or kind is None)
+        pass
 
     @property
     def is_main_process(self) -> bool:
@@ -164,50 +98,112 @@ class ProcessGroup:
     def all_reduce(self, tree: Any) -> Any:
         """Return the sums over all ranks of a tree of arrays, the same to the bit on each rank, and evaluated.
 
-        Arrays travel together, in messages of about 32 MB.
-
         Raises:
             RankLostError: A rank is lost. Nothing else has changed.
         """
-        if self.size == 1:
-            return tree
+        return tree
+
+    def broadcast(self, tree: Any) -> Any:
+        """Return rank 0's arrays on every rank, to the bit. All trees have the same names, shapes and dtypes."""
+        return tree
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        """Return rank 0's JSON `value` on every rank. The others wait without using a core. Raises RankLostError."""
+        return value
+
+    def peer_status(self, name: str) -> list[Any]:
+        """On rank 0: return the entry `name` of each other rank's status that has it, at most some seconds old."""
+        return []
+
+    def wait_for_peer_status(self, name: str) -> list[Any]:
+        """On rank 0: return the entry `name` of each other rank's status, once all have it. Raises RankLostError."""
+        return []
+
+
+def join_process_group(
+    on_hang: Callable[[MlxlmError], None], heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+) -> ProcessGroup:
+    """Join the other processes that `mlx.launch` or `mpirun` has started, if there are any.
+
+    Args:
+        on_hang: Called by another thread if MLX waits for a lost rank without end, since that can't be interrupted. It
+            should show the error and end the process.
+        heartbeat_timeout: Seconds of silence after which a rank is lost.
+
+    Raises:
+        PlatformError: The processes can't meet, or have different versions of mlxlm or MLX.
+        RankLostError: They can't reach each other.
+    """
+    backend = detect_backend()
+    if backend is None:
+        return ProcessGroup()
+    late = PlatformError(
+        f"the other processes of the run have not come within {_JOIN_TIMEOUT:g} seconds",
+        "looking at their messages; a firewall that lets the machines reach each other",
+    )
+    timer = threading.Timer(_JOIN_TIMEOUT, on_hang, [late])
+    timer.daemon = True
+    timer.start()
+    try:
+        group = mx.distributed.init(strict=True, backend=backend)
+        return _DistributedGroup(group, backend, on_hang, heartbeat_timeout) if group.size() > 1 else ProcessGroup()
+    except RuntimeError as error:
+        raise PlatformError(
+            f"MLX's {backend} backend can't connect the processes of the run: {error}",
+            "mlx.launch --backend ring, and addresses at which the machines reach each other",
+        ) from None
+    finally:
+        timer.cancel()
+
+
+class _DistributedGroup(ProcessGroup):
+    """Several processes.
+
+    If rank 0 leaves the context, the run ends for all ranks, whatever the reason: on the others, `broadcast_object`
+    returns None. If another rank leaves it before, it is lost for the others.
+    """
+
+    def __init__(self, group: Any, backend: str, on_hang: Callable[[MlxlmError], None], heartbeat_timeout: float):
+        super().__init__(group.rank(), group.size())
+        self._group, self._on_hang = group, on_hang
+        self._waiting_since: float | None = None  # when the current collective began
+        self._lost_at: float | None = None
+        self._heartbeat = Heartbeat(self._connect(backend), heartbeat_timeout, self._own_status, self._on_lost)
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+        if self.rank == 0:
+            self._heartbeat.publish(None)
+        self._heartbeat.close()
+
+    def all_reduce(self, tree: Any) -> Any:
         eval_arrays(tree)
         return self._all_sum(tree, lambda x: x)
 
     def broadcast(self, tree: Any) -> Any:
-        """Return rank 0's arrays on every rank, to the bit. All trees have the same names, shapes and dtypes."""
-        if self.size == 1:
-            return tree
-        eval_arrays(tree)
-
         def bits(array: mx.array) -> mx.array:
             array = array.view(mx.uint8)
             return array if self.rank == 0 else mx.zeros_like(array)
 
+        eval_arrays(tree)
         return self._all_sum(tree, bits)
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """Return rank 0's JSON `value` on every rank. The others wait without using a core. Raises RankLostError."""
-        if self._heartbeat is None:
-            return value
-        if self.rank == 0:
-            self._heartbeat.publish(value)
-            return value
-        return self._heartbeat.next_message()
+        if self.rank > 0:
+            return self._heartbeat.next_message()
+        self._heartbeat.publish(value)
+        return value
 
     def peer_status(self, name: str) -> list[Any]:
-        """Return the entry `name` of each other rank's status that has it, at most some seconds old."""
-        peers = self._heartbeat.peer_status.values() if self._heartbeat is not None else ()
-        return [status[name] for status in list(peers) if name in status]
+        return [status[name] for status in list(self._heartbeat.peer_status.values()) if name in status]
 
     def wait_for_peer_status(self, name: str) -> list[Any]:
-        """Return the entry `name` of each other rank's status, once all have it. Raises RankLostError."""
         while len(values := self.peer_status(name)) < self.size - 1:
             if problem := self._heartbeat.problem(wait=_POLL_SECONDS):
                 raise RankLostError(problem)
         return values
 
     def _all_sum(self, tree: Any, prepare: Callable[[mx.array], mx.array]) -> Any:
+        """Sum arrays over all ranks, several in one message."""
         flat = sorted(tree_flatten(tree), key=lambda item: str(item[1].dtype))
         results: list[tuple[str, mx.array]] = []
         with self._collective():
@@ -216,19 +212,19 @@ class ProcessGroup:
                 while count < len(flat) and flat[count][1].dtype == dtype and size < _MESSAGE_BYTES:
                     size += flat[count][1].nbytes
                     count += 1
-                part, flat = flat[:count], flat[count:]
-                message = mx.concatenate([prepare(array.reshape(-1)) for _, array in part])
+                names, arrays = zip(*flat[:count], strict=True)
+                flat = flat[count:]
+                message = mx.concatenate([prepare(array.reshape(-1)) for array in arrays])
                 total = mx.distributed.all_sum(message, group=self._group).view(dtype)
-                ends = np.cumsum([array.size for _, array in part]).tolist()
-                pieces = mx.split(total, ends[:-1])
-                pieces = [piece.reshape(array.shape) for piece, (_, array) in zip(pieces, part, strict=True)]
+                pieces = mx.split(total, np.cumsum([array.size for array in arrays])[:-1].tolist())
+                pieces = [piece.reshape(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
                 mx.eval(pieces)
-                results += [(name, piece) for piece, (name, _) in zip(pieces, part, strict=True)]
+                results += zip(names, pieces, strict=True)
         return tree_unflatten(results)
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Around what waits for all ranks: turn MLX's failure into RankLostError, and let `_on_lost` interrupt it."""
+        """Around what waits for all ranks: turn MLX's failure into RankLostError, and let `_on_lost` end a hang."""
         if problem := self._heartbeat.problem():
             raise RankLostError(problem)
         self._waiting_since = time.monotonic()
@@ -243,47 +239,39 @@ class ProcessGroup:
             self._waiting_since = None
 
     def _on_lost(self, problem: str) -> None:
-        """Called by the heartbeat thread every second: interrupt the collective that the main thread waits in."""
-        if self._waiting_since is None:
-            return
-        if self._cut_at is None:
-            self._cut_at = time.monotonic()
-            for number in self._sockets:
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
-        elif time.monotonic() - max(self._cut_at, self._waiting_since) > _HANG_TIMEOUT:
+        """Called by the heartbeat thread every second, since the main thread may wait in a collective without end."""
+        self._lost_at = self._lost_at or time.monotonic()
+        since = self._waiting_since
+        if since is not None and time.monotonic() - max(self._lost_at, since) > _HANG_TIMEOUT:
             self._on_hang(self.on_rank_lost(RankLostError(problem)))
 
-    def _start_heartbeat(self, backend: str, timeout: float) -> None:
-        """Compare versions, and connect all ranks to rank 0."""
+    def _own_status(self) -> dict[str, Any]:
+        return self.status()
+
+    def _connect(self, backend: str) -> dict[int, Connection]:
+        """Compare versions, and connect all ranks to rank 0; returns the connections by rank."""
         card: dict[str, Any] = {"mlxlm": __version__, "mlx": mx.__version__}
-        listener, secret = None, secrets.token_hex(16)
-        if self.rank == 0:
-            address = _own_address(backend, self.rank)
-            interface = address if address.startswith("127.") else "0.0.0.0"
-            listener = Listener((interface, 0), backlog=self.size, authkey=secret.encode())
-            card |= {"secret": secret, "addresses": _addresses(address), "port": listener.address[1]}
-        cards = self._gather(card)
+        if self.rank > 0:
+            main = self._exchange(card)[0]
+            secret = main["secret"].encode()
+            return {0: connect_to_rank0(main["addresses"], main["port"], secret, self.rank)}
+        addresses, secret = _addresses(backend), secrets.token_hex(16)
+        interface = addresses[0] if addresses[0].startswith("127.") else "0.0.0.0"
+        with Listener((interface, 0), backlog=self.size, authkey=secret.encode()) as listener:
+            self._exchange({**card, "secret": secret, "addresses": addresses, "port": listener.address[1]})
+            return accept_ranks(listener, self.size - 1)
+
+    def _exchange(self, card: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the cards of all ranks. Raises PlatformError if their versions differ."""
+        row = json.dumps(card).encode().ljust(_CARD_BYTES)
+        rows = mx.distributed.all_gather(mx.array(np.frombuffer(row, np.uint8))[None], group=self._group)
+        cards = [json.loads(bytes(other)) for other in np.array(rows)]
         for other, their_card in enumerate(cards):
             for name in ("mlxlm", "mlx"):
                 if their_card[name] != card[name]:
                     versions = f"rank {other} has {name} {their_card[name]}, rank {self.rank} has {card[name]}"
                     raise PlatformError(f"the machines differ: {versions}", "the same versions on all of them")
-        if listener is not None:
-            with listener:
-                connections = accept_ranks(listener, self.size - 1)
-        else:
-            main = cards[0]
-            secret = main["secret"].encode()
-            connections = {0: connect_to_rank0(main["addresses"], main["port"], secret, self.rank)}
-        status = lambda: self.status()  # noqa: E731, PLW0108 - `self.status` is replaced while the heartbeat runs
-        self._heartbeat = Heartbeat(self.rank, connections, timeout, status, self._on_lost)
-
-    def _gather(self, card: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the cards of all ranks."""
-        row = json.dumps(card).encode().ljust(_CARD_BYTES)
-        rows = mx.distributed.all_gather(mx.array(np.frombuffer(row, np.uint8))[None], group=self._group)
-        return [json.loads(bytes(other)) for other in np.array(rows)]
+        return cards
 
 
 def _ring_hosts() -> list[list[str]]:
@@ -296,28 +284,18 @@ def _ring_hosts() -> list[list[str]]:
         raise PlatformError(f"{path}, which MLX_HOSTFILE names, is not JSON", "mlx.launch, which makes it") from None
 
 
-def _own_address(backend: str, rank: int) -> str:
-    """Return the address at which the backend itself reaches this rank."""
+def _addresses(backend: str) -> list[str]:
+    """Return the addresses of rank 0: the one that the backend uses, then its others, unless all ranks are local.
+
+    Not all ranks reach each other by the links of a ring.
+    """
     if backend == "ring":
-        return _ring_hosts()[rank][0].rsplit(":", 1)[0]
-    if backend == "jaccl":
-        return os.environ["MLX_JACCL_COORDINATOR"].rsplit(":", 1)[0]
-    return os.environ["NCCL_HOST_IP"] if backend == "nccl" else socket.gethostname()
-
-
-def _addresses(first: str) -> list[str]:
-    """Return `first` and other addresses of this machine: not all ranks reach each other by the links of a ring."""
+        first = _ring_hosts()[0][0].rsplit(":", 1)[0]
+    elif backend == "jaccl":
+        first = os.environ["MLX_JACCL_COORDINATOR"].rsplit(":", 1)[0]
+    else:
+        first = os.environ["NCCL_HOST_IP"] if backend == "nccl" else socket.gethostname()
     if first.startswith("127."):
         return [first]
     others = [a.address for links in psutil.net_if_addrs().values() for a in links if a.family == socket.AF_INET]
     return [first, *(a for a in others if a != first and not a.startswith("127."))][:20]
-
-
-def _open_sockets() -> set[int]:
-    """Return the file descriptors of this process that are sockets."""
-    numbers = set()
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # the descriptor of the folder itself
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                numbers.add(int(name))
-    return numbers

@@ -15,46 +15,39 @@ from mlxlm.train.distributed.heartbeat import Heartbeat, accept_ranks, connect_t
 
 @pytest.fixture
 def three_ranks():
-    """Makes the heartbeats of three ranks."""
+    """`three_ranks(on_lost)`: the heartbeats of three ranks."""
     started = []
 
-    def start(timeout: float, on_lost=lambda _problem: None) -> list[Heartbeat]:
+    def start(on_lost=lambda _problem: None) -> list[Heartbeat]:
         pairs = {1: Pipe(), 2: Pipe()}
         connections = [{rank: pair[0] for rank, pair in pairs.items()}, {0: pairs[1][1]}, {0: pairs[2][1]}]
         for rank in range(3):
-            started.append(Heartbeat(rank, connections[rank], timeout, lambda rank=rank: {"load": rank}, on_lost))
+            started.append(Heartbeat(connections[rank], 5.0, lambda rank=rank: {"load": rank}, on_lost))
         return started
 
     yield start
     for heartbeat in started:
         if heartbeat._thread.is_alive():
-            heartbeat.disconnect(graceful=True)
+            heartbeat.close()
 
 
 def test_messages_of_rank_0_reach_all_once_and_in_order(three_ranks):
-    zero, *others = three_ranks(2.0)
+    zero, *others = three_ranks()
     for i in range(20):
         zero.publish({"number": i})
     zero.publish(None)
     for heartbeat in others:
         assert [heartbeat.next_message() for _ in range(21)] == [*({"number": i} for i in range(20)), None]
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(len(h.peer_status) == 2 for h in (zero, *others)):
+    while time.monotonic() < deadline and len(zero.peer_status) < 2:
         time.sleep(0.01)
     assert zero.peer_status == {1: {"load": 1}, 2: {"load": 2}}
-    assert others[0].peer_status == {0: {"load": 0}, 2: {"load": 2}}
-
-
-def test_a_rank_that_leaves_in_order_is_not_lost(three_ranks):
-    zero, one, two = three_ranks(0.8)
-    one.disconnect(graceful=True)
-    assert zero.problem(wait=1.0) is None and two.problem() is None
 
 
 def test_all_learn_who_has_ended(three_ranks):
     problems = []
-    zero, one, two = three_ranks(5.0, problems.append)
-    one.disconnect(graceful=False)
+    zero, one, two = three_ranks(problems.append)
+    one.close()
     for heartbeat in (zero, two):
         assert heartbeat.problem(wait=5) == "rank 1 has ended"
     with pytest.raises(RankLostError, match="rank 1 has ended"):
@@ -66,19 +59,10 @@ def test_a_silent_rank_is_lost():
     connection, other = Pipe()
     called = threading.Event()
     start = time.monotonic()
-    heartbeat = Heartbeat(0, {4: connection}, 0.3, dict, lambda _problem: called.set())
+    heartbeat = Heartbeat({4: connection}, 0.3, dict, lambda _problem: called.set())
     assert heartbeat.problem(wait=5) == "rank 4 has not been heard of for 0.3 seconds"
     assert 0.25 < time.monotonic() - start < 5 and called.wait(5)
-    heartbeat.disconnect(graceful=False)
-    other.close()
-
-
-def test_an_error_in_the_heartbeat_thread_is_noticed():
-    connection, other = Pipe()
-    heartbeat = Heartbeat(2, {0: connection}, 5.0, lambda: {"not JSON": {1, 2}}, lambda _problem: None)
-    with pytest.raises(RankLostError, match="rank 2 can't watch the others .TypeError"):
-        heartbeat.next_message()
-    heartbeat.disconnect(graceful=False)
+    heartbeat.close()
     other.close()
 
 
