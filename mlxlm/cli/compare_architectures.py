@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
     if as_json:
-        rows = [result.to_dict() for result in results]
+        rows = [asdict(result) for result in results]
         render.emit_json({"path": str(out), "plot": str(comparison.plot()), "variants": rows, "notes": notes})
     else:
         render.print_result(render.table([*map(_row, results)], _HEADER))

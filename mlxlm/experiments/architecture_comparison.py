@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, TokenDataset
-from mlxlm.experiments.sweep import (
-    Sweep,
-    is_finished,
-    prepare_shared_data,
-    relative_data_path,
-    saved_args,
-)
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, relative_data_path, saved_args
 from mlxlm.experiments.variant import BASE, SETTINGS, Variant, variant_errors
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.report import read_run
@@ -75,10 +69,6 @@ class Result:
     bits_per_byte: float | None
     finished: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Comparison(Sweep):
@@ -97,7 +87,6 @@ class Comparison(Sweep):
     KIND: ClassVar[str] = "comparison"
     FILE: ClassVar[str] = "comparison.json"
     COMMAND: ClassVar[str] = "mlxlm compare-architectures"
-    KEYS: ClassVar[str] = "config, settings, variants, data or saved_args"
 
     @classmethod
     def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -168,15 +157,8 @@ def start_comparison(
     shared = TrainSettings.provisional(settings)
     config = config.with_changes(max_position_embeddings=shared.max_seq_length)  # some overrides depend on it
     configs = [variant.apply_to(config) for variant in variants]
-    args = saved_args(
-        data,
-        tokenizer,
-        minutes=budget.minutes,
-        tokens=budget.tokens,
-        settings=settings,
-        config=config_to_hf(config),
-        variants=[asdict(variant) for variant in variants],
-    )
+    own = {"settings": settings, "config": config_to_hf(config), "variants": [asdict(variant) for variant in variants]}
+    args = saved_args(data, tokenizer, minutes=budget.minutes, tokens=budget.tokens, **own)
     if comparison := Comparison.reopen(out, args):
         return comparison
     check_duration(minutes=budget.minutes, tokens=budget.tokens, steps=settings.get("steps"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.experiments.scaling_fit import EXPONENT_BOUNDS, Fit, ScalingPoint, fit_joint, fit_power, fit_without_largest
-from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, ScalingLaw
+from mlxlm.experiments.scaling_fit import EXPONENT_BOUNDS, Fit, ScalingPoint, fit_joint, fit_power
+from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, PowerLaw, ScalingLaw
 from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import read_json
 
@@ -69,9 +69,9 @@ class Analysis:
     """
 
     points: tuple[ScalingPoint, ...]
-    by_parameters: Fit | None
-    by_tokens: Fit | None
-    joint: Fit | None
+    by_parameters: Fit[PowerLaw] | None
+    by_tokens: Fit[PowerLaw] | None
+    joint: Fit[ScalingLaw] | None
     check: HoldoutCheck | None
     missing: tuple[str, ...]
 
@@ -81,9 +81,8 @@ class Analysis:
         Raises:
             DataError: There is no joint fit.
         """
-        fit = self._joint()
         largest = max(p.parameters * p.tokens for p in self.points)
-        loss, interval = fit.law.loss(parameters, tokens), fit.interval(lambda law: law.loss(parameters, tokens))
+        loss, interval = _predict_loss(self._joint(), parameters, tokens)
         return Prediction(parameters, tokens, loss, interval, parameters * tokens / largest)
 
     def compute_optimal(self, flops: float) -> tuple[Prediction, tuple[float, float]]:
@@ -99,19 +98,19 @@ class Analysis:
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of `scaling.json`."""
         check = self.check and {
-            "run": self.check.point.to_dict(),
+            "run": asdict(self.check.point),
             "predicted": self.check.predicted,
             "interval": list(self.check.interval),
         }
         fits = {name: getattr(self, name) for name in ("by_parameters", "by_tokens", "joint")}
         return {
-            "points": [point.to_dict() for point in self.points],
+            "points": [asdict(point) for point in self.points],
             **{name: fit and fit.to_dict() for name, fit in fits.items()},
             "held_out": check,
             "missing": list(self.missing),
         }
 
-    def _joint(self) -> Fit:
+    def _joint(self) -> Fit[ScalingLaw]:
         if self.joint is None:
             raise DataError("there is no joint fit to predict from", "; ".join(self.missing))
         return self.joint
@@ -127,7 +126,7 @@ def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
     """
     missing = []
 
-    def try_fit(name: str, fit: Callable[..., Fit], *arguments: Any) -> Fit | None:
+    def try_fit(name: str, fit: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return fit(*arguments)
         except DataError as error:
@@ -142,12 +141,23 @@ def analyze(points: Sequence[ScalingPoint], by_ratio: bool = False) -> Analysis:
     by_parameters = try_fit("L(N)", fit_power, [p.parameters for p in longest_runs], [p.loss for p in longest_runs])
     by_tokens = try_fit("L(D)", fit_power, [p.tokens for p in largest_runs], [p.loss for p in largest_runs])
     joint = try_fit("L(N, D)", fit_joint, points)
-    check = fit_without_largest(points) if joint else None
-    if check:
-        point, fit = check
-        interval = fit.interval(lambda law: law.loss(point.parameters, point.tokens))
-        check = HoldoutCheck(point, fit.law.loss(point.parameters, point.tokens), interval)
+    check = hold_out_largest(points) if joint else None
     return Analysis(tuple(points), by_parameters, by_tokens, joint, check, tuple(missing))
+
+
+def hold_out_largest(points: Sequence[ScalingPoint]) -> HoldoutCheck | None:
+    """Predict the run with the most operations from the others; None if those are too few."""
+    largest = max(points, key=lambda p: p.parameters * p.tokens)
+    try:
+        fit = fit_joint([p for p in points if p is not largest])
+    except DataError:
+        return None
+    predicted, interval = _predict_loss(fit, largest.parameters, largest.tokens)
+    return HoldoutCheck(largest, predicted, interval)
+
+
+def _predict_loss(fit: Fit[ScalingLaw], parameters: float, tokens: float) -> tuple[float, tuple[float, float]]:
+    return fit.law.loss(parameters, tokens), fit.interval(lambda law: law.loss(parameters, tokens))
 
 
 def fit_warnings(analysis: Analysis) -> list[str]:

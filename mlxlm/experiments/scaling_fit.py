@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ _INITIAL_EXPONENTS = (0.2, 0.7)  # all combinations are tried
 _INITIAL_FLOOR = 0.5  # initial irreducible loss, as a fraction of the lowest loss
 
 
+Law = TypeVar("Law", bound=PowerLaw | ScalingLaw)
+
+
 @dataclass(frozen=True)
 class ScalingPoint:
     """A finished run.
@@ -37,13 +40,9 @@ class ScalingPoint:
     tokens: float
     loss: float
 
-    def to_dict(self) -> dict[str, float]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Generic[Law]):
     """A fitted law.
 
     Attributes:
@@ -53,12 +52,12 @@ class Fit:
         at_bounds: Names of exponents that ended at `EXPONENT_BOUNDS`: the points don't determine them.
     """
 
-    law: ScalingLaw | PowerLaw
-    bootstrap: tuple[ScalingLaw | PowerLaw, ...]
+    law: Law
+    bootstrap: tuple[Law, ...]
     residuals: tuple[float, ...]
     at_bounds: tuple[str, ...]
 
-    def interval(self, statistic: Callable[[ScalingLaw | PowerLaw], float]) -> tuple[float, float]:
+    def interval(self, statistic: Callable[[Law], float]) -> tuple[float, float]:
         """Return the 90% confidence interval of a statistic of the law."""
         values = np.array([statistic(law) for law in self.bootstrap])
         low, high = np.quantile(values[np.isfinite(values)], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -66,17 +65,13 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the law's parameters, their intervals, and the residuals, for JSON."""
-        names = list(self.law.to_dict())
-        intervals = {name: list(self.interval(lambda law, name=name: getattr(law, name))) for name in names}
-        return {
-            **self.law.to_dict(),
-            "intervals": intervals,
-            "residuals": list(self.residuals),
-            "at_bounds": list(self.at_bounds),
-        }
+        values = asdict(self.law)
+        intervals = {name: list(self.interval(attrgetter(name))) for name in values}
+        residuals, at_bounds = list(self.residuals), list(self.at_bounds)
+        return {**values, "intervals": intervals, "residuals": residuals, "at_bounds": at_bounds}
 
 
-def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
+def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit[ScalingLaw]:
     """Fit L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3).
 
     The Huber loss of the log losses is minimized by a trust-region method from several starting points.
@@ -104,7 +99,9 @@ def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES
     return _fit(log_x, [p.loss for p in points], law, ("alpha", "beta"), resamples, seed)
 
 
-def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit:
+def fit_power(
+    xs: Sequence[float], losses: Sequence[float], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0
+) -> Fit[PowerLaw]:
     """Fit L(x) = irreducible_loss + scale / x^exponent, in the same way as `fit_joint`.
 
     Raises:
@@ -119,51 +116,42 @@ def fit_power(xs: Sequence[float], losses: Sequence[float], resamples: int = BOO
     return _fit(np.log(xs)[:, None], losses, law, ("exponent",), resamples, seed)
 
 
-def fit_without_largest(points: Sequence[ScalingPoint]) -> tuple[ScalingPoint, Fit] | None:
-    """Return the run with the most operations and the joint fit of all others; None if those are too few."""
-    largest = max(points, key=lambda p: p.parameters * p.tokens)
-    try:
-        return largest, fit_joint([p for p in points if p is not largest])
-    except DataError:
-        return None
-
-
 # The parameters of a fit with T terms are a vector [1 + 2 T]: the log of the irreducible loss, then for each term the
 # log of its scale and its exponent.
 
 
 def _fit(
     log_x: np.ndarray,
-    losses: Sequence[float],
-    law: Callable[[np.ndarray], ScalingLaw | PowerLaw],
+    measured_losses: Sequence[float],
+    law: Callable[[np.ndarray], Law],
     exponent_names: tuple[str, ...],
     resamples: int,
     seed: int,
-) -> Fit:
+) -> Fit[Law]:
     """Fit a sum of power laws.
 
     Args:
         log_x: log of the variables, [points, terms].
-        losses: Measured losses, [points].
+        measured_losses: One loss for each point.
         law: Makes the law of a vector of parameters.
         exponent_names: Names of the exponents, one for each term.
         resamples: Number of bootstrap samples.
         seed: Of the bootstrap.
     """
-    losses = np.array(losses)
+    losses = np.array(measured_losses)
     if not (np.isfinite(losses).all() and (losses > 0).all()):
         raise DataError("a loss is not a positive number", "runs that did not diverge")
     log_losses, center = np.log(losses), log_x.mean(axis=0)
     centered = log_x - center  # decorrelates scale and exponent of a term, so that the fit converges quickly
-    best = min(
-        (_minimize(start, centered, log_losses) for start in _starts(losses, log_x.shape[1])), key=itemgetter(1)
-    )[0]
+    minima = (_minimize(start, centered, log_losses) for start in _starts(losses, log_x.shape[1]))
+    best, _ = min(minima, key=itemgetter(1))
     predicted = _evaluate(best, centered)[0]
     residuals = log_losses - predicted
     # Fitted residuals are smaller than the noise: correct for the degrees of freedom.
     noise = residuals * np.sqrt(len(losses) / max(1, len(losses) - len(best)))
     rng = np.random.default_rng(seed)
-    samples = [_minimize(best, centered, predicted + rng.choice(noise, len(losses)))[0] for _ in range(resamples)]
+    noisy = [predicted + rng.choice(noise, len(losses)) for _ in range(resamples)]
+    samples = [_minimize(best, centered, sample)[0] for sample in noisy]
     is_at_bound = [min(abs(x - bound) for bound in EXPONENT_BOUNDS) < 1e-4 for x in best[2::2]]
     at_bounds = tuple(itertools.compress(exponent_names, is_at_bound))
     laws = [law(_uncenter(params, center)) for params in (best, *samples)]
@@ -215,11 +203,6 @@ def _minimize(start: np.ndarray, log_x: np.ndarray, log_losses: np.ndarray) -> t
         np.clip(start, low + 1e-9, high - 1e-9),  # the start must be strictly inside the bounds
         jacobian,
         (low, high),
-        loss="huber",
-        f_scale=HUBER_DELTA,
-        max_nfev=300,
-        ftol=1e-12,
-        xtol=1e-10,
-        gtol=1e-12,
+        **{"loss": "huber", "f_scale": HUBER_DELTA, "max_nfev": 300, "ftol": 1e-12, "xtol": 1e-10, "gtol": 1e-12},
     )
     return result.x, float(result.cost)

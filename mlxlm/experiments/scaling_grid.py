@@ -10,35 +10,16 @@ from typing import Any, ClassVar
 from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.experiments.scaling_fit import ScalingPoint
-from mlxlm.experiments.scaling_runs import (
-    DEFAULT_RATIOS,
-    TRAINING_FRACTION,
-    GridOptions,
-    GridRun,
-    fit_to_time,
-    plan_runs,
-)
-from mlxlm.experiments.sweep import (
-    Sweep,
-    is_finished,
-    prepare_shared_data,
-    relative_data_path,
-    saved_args,
-)
+from mlxlm.experiments.scaling_runs import DEFAULT_RATIOS, GridOptions, GridRun, fit_to_time, plan_runs
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, relative_data_path, saved_args
 from mlxlm.plan.model_sizes import model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.report import read_run
+from mlxlm.train import run_data
 from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size
 from mlxlm.train.budget import num_rows
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import (
-    Phase,
-    TokenizerOptions,
-    as_data_options,
-    as_tokenizer_options,
-    no_phase,
-    prepared_source,
-)
+from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import set_default_dtype
 from mlxlm.utils.errors import ConfigError
@@ -68,7 +49,6 @@ class Grid(Sweep):
     KIND: ClassVar[str] = "grid of runs"
     FILE: ClassVar[str] = "grid.json"
     COMMAND: ClassVar[str] = "mlxlm scaling"
-    KEYS: ClassVar[str] = "runs, vocab_size, settings, data, by_ratio, unique_tokens or saved_args"
 
     @classmethod
     def parse_fields(cls, values: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -160,7 +140,7 @@ def start_grid(
         DataError, TokenizerError: As `start_run`.
     """
     out, options = Path(out), options or GridOptions()
-    data, tokenizer = as_data_options(data), as_tokenizer_options(tokenizer)
+    data, tokenizer = run_data.as_data_options(data), run_data.as_tokenizer_options(tokenizer)
     args = saved_args(data, tokenizer, **asdict(options), settings=settings or {})
     if grid := Grid.reopen(out, args):
         return grid
@@ -170,9 +150,8 @@ def start_grid(
     provisional = TrainSettings.provisional({"batch_size": 4, **values})
     vocab_size = _vocab_size_to_train(options, data, tokenizer)
     with atomic_new_folder(out) as folder:
-        loaded, shards = prepare_shared_data(
-            folder, data, tokenizer, vocab_size, seed=values.get("seed", 0), phase=phase
-        )
+        seed = values.get("seed", 0)
+        loaded, shards = prepare_shared_data(folder, data, tokenizer, vocab_size, seed=seed, phase=phase)
         unique_tokens = Manifest.read(shards).train.tokens
         with phase("benchmarking two model sizes", None):
             models = options.models(loaded.vocab_size)
@@ -180,8 +159,7 @@ def start_grid(
         if options.sizes:
             lengths = [(c, int(n)) for c in models for n in options.lengths(c.parameter_count(), DEFAULT_RATIOS)]
         else:
-            seconds = 60 * options.minutes * TRAINING_FRACTION
-            lengths = fit_to_time(models, token_seconds, seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
+            lengths = fit_to_time(models, token_seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
         row = provisional.max_seq_length * provisional.grad_accumulation_steps
         values.setdefault("batch_size", num_rows(min(n for _, n in lengths) / _MIN_STEPS, row))
         content = {
@@ -197,10 +175,10 @@ def start_grid(
     return Grid.open(out)
 
 
-def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: TokenizerOptions) -> int | None:
-    """Return a vocabulary size for the largest model; None if none has to be chosen."""
-    if tokenizer.vocab_size is not None or tokenizer.path is not None or prepared_source(data.sources):
-        return None
+def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: TokenizerOptions) -> int:
+    """Return a vocabulary size for the largest model; 0 if none has to be chosen."""
+    if tokenizer.vocab_size is not None or tokenizer.path is not None or run_data.prepared_source(data.sources):
+        return 0
     if options.sizes:
         return vocab_size_for(max(options.sizes))
     return guess_vocab_size(15 * options.minutes, data.sources, data.text_column, data.on_bad_input)

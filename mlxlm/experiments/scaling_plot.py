@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxlm.experiments.scaling_analysis import Analysis
 from mlxlm.experiments.scaling_fit import Fit
-from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN
+from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, PowerLaw
 from mlxlm.utils.formatting import human_count
 from mlxlm.utils.plots import LEGEND_SIZE, count_axis, label_axes, new_figure, save_figure
 
@@ -32,7 +32,7 @@ def plot_scaling_law(analysis: Analysis, path: Path, by_ratio: bool = False) -> 
     save_figure(figure, path, dpi=110)
 
 
-def _plot_losses(axes: Any, analysis: Analysis, x: str, other: str, fit: Fit | None, title: str) -> None:
+def _plot_losses(axes: Any, analysis: Analysis, x: str, other: str, fit: Fit[PowerLaw] | None, title: str) -> None:
     """Loss over `x` ("parameters" or "tokens"); runs with the same value of `other` are joined."""
     values = sorted({getattr(p, other) for p in analysis.points})
     has_labels = len(values) <= 6
@@ -77,7 +77,5 @@ def _plot_contours(axes: Any, analysis: Analysis) -> None:
     for name in ("x", "y"):
         getattr(axes, f"set_{name}scale")("log")
         count_axis(getattr(axes, f"{name}axis"), log=True)
-    axes.set_xlabel("parameters")
-    axes.set_ylabel("tokens")
-    axes.set_title(f"lines of equal {_LOSS}", fontsize=10)
+    label_axes(axes, "parameters", "tokens", f"lines of equal {_LOSS}", grid=False)
     axes.legend(fontsize=LEGEND_SIZE, loc="upper left")

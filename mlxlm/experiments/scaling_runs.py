@@ -113,25 +113,22 @@ def plan_runs(
 
 
 def fit_to_time(
-    models: list[ModelConfig],
-    token_seconds: Callable[[ModelConfig], float],
-    seconds: float,
-    max_tokens: float,
-    options: GridOptions,
+    models: list[ModelConfig], token_seconds: Callable[[ModelConfig], float], max_tokens: float, options: GridOptions
 ) -> Lengths:
-    """Return the grid of the largest models that can be trained in `seconds`.
+    """Return the grid of the largest models that can be trained in the minutes of `options`.
 
     Args:
         models: All candidates, smallest first.
         token_seconds: Training time per token of a model.
-        seconds: Time for all runs. If it is too short for the smallest models, they get fewer tokens.
         max_tokens: Of one run.
-        options: Their lengths, if given.
+        options: Minutes for all runs, and their lengths if given. If the time is too short for the smallest models,
+            they get fewer tokens.
 
     Raises:
         ConfigError: The lengths are given, and take too long even for the smallest models.
     """
-    best = None
+    best: Lengths = []
+    seconds = 60 * options.minutes * TRAINING_FRACTION
     for last in range(len(_DIVISORS) - 1, len(models)):
         largest = models[last].parameter_count()
         sizes = nearest_models([largest / n for n in _DIVISORS], models[0].vocab_size)
@@ -146,11 +143,11 @@ def fit_to_time(
         total = sum(token_seconds(config) * n for config, n in grid)
         if total <= seconds:
             best = grid
-        elif best is not None:
+        elif best:
             return best
         elif options.tokens_per_parameter or options.tokens:
             minutes = f"{math.ceil(total / TRAINING_FRACTION / 60):,} minutes"
-            raise ConfigError("even the smallest models take longer to train on so many tokens", minutes)
+            raise ConfigError("even the smallest models take longer to train on these tokens", minutes)
         else:
             return [(config, max(1, int(n * seconds / total))) for config, n in grid]
     return best

@@ -52,7 +52,6 @@ class Sweep(ABC):
     KIND: ClassVar[str]  # in error messages
     FILE: ClassVar[str]
     COMMAND: ClassVar[str]
-    KEYS: ClassVar[str]  # of the file, in error messages
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -75,7 +74,7 @@ class Sweep(ABC):
                 **cls.parse_fields(values, file),
             )
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ConfigError(f"{file} is damaged: {cls.KEYS} missing or invalid") from None
+            raise ConfigError(f"{file} is damaged: a field is missing or invalid") from None
 
     @classmethod
     @abstractmethod
@@ -157,10 +156,10 @@ def prepare_shared_data(
     folder: Path,
     data: DataOptions,
     tokenizer: TokenizerOptions,
-    vocab_size: int | None = None,
+    vocab_size: int,
     *,
-    seed: int = 0,
-    phase: Phase = no_phase,
+    seed: int,
+    phase: Phase,
 ) -> tuple[Tokenizer, Path]:
     """Prepare the tokenizer and the token shards of all runs.
 

@@ -15,7 +15,7 @@ from mlxlm.train.settings import TrainSettings
 from mlxlm.utils.errors import ConfigError
 
 BASE = "base"  # the variant that changes nothing
-SETTINGS = {field.name: field.type for field in fields(TrainSettings)}
+SETTINGS = {field.name: str(field.type) for field in fields(TrainSettings)}
 _BUDGET_SETTINGS = ("batch_size", "max_seq_length", "grad_accumulation_steps", "steps", "time_limit")
 _DATA_SETTINGS = ("eval_every", "eval_tokens", "packing", "document_mask", "mask_prompt")
 # What all variants share, and why.

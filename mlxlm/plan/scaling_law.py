@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -27,10 +27,6 @@ class PowerLaw:
     def loss(self, x: Number) -> Number:
         """Predict the loss at `x`."""
         return self.irreducible_loss + self.scale * x**-self.exponent
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the coefficients by name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -74,17 +70,12 @@ class ScalingLaw:
         memorize it (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", equation 4).
         """
         optimal = self.optimal_parameters(min(tokens, unique_tokens))
-        return self.loss(
-            effective_amount(parameters, optimal, _PARAMETER_DECAY), effective_amount(tokens, unique_tokens)
-        )
+        effective_parameters = effective_amount(parameters, optimal, _PARAMETER_DECAY)
+        return self.loss(effective_parameters, effective_amount(tokens, unique_tokens))
 
     def _log_ratio(self) -> float:
         small = 1e-300  # the fit can make a term 0
         return math.log(self.alpha * self.A + small) - math.log(self.beta * self.B + small)
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the coefficients by name."""
-        return asdict(self)
 
 
 def _exp(x: float) -> float:

@@ -141,10 +141,10 @@ def _charts(runs: Sequence[RunHistory]) -> list[str]:
 
 
 def _metric_curve(run: RunHistory, i: int, axis: str, column: str, style: str = "line", name: str = "") -> Series:
-    points = zip(run.steps[axis], run.steps[column], strict=True)
+    points = list(zip(run.steps[axis], run.steps[column], strict=True))
     if column == "tokens_per_second":  # 0: not measured yet
-        points = (p for p in points if p[1] > 0)
-    return Series(f"{run.name}{name}", list(points), i, style)
+        points = [p for p in points if p[1] > 0]
+    return Series(f"{run.name}{name}", points, i, style)
 
 
 def _loss_curves(run: RunHistory, i: int, axis: str) -> list[Series]:

@@ -46,7 +46,7 @@ class RunHistory:
     settings: dict[str, Any]
     model: dict[str, Any]
     data: dict[str, Any]
-    steps: dict[str, array] = field(default_factory=dict)
+    steps: dict[str, array[float]] = field(default_factory=dict)
     validations: list[tuple[int, float, float]] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)

@@ -18,12 +18,13 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def label_axes(axes: Any, x: str = "", y: str = "", title: str = "") -> None:
-    """Set labels and title, and draw a light grid."""
+def label_axes(axes: Any, x: str = "", y: str = "", title: str = "", *, grid: bool = True) -> None:
+    """Set labels and title, and draw a light grid if `grid`."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize=TITLE_SIZE)
-    axes.grid(alpha=0.3, which="both")
+    if grid:
+        axes.grid(alpha=0.3, which="both")
 
 
 def legend_outside(axes: Any, **options: Any) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.experiments.scaling_analysis import FILE, analyze, fit_warnings, read_law
+from mlxlm.experiments.scaling_analysis import FILE, analyze, fit_warnings, hold_out_largest, read_law
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW as CHINCHILLA
 from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import write_json
@@ -40,6 +40,13 @@ def test_read_law_rejects_missing_or_invalid_fits(tmp_path, joint):
 def test_read_law_without_file(tmp_path):
     with pytest.raises(ConfigError, match=r"scaling.json does not exist.*a finished mlxlm scaling"):
         read_law(tmp_path)
+
+
+def test_hold_out_largest():
+    points = scaling_points(CHINCHILLA)
+    check = hold_out_largest(points)
+    assert check.point == points[-1] and check.predicted == pytest.approx(points[-1].loss, rel=1e-3)
+    assert hold_out_largest(points[:8]) is None
 
 
 def test_analyze_too_few_runs():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.experiments.scaling_runs import GridOptions, fit_to_time
+from mlxlm.experiments.scaling_runs import TRAINING_FRACTION, GridOptions, fit_to_time
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.utils.errors import ConfigError
 
@@ -14,7 +14,7 @@ def test_default_grid_fills_the_time_and_repeats_little_text(seconds):
     def token_seconds(config):
         return 6 * config.parameter_count() / 1e10
 
-    lengths = fit_to_time(members, token_seconds, seconds, 1e7, GridOptions())
+    lengths = fit_to_time(members, token_seconds, 1e7, GridOptions(minutes=seconds / 60 / TRAINING_FRACTION))
     assert len(lengths) == 16 and len({c.hidden_size for c, _ in lengths}) == 4 and len({n for _, n in lengths}) == 4
     assert max(n for _, n in lengths) <= 1e7
     total = sum(token_seconds(c) * n for c, n in lengths)
@@ -30,7 +30,8 @@ def test_explicit_lengths_must_fit_the_time():
         return 6 * config.parameter_count() / 1e10
 
     max_tokens = 2 * members[3].parameter_count()
-    lengths = fit_to_time(members, token_seconds, 1e4, max_tokens, GridOptions(tokens_per_parameter=[1, 5, 10]))
+    options = GridOptions(tokens_per_parameter=[1, 5, 10], minutes=200)
+    lengths = fit_to_time(members, token_seconds, max_tokens, options)
     assert len({(c.hidden_size, n) for c, n in lengths}) == len(lengths) and max(n for _, n in lengths) == max_tokens
     with pytest.raises(ConfigError, match="even the smallest models take longer"):
-        fit_to_time(members, token_seconds, 10.0, 1e12, GridOptions(tokens=[1e9, 2e9]))
+        fit_to_time(members, token_seconds, 1e12, GridOptions(tokens=[1e9, 2e9], minutes=0.2))
