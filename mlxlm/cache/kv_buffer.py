@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import QuantizedKV
-from mlxlm.kernels.metal import FLOATS
+from mlxlm.kernels.dispatch import DTYPE_NAMES
 from mlxlm.utils.errors import GenerationError
 
 GROUP_SIZES = (64, 32)  # in order of preference
@@ -121,7 +121,7 @@ class KVBuffer:
             ValueError: The shapes or dtypes don't fit together.
         """
         valid = len({x.shape[:3] for x in arrays}) == 1 and all(x.ndim == 4 and x.shape[3] for x in arrays)
-        valid = valid and all(x.dtype in FLOATS for x in (arrays if bits is None else arrays[1:]))
+        valid = valid and all(x.dtype in DTYPE_NAMES for x in (arrays if bits is None else arrays[1:]))
         quantization = None
         if bits is not None and valid:
             packed, scales, biases = arrays

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.backend.mlx import mx
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
@@ -86,7 +86,7 @@ def apply_top_p(logits: mx.array, top_p: float, candidates: mx.array | None = No
         candidates: The logits that a preceding `apply_top_k` kept, so that only these are sorted.
     """
     ranks = logits.max(axis=-1, keepdims=True) - logits
-    weights = _exp_negative(ranks)
+    weights = exp_nonpositive(-ranks)
     total = weights.sum(axis=-1, keepdims=True)
     masses = _masses(weights / total)
     target = _target_mass(masses, top_p)
@@ -94,7 +94,7 @@ def apply_top_p(logits: mx.array, top_p: float, candidates: mx.array | None = No
         last = _last_rank(ranks, masses, target)
     else:
         candidate_ranks = candidates.max(axis=-1, keepdims=True) - candidates
-        last = _last_rank_sorted(candidate_ranks, _masses(_exp_negative(candidate_ranks) / total), target)
+        last = _last_rank_sorted(candidate_ranks, _masses(exp_nonpositive(-candidate_ranks) / total), target)
     return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
 
 
@@ -117,11 +117,6 @@ def apply_xtc(logits: mx.array, xtc_threshold: float, rows: mx.array) -> mx.arra
     top = mx.softmax(logits, axis=-1) >= xtc_threshold
     least_likely = mx.where(top, logits, mx.inf).min(axis=-1, keepdims=True)
     return mx.where(top & (logits > least_likely) & rows[:, None], -mx.inf, logits)
-
-
-def _exp_negative(x: mx.array) -> mx.array:
-    """exp(-x) for x >= 0."""
-    return exp_nonpositive(-x) if ON_CPU else mx.exp(-x)
 
 
 def _masses(probabilities: mx.array) -> mx.array:

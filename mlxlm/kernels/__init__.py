@@ -5,13 +5,12 @@ blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is s
 activations use a vectorised `exp` instead.
 """
 
+from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
-from mlxlm.kernels.gelu import gelu, gelu_tanh
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
-from mlxlm.kernels.swiglu import swiglu
 
 __all__ = [
     "QuantizedKV",

@@ -13,8 +13,6 @@ from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
 
 MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
 LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
-_FEATURES = ("window", "softcap", "slopes", "first", "segment_ids")
-_DECODE_FEATURES = _FEATURES[:3]  # supported by the Metal decode kernels
 LENGTHS = (256, 4096)  # lengths are clipped to this range
 
 # Head dims that MLX 0.32 fuses on Metal: scaled_dot_product_attention.cpp.
@@ -24,45 +22,46 @@ _FUSED_PREFILL_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(
-    operation, dtype, D, H, K, T, S, window, softcap, slopes, first=None, segment_ids=None, **form: int
+    operation: Operation, dtype: str, D: int, H: int, K: int, T: int, S: int, features: tuple[str, ...], **form: int
 ) -> Case:
     """Return the case of a call.
 
     For decoding, T is exact and S is rounded up to a power of two. Otherwise T (about the same as S) is rounded down
     to a power of two, so that a case of T=1024 contains no shorter lengths.
+
+    Args:
+        operation: The operation.
+        dtype: Name of the arrays' dtype.
+        D: Head dim.
+        H: Number of query heads.
+        K: Number of key heads.
+        T: Number of queries.
+        S: Number of keys.
+        features: Optional arguments in use: "window", "softcap", "slopes", "first", "segment_ids".
+        form: Of quantized keys and values: group_size, key_bits, value_bits.
     """
     shortest, longest = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
         S = max(shortest, min(longest, 1 << (S - 1).bit_length()))
-    else:
-        T, S = max(shortest, min(longest, 1 << T.bit_length() - 1)), None
-    used = tuple(x is not None for x in (window, softcap, slopes, first, segment_ids))
-    return _case(operation, dtype, D, H, K, T, S, used, **form)
+        return _case(operation.name, dtype, features, D=D, H=H, K=K, **form, T=T, S=S)
+    T = max(shortest, min(longest, 1 << T.bit_length() - 1))
+    return _case(operation.name, dtype, features, D=D, H=H, K=K, T=T)
 
 
 @cache  # called per token and layer with few different arguments
-def _case(operation, dtype, D, H, K, T, S, used, group_size=None, key_bits=None, value_bits=None) -> Case:
-    sizes = {"D": D, "H": H, "K": K, "group_size": group_size, "key_bits": key_bits, "value_bits": value_bits}
-    sizes = {name: size for name, size in {**sizes, "T": T, "S": S}.items() if size is not None}
-    features = tuple(name for name, is_used in zip(_FEATURES, used, strict=True) if is_used)
-    return Case(operation.name, dtype, tuple(sizes), tuple(sizes.values()), features)
-
-
-def _mlx(queries, keys, values, scale, *, window=None, softcap=None, slopes=None, first=None, segment_ids=None):
-    """MLX's operations, without soft cap and slopes: `_unsupported_reason` excludes them."""
-    return mlx_attention(queries, keys, values, scale, window=window, first=first, segment_ids=segment_ids)
-
-
-def _tiled(queries, keys, values, scale, *, window=None, softcap=None, slopes=None):
-    return flash_attention.tiled_attention(queries, keys, values, scale, window=window)
+def _case(operation: str, dtype: str, features: tuple[str, ...], **sizes: int) -> Case:
+    return Case(operation, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 
 def _unsupported_reason(path: str, case: Case) -> str | None:
     """Why a path doesn't support a case of attention on unquantized keys and values."""
     decoding = case.operation == DECODE.name
-    in_metal = _DECODE_FEATURES if decoding else ("window",)
-    supported = {"mlx": ("window", "first", "segment_ids"), "metal": in_metal}.get(path, _FEATURES)
-    if missing := [name for name in case.features if name not in supported]:
+    unsupported: tuple[str, ...] = ()
+    if path == "mlx":
+        unsupported = ("softcap", "slopes")
+    elif path == "metal":
+        unsupported = ("first", "segment_ids") if decoding else ("softcap", "slopes", "first", "segment_ids")
+    if missing := [name for name in case.features if name in unsupported]:
         return f"it doesn't support {' and '.join(missing)}"
     if path != "metal":
         return None
@@ -97,14 +96,14 @@ def _rows(case: Case) -> int:
     return case.size("T") * case.size("H") // case.size("K")
 
 
-def _preferred_decode_paths(case: Case):
+def _preferred_decode_paths(case: Case) -> tuple[tuple[str, ...], str]:
     if ON_CPU or (case.size("D") in _FUSED_DECODE_DIMS and _rows(case) <= _FUSED_DECODE_ROWS):
         return ("mlx", "metal", "blockwise"), "MLX's own"
     reason = f"MLX doesn't fuse head dim {case.size('D')} with {_rows(case)} queries per key head"
     return ("metal", "mlx", "blockwise"), reason
 
 
-def _preferred_prefill_paths(case: Case):
+def _preferred_prefill_paths(case: Case) -> tuple[tuple[str, ...], str]:
     if ON_CPU and case.size("T") >= LINEAR_MEMORY_FROM:  # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
         return ("blockwise", "mlx"), "memory linear in the length"
     if ON_CPU or case.size("D") in _FUSED_PREFILL_DIMS:
@@ -112,7 +111,7 @@ def _preferred_prefill_paths(case: Case):
     return ("metal", "mlx", "blockwise"), f"MLX doesn't fuse head dim {case.size('D')}"
 
 
-def _preferred_training_paths(case: Case):
+def _preferred_training_paths(case: Case) -> tuple[tuple[str, ...], str]:
     if case.size("T") < LINEAR_MEMORY_FROM:
         return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
     if not ON_CPU and not metal_available() and case.dtype != "float32":
@@ -120,7 +119,7 @@ def _preferred_training_paths(case: Case):
     return ("metal", "blockwise", "mlx"), "memory linear in the length"
 
 
-def _preferred_quantized_paths(case: Case):
+def _preferred_quantized_paths(case: Case) -> tuple[tuple[str, ...], str]:
     return ("metal", "mlx"), "MLX has no attention kernel for quantized caches"
 
 
@@ -164,16 +163,14 @@ def _decode_check_cases(case: Case) -> tuple[Case, ...]:
     return narrow.with_sizes(S=70), narrow.with_sizes(S=16411)
 
 
-def _quantized_decode(queries, keys, values, scale, *, group_size, key_bits, value_bits, **options):
-    form = {"group_size": group_size, "bits": key_bits}  # `_quantized_unsupported_reason` excludes different bits
-    return decode_attention.quantized_decode_attention(queries, keys, values, scale, **form, **options)
+def _quantized_decode(
+    queries: mx.array, keys: Any, values: Any, scale: float, *, key_bits: int, value_bits: int, **options: Any
+) -> mx.array:
+    """`quantized_decode_attention` with the arguments of the other path: key_bits equals value_bits."""
+    return decode_attention.quantized_decode_attention(queries, keys, values, scale, bits=key_bits, **options)
 
 
-_PATHS = {
-    "mlx": _mlx,
-    "metal": _tiled,
-    "blockwise": blockwise_attention,
-}
+_PATHS = {"mlx": mlx_attention, "metal": flash_attention.tiled_attention, "blockwise": blockwise_attention}
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
 _QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
 
@@ -190,13 +187,9 @@ TRAINING = Operation(
     _sample_inputs,
     _check_cases,
     _unsupported_reason,
-    differentiable=(0, 1, 2),
+    (0, 1, 2),
 )
 QUANTIZED = Operation(
-    "quantized_decode_attention",
-    _QUANTIZED_PATHS,
-    _preferred_quantized_paths,
-    _quantized_sample_inputs,
-    _decode_check_cases,
-    _quantized_unsupported_reason,
-)
+    "quantized_decode_attention", _QUANTIZED_PATHS, _preferred_quantized_paths, _quantized_sample_inputs,
+    _decode_check_cases, _quantized_unsupported_reason,
+)  # fmt: skip

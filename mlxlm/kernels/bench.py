@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,9 @@ def _too_large(path: str, case: Case) -> str | None:
         return None
     batch = max(1, 2048 // case.size("T"))  # as in `sample_inputs`
     needed = 4 * 4 * batch * case.size("H") * case.size("T") ** 2
-    return "its scores could take too much memory" if needed > _MAX_MEMORY_SHARE * device.device_memory() else None
+    memory = device.device_memory()
+    too_large = memory is not None and needed > _MAX_MEMORY_SHARE * memory
+    return "its scores could take too much memory" if too_large else None
 
 
 def _narrow(case: Case) -> Case:
@@ -139,7 +141,7 @@ def _narrow(case: Case) -> Case:
     return narrow if "S" in case.names else narrow.with_sizes(T=min(1024, case.size("T")))
 
 
-def _call(operation: Operation, path: str, args, kwargs):
+def _call(operation: Operation, path: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[[int], float]:
     """Make a function that runs the path n times in one evaluation and returns the seconds per run."""
     grads = cotangents(operation, path, args, kwargs)
     mx.eval(grads)
@@ -153,7 +155,7 @@ def _call(operation: Operation, path: str, args, kwargs):
     return run
 
 
-def _repeats(call) -> int:
+def _repeats(call: Callable[[int], float]) -> int:
     return max(1, min(64, int(_MIN_SECONDS / max(call(1), 1e-6))))
 
 

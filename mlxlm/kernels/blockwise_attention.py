@@ -7,6 +7,7 @@ that only one block's scores are in memory at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -18,6 +19,8 @@ from mlxlm.kernels.mask import causal_mask, relative_positions
 BLOCK_BYTES = {"cpu": 16 << 20, "gpu": 128 << 20}
 _BLOCK_BYTES = BLOCK_BYTES["cpu" if ON_CPU else "gpu"]
 _MIN_ROWS = 32  # matrix products with fewer rows are slow
+
+_Block = tuple[int, int, int, int]  # first query, last query + 1, first key, last key + 1
 
 
 def blockwise_attention(
@@ -43,11 +46,8 @@ def blockwise_attention(
     B, H, T, D = queries.shape
     kv_heads = keys.shape[1]
     rows = queries.reshape(B, kv_heads, H // kv_heads, T, D)
-    optional = {
-        "slopes": None if slopes is None else slopes.reshape(kv_heads, -1),
-        "first": first,
-        "segment_ids": segment_ids,
-    }
+    slopes = None if slopes is None else slopes.reshape(kv_heads, -1)
+    optional = {"slopes": slopes, "first": first, "segment_ids": segment_ids}
     optional = {name: x for name, x in optional.items() if x is not None}
     out, _ = _function(scale, window, softcap, tuple(optional))(rows, keys, values, *optional.values())
     return out.reshape(B, H, T, D)
@@ -66,21 +66,25 @@ def block_rows(T: int, heads: int, reach: int, block_bytes: int | None = None) -
 
 
 @cache
-def _function(scale: float, window: int | None, softcap: float | None, names: tuple[str, ...]):
+def _function(
+    scale: float, window: int | None, softcap: float | None, names: tuple[str, ...]
+) -> Callable[..., tuple[mx.array, mx.array]]:
     """Make the differentiable function with these constants. It returns (output, log-sum-exp).
 
     `names` are the optional arrays, which follow queries, keys and values.
     """
 
     @mx.custom_function
-    def attend(queries, keys, values, *others):
+    def attend(queries: mx.array, keys: mx.array, values: mx.array, *others: mx.array) -> tuple[mx.array, mx.array]:
         return _forward(_Scores(queries, keys, scale, window, softcap, **dict(zip(names, others, strict=True))), values)
 
     @attend.vjp
-    def attend_vjp(primals, cotangents, outputs):
+    def attend_vjp(
+        primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+    ) -> tuple[mx.array, ...]:
         queries, keys, values, *others = primals
         scores = _Scores(queries, keys, scale, window, softcap, **dict(zip(names, others, strict=True)))
-        gradients = _backward(scores, values, *outputs, cotangents[0])
+        gradients = _backward(scores, values, outputs[0], outputs[1], cotangents[0])
         return (*gradients, *(mx.zeros_like(x) for x in others))
 
     return attend
@@ -92,15 +96,25 @@ class _Scores:
     K is the number of key heads, G that of query heads per key head.
     """
 
-    def __init__(self, queries, keys, scale, window, softcap, slopes=None, first=None, segment_ids=None):
+    def __init__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        slopes: mx.array | None = None,
+        first: mx.array | None = None,
+        segment_ids: mx.array | None = None,
+    ):
         self.queries, self.keys = queries, keys
         self.scale, self.window, self.softcap, self.slopes, self.first = scale, window, softcap, slopes, first
         self.segment_ids = segment_ids
         self.B, self.K, self.G, self.T, _ = queries.shape
         self.S = keys.shape[2]
 
-    def blocks(self):
-        """Yield (first query, last query + 1, first key, last key + 1), with all keys that the queries see."""
+    def blocks(self) -> Iterator[_Block]:
+        """Yield blocks of queries with all keys that they see."""
         reach = min(self.S, self.T // 8 + (self.window or self.S))
         rows = block_rows(self.T, self.B * self.K * self.G, reach)
         for start in range(0, self.T, rows):
@@ -117,23 +131,23 @@ class _Scores:
         """Undo the stacking of `rows`."""
         return x.reshape(self.B, self.K, self.G, x.shape[2] // self.G, x.shape[-1])
 
-    def __call__(self, rows: mx.array, block) -> tuple[mx.array, mx.array | None]:
+    def __call__(self, rows: mx.array, block: _Block) -> tuple[mx.array, mx.array | None]:
         """Return masked scores of stacked rows in float32, and the derivative of the soft cap, None without one."""
-        start, stop, first, seen = block
+        _, _, first, seen = block
         scores = ((rows * self.scale) @ self.keys[:, :, first:seen].swapaxes(-1, -2)).astype(mx.float32)
         slope = None
         if self.softcap is not None:
             capped = mx.tanh(scores / self.softcap)
             scores, slope = self.softcap * capped, 1 - capped.square()
-        return scores + self._bias(start, stop, first, seen), slope
+        return scores + self._bias(block), slope
 
-    def _bias(self, start, stop, first, seen):
+    def _bias(self, block: _Block) -> mx.array:
         """The mask (0 or -inf) plus the ALiBi bias."""
+        start, stop, first, seen = block
         distance = relative_positions(stop - start, seen - first)
         padding = None if self.first is None else self.first - first
-        segments = (
-            None if self.segment_ids is None else (self.segment_ids[:, start:stop], self.segment_ids[:, first:seen])
-        )
+        ids = self.segment_ids
+        segments = None if ids is None else (ids[:, start:stop], ids[:, first:seen])
         bias = mx.where(causal_mask(distance, self.window, padding, segments), 0.0, -mx.inf)
         if self.slopes is None:
             return mx.tile(bias, (self.G, 1))
@@ -142,7 +156,8 @@ class _Scores:
 
 
 def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:
-    outs, statistics = [], []
+    outs: list[mx.array] = []
+    statistics: list[mx.array] = []
     for block in scores.blocks():
         start, stop, first, seen = block
         rows = scores.rows(scores.queries, start, stop)
@@ -150,7 +165,7 @@ def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:
             (rows,) = mx.depends([rows], [outs[-1]])
         s, _ = scores(rows, block)
         maximum = mx.max(s, axis=-1, keepdims=True)
-        e = _exp(s - maximum)
+        e = exp_nonpositive(s - maximum)
         total = mx.sum(e, axis=-1, keepdims=True)
         out = (e.astype(values.dtype) @ values[:, :, first:seen]) / total
         outs.append(scores.unstacked(out.astype(values.dtype)))
@@ -158,12 +173,14 @@ def _forward(scores: _Scores, values: mx.array) -> tuple[mx.array, mx.array]:
     return mx.concatenate(outs, axis=3), mx.concatenate(statistics, axis=3)
 
 
-def _backward(scores: _Scores, values, out, statistics, cotangent):
+def _backward(
+    scores: _Scores, values: mx.array, out: mx.array, statistics: mx.array, cotangent: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
     """Return the gradients of queries, keys and values."""
     dtype = values.dtype
     # The sum over keys of dP·P, computed without P as cotangent · output (Dao et al. 2022, B.4).
     delta = mx.sum((cotangent * out).astype(mx.float32), axis=-1, keepdims=True)
-    dq = []
+    dq: list[mx.array] = []
     dk, dv = (mx.zeros(values.shape, mx.float32) for _ in range(2))
     for block in scores.blocks():
         start, stop, first, seen = block
@@ -171,14 +188,10 @@ def _backward(scores: _Scores, values, out, statistics, cotangent):
         if dq:
             rows, do = mx.depends([rows, do], [dq[-1], dk, dv])
         s, slope = scores(rows, block)
-        probs = _exp(s - lse)
+        probs = exp_nonpositive(s - lse)
         ds = probs * ((do @ values[:, :, first:seen].swapaxes(-1, -2)).astype(mx.float32) - d)
         ds = (ds if slope is None else ds * slope).astype(dtype)
         dq.append(scores.unstacked(ds @ scores.keys[:, :, first:seen]) * scores.scale)
         dk = dk.at[:, :, first:seen].add((ds.swapaxes(-1, -2) @ rows).astype(mx.float32))
         dv = dv.at[:, :, first:seen].add((probs.astype(dtype).swapaxes(-1, -2) @ do).astype(mx.float32))
     return mx.concatenate(dq, axis=3), (dk * scores.scale).astype(dtype), dv.astype(dtype)
-
-
-def _exp(x: mx.array) -> mx.array:
-    return exp_nonpositive(x) if ON_CPU else mx.exp(x)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.eval_points import eval_point
-from mlxlm.kernels.exp import exp_nonpositive
-from mlxlm.kernels.sums import row_sums
+from mlxlm.kernels.exp import exp_nonpositive, row_sums
 
 _CHUNK_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}  # bytes of one chunk's logits in float32
 _MIN_ROWS = 64  # with a vocabulary of 32,000: 10% slower than 512 rows, but a fifth of the memory
@@ -57,7 +57,9 @@ def _cross_entropy_cpu(logits: mx.array, targets: mx.array) -> tuple[mx.array, m
 
 
 @_cross_entropy_cpu.vjp
-def _cross_entropy_cpu_vjp(primals, cotangents, outputs):
+def _cross_entropy_cpu_vjp(
+    primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+) -> tuple[mx.array, mx.array]:
     _, targets = primals
     scale, probs = cotangents[0][..., None], outputs[1]
     at_target = mx.take_along_axis(probs, targets[..., None], axis=-1)
@@ -101,9 +103,7 @@ def linear_cross_entropy(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}, it must be at least 1 or None")
     rows = chunk or chunk_rows(weight.shape[0])
-    function = _with_gradients if training else _without_gradients
-    out = function(rows, softcap)(hidden, weight, targets, weights)
-    return out[0] if training else out
+    return _function(rows, softcap, training)(hidden, weight, targets, weights)[0]
 
 
 def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int:
@@ -112,55 +112,41 @@ def chunk_rows(vocab_size: int, device: str = "cpu" if ON_CPU else "gpu") -> int
 
 
 @cache
-def _with_gradients(rows: int, softcap: float | None):
-    """Make the function (hidden, weight, targets, weights) -> (loss, gradients of hidden and weight)."""
+def _function(rows: int, softcap: float | None, training: bool) -> Callable[..., tuple[mx.array, ...]]:
+    """Make the function (hidden, weight, targets, weights) -> (loss, and if `training` gradients of the first two)."""
 
     @mx.custom_function
-    def function(*arrays):
-        return _chunked(*arrays, rows, softcap)
+    def loss(*arrays: mx.array) -> tuple[mx.array, ...]:
+        total, gradients = _chunked(list(arrays), rows, softcap, training)
+        return total, *gradients
 
-    @function.vjp
-    def function_vjp(primals, cotangents, outputs):
-        return _scaled(cotangents[0], *outputs[1:], *primals)
+    @loss.vjp
+    def loss_vjp(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
+        gradients = outputs[1:] if training else _chunked(primals, rows, softcap, True)[1]
+        scaled = [(cotangents[0] * g).astype(x.dtype) for g, x in zip(gradients, primals, strict=False)]
+        return scaled + [mx.zeros_like(x) for x in primals[2:]]
 
-    return function
-
-
-@cache
-def _without_gradients(rows: int, softcap: float | None):
-    """Make the function (hidden, weight, targets, weights) -> loss."""
-
-    @mx.custom_function
-    def function(*arrays):
-        return _chunked(*arrays, rows, softcap, gradients=False)[0]
-
-    @function.vjp
-    def function_vjp(primals, cotangent, _output):
-        return _scaled(cotangent, *_chunked(*primals, rows, softcap)[1:], *primals)
-
-    return function
+    return loss
 
 
-def _scaled(cotangent, hidden_grad, weight_grad, hidden, weight, targets, weights):
-    scaled = ((cotangent * g).astype(x.dtype) for g, x in ((hidden_grad, hidden), (weight_grad, weight)))
-    return (*scaled, mx.zeros_like(targets), mx.zeros_like(weights))
-
-
-def _chunked(hidden, weight, targets, weights, rows, softcap, gradients=True):
-    """Return the loss and the gradients of hidden and weight; the gradients are None without `gradients`."""
+def _chunked(
+    arrays: list[mx.array], rows: int, softcap: float | None, training: bool
+) -> tuple[mx.array, list[mx.array]]:
+    """Return the loss of (hidden, weight, targets, weights) and, if `training`, the gradients of hidden and weight."""
+    hidden, weight, targets, weights = arrays
     chunks = -(-len(targets) // rows)
     ends = [i * len(targets) // chunks for i in range(1, chunks)]  # chunks of about the same size
-    total, hidden_grads, weight_grad = None, [], None
+    total, weight_grad = None, None
+    hidden_grads: list[mx.array] = []
     for part in zip(*(mx.split(x, ends) for x in (hidden, targets, weights)), strict=True):
         if total is not None:  # only one chunk's logits at a time: wait for the last chunk
-            part = mx.depends(list(part), [total, *hidden_grads[-1:], *([weight_grad] if gradients else [])])
-        chunk, targets, weights = part
-        loss, logit_grads = _chunk(chunk, weight, targets, weights, softcap)
+            part = mx.depends(list(part), [total, *hidden_grads[-1:], *([weight_grad] if training else [])])
+        loss, logit_grads = _chunk(part[0], weight, part[1], part[2], softcap)
         total = loss if total is None else total + loss
-        if gradients:
+        if training:
             hidden_grads.append(eval_point(logit_grads @ weight))
-            weight_grad = _add_product(weight_grad, logit_grads.T, chunk)
-    return total, mx.concatenate(hidden_grads) if gradients else None, weight_grad
+            weight_grad = _add_product(weight_grad, logit_grads.T, part[0])
+    return total, [mx.concatenate(hidden_grads), weight_grad] if training else []
 
 
 def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
@@ -171,7 +157,9 @@ def _add_product(total: mx.array | None, a: mx.array, b: mx.array) -> mx.array:
     return product if total is None else total + product
 
 
-def _chunk(hidden, weight, targets, weights, softcap):
+def _chunk(
+    hidden: mx.array, weight: mx.array, targets: mx.array, weights: mx.array, softcap: float | None
+) -> tuple[mx.array, mx.array]:
     """Return the loss of one chunk, and the gradient of the logits before the soft cap in the dtype of `hidden`."""
     logits = (hidden @ weight.T).astype(mx.float32)
     if softcap is not None:
@@ -179,8 +167,8 @@ def _chunk(hidden, weight, targets, weights, softcap):
         logits = softcap * capped
     targets, weights = targets[:, None], weights[:, None]
     maximum = mx.max(logits, axis=-1, keepdims=True)
-    e = _exp(logits - maximum)
-    total = row_sums(e) if ON_CPU else mx.sum(e, axis=-1, keepdims=True)
+    e = exp_nonpositive(logits - maximum)
+    total = row_sums(e)
     losses = mx.log(total) - (mx.take_along_axis(logits, targets, axis=-1) - maximum)
     # d loss / d logits = probs - onehot(target): only one entry per row is different from probs.
     scale = weights / total
@@ -190,7 +178,3 @@ def _chunk(hidden, weight, targets, weights, softcap):
     if softcap is not None:
         logit_grads = logit_grads * (1 - capped.square())
     return (losses * weights).sum(), logit_grads.astype(hidden.dtype)
-
-
-def _exp(x: mx.array) -> mx.array:
-    return exp_nonpositive(x) if ON_CPU else mx.exp(x)

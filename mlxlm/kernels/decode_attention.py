@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import FLOATS, MetalKernel
+from mlxlm.kernels.metal import MetalKernel
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
@@ -13,21 +15,9 @@ MAX_ROWS = 64  # queries · heads per key head that fit in the registers of one 
 
 _OPTIONS = ("scale", "cap", "window", "slopes")
 _QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
-_HEADERS = ("common.h", "attention_decode.h")
-_DENSE_KERNEL = MetalKernel(
-    "attention_decode",
-    inputs=("queries", "keys", "values", *_OPTIONS),
-    outputs=("out",),
-    contiguous=False,
-    headers=_HEADERS,
-)
-_QUANTIZED_KERNEL = MetalKernel(
-    "attention_decode_quantized",
-    inputs=("queries", *_QUANTIZED, *_OPTIONS),
-    outputs=("out",),
-    contiguous=False,
-    headers=_HEADERS,
-)
+_kernel = partial(MetalKernel, outputs=("out",), contiguous=False, headers=("common.h", "attention_decode.h"))
+_DENSE_KERNEL = _kernel("attention_decode", ("queries", "keys", "values", *_OPTIONS))
+_QUANTIZED_KERNEL = _kernel("attention_decode_quantized", ("queries", *_QUANTIZED, *_OPTIONS))
 _COMBINE_KERNEL = MetalKernel("attention_decode_combine", inputs=("parts",), outputs=("out",))
 
 _SIMD = 32  # threads of a SIMD group
@@ -53,6 +43,7 @@ def decode_attention(
     Query t has position p = S - T + t and sees the keys s <= p, with a `window` only those > p - window. Scores are
     scale · q · k, then softcap · tanh(score / softcap), then ALiBi's slopes[h] · (s - p) is added. The keys are split
     over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023): see `_splits`.
+    The arguments are not checked: `mlxlm.kernels.attention` does that.
 
     Args:
         queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D in HEAD_DIMS, T · H / H_kv <= 64.
@@ -65,17 +56,8 @@ def decode_attention(
 
     Returns:
         `[B, H, T, D]`; 0 for a query that sees no key.
-
-    Raises:
-        ValueError: Shapes, dtypes or options are not supported.
     """
-    _check(queries, scale, window, softcap, slopes)
-    shape = queries.shape
-    for name, x in (("keys", keys), ("values", values)):
-        _check_rows(name, x, keys.shape[:3], shape, shape[3])
-        if x.dtype != queries.dtype:
-            raise ValueError(f"{name} must be {queries.dtype} like the queries, not {x.dtype}")
-    row_bytes = 2 * shape[3] * queries.itemsize
+    row_bytes = 2 * queries.shape[3] * queries.itemsize
     return _attend(_DENSE_KERNEL, queries, (keys, values), row_bytes, {}, scale, window, softcap, slopes)
 
 
@@ -104,58 +86,12 @@ def quantized_decode_attention(
         window: Sliding window in tokens.
         softcap: Soft cap of the scores.
         slopes: ALiBi slopes, float32 `[H]`.
-
-    Raises:
-        ValueError: Shapes, dtypes or options are not supported.
     """
-    _check(queries, scale, window, softcap, slopes)
     head_dim = queries.shape[3]
-    if bits not in (4, 8) or group_size not in (32, 64) or head_dim % group_size:
-        raise ValueError(f"head dim {head_dim} doesn't support quantization to {bits} bits in groups of {group_size}")
-    arrays = (*keys, *values)
-    for name, x in zip(_QUANTIZED, arrays, strict=True):
-        is_packed = name in ("keys", "values")
-        width = head_dim * bits // 32 if is_packed else head_dim // group_size
-        dtype = mx.uint32 if is_packed else queries.dtype
-        _check_rows(name, x, keys[0].shape[:3], queries.shape, width)
-        if x.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype}, not {x.dtype}")
     row_bytes = 2 * (head_dim * bits // 8 + 2 * head_dim // group_size * queries.itemsize)
     template = {"GROUP": group_size, "BITS": bits}
-    arrays = [_in_device_memory(x) for x in arrays]
+    arrays = [_in_device_memory(x) for x in (*keys, *values)]
     return _attend(_QUANTIZED_KERNEL, queries, arrays, row_bytes, template, scale, window, softcap, slopes)
-
-
-def _check(queries, scale, window, softcap, slopes):
-    if queries.ndim != 4 or queries.dtype not in FLOATS:
-        raise ValueError(f"queries must be [B, H, T, D] of float32, float16 or bfloat16, not {_describe(queries)}")
-    heads, count, head_dim = queries.shape[1:]
-    if 0 in queries.shape or count > MAX_QUERIES:
-        raise ValueError(f"expected 1 to {MAX_QUERIES} queries with at least one head, not {_describe(queries)}")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head dim {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}")
-    if window is not None and window < 1:
-        raise ValueError(f"the window must be at least 1, not {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"the soft cap must be above 0, not {softcap}")
-    if slopes is not None and (slopes.shape != (heads,) or slopes.dtype != mx.float32):
-        raise ValueError(f"slopes must be float32 ({heads},), one per head, not {_describe(slopes)}")
-
-
-def _check_rows(name: str, x: mx.array, like: tuple[int, ...], queries: tuple[int, ...], width: int) -> None:
-    """Check the shape of one array of the keys or values; the first three axes are those of the keys."""
-    if x.ndim != 4 or x.shape != (queries[0], *like[1:], width) or 0 in x.shape:
-        raise ValueError(f"{name} do not fit queries {queries}: {_describe(x)}, not ({queries[0]}, H_kv, S, {width})")
-    heads, count = queries[1:3]
-    if heads % x.shape[1] or heads // x.shape[1] * count > MAX_ROWS:
-        raise ValueError(
-            f"{heads} heads of {count} queries on {x.shape[1]} key heads: heads must be a multiple of key heads, "
-            f"with at most {MAX_ROWS} queries on each"
-        )
-
-
-def _describe(x: mx.array) -> str:
-    return f"{x.dtype} {x.shape}"
 
 
 def _in_device_memory(x: mx.array) -> mx.array:
@@ -213,7 +149,10 @@ def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int
     return max(1, min(target, visible // min_keys))
 
 
-def _attend(kernel, queries, arrays, row_bytes, template, scale, window, softcap, slopes):
+def _attend(
+    kernel: MetalKernel, queries: mx.array, arrays: Sequence[mx.array], row_bytes: int, template: dict[str, int],
+    scale: float, window: int | None, softcap: float | None, slopes: mx.array | None,
+) -> mx.array:  # fmt: skip
     B, heads, T, D = queries.shape
     kv_heads, S = arrays[0].shape[1:3]
     grouped = heads // kv_heads

@@ -82,14 +82,14 @@ class Operation:
     """
 
     name: str
-    paths: Mapping[str, Callable]
+    paths: Mapping[str, Callable[..., Any]]
     preferred_paths: Callable[[Case], tuple[Sequence[str], str]]
     sample_inputs: Callable[[Case], tuple[list[Any], dict[str, Any]]]
     check_cases: Callable[[Case], tuple[Case, ...]]
     unsupported_reason: Callable[[str, Case], str | None] = lambda path, case: None
     differentiable: tuple[int, ...] = ()
 
-    def implementation(self, case: Case) -> Callable:
+    def implementation(self, case: Case) -> Callable[..., Any]:
         """Return the function for calls of this case.
 
         Raises:
@@ -195,7 +195,7 @@ def _choose(operation: Operation, case: Case) -> Choice:
             return Choice(requested, "requested")
     order, why = operation.preferred_paths(case)
     fastest = measurements.fastest_path(str(case))
-    if fastest in order and not operation.unavailable_reason(fastest, case):
+    if fastest and fastest in order and not operation.unavailable_reason(fastest, case):
         return Choice(fastest, "; ".join(["measured fastest here", *skipped]))
     for path in order:
         if reason := operation.unavailable_reason(path, case):

@@ -21,9 +21,10 @@ def eval_point(x: mx.array) -> mx.array:
 @contextmanager
 def eval_points() -> Iterator[list[mx.array]]:
     """Context manager that yields the list of marked arrays, in the order in which the graph is built."""
-    token = _collecting.set([])
+    points: list[mx.array] = []
+    token = _collecting.set(points)
     try:
-        yield _collecting.get()
+        yield points
     finally:
         _collecting.reset(token)
 

@@ -1,11 +1,11 @@
-"""Vectorised float32 `exp` for MLX's CPU backend."""
+"""Fast `exp` and row sums for the softmax on MLX's CPU backend; elsewhere MLX's own."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 
 # x = k·ln 2 + r with |r| <= ln(2)/2. ln 2 has two parts, so that k·_LN2_HIGH is exact (Cody & Waite 1980).
 _LN2_HIGH = 0.693359375
@@ -15,14 +15,13 @@ _LOWEST = -87.0  # the result would be subnormal below this; smaller values give
 
 
 def exp_nonpositive(x: mx.array) -> mx.array:
-    """Compute exp(x) for x <= 0 with a relative error of at most 4e-7.
+    """Compute exp(x) for float32 x <= 0, on a CPU with a relative error of at most 4e-7.
 
-    x below -87, including -inf, gives 1.6e-38; NaN stays NaN. MLX's CPU backend evaluates `mx.exp` one element at a
-    time, 12 ns each. The additions, multiplications and shifts here are vectorised by `mx.compile`: 2 ns.
-
-    Args:
-        x: float32, any shape.
+    On a CPU, x below -87, including -inf, gives 1.6e-38; NaN stays NaN. MLX's CPU backend evaluates `mx.exp` one
+    element at a time, 12 ns each. The additions, multiplications and shifts here are vectorised by `mx.compile`: 2 ns.
     """
+    if not ON_CPU:
+        return mx.exp(x)
     fraction, exponent = _split(x)
     return fraction * exponent.view(mx.float32)
 
@@ -38,3 +37,11 @@ def _split(x: mx.array) -> tuple[mx.array, mx.array]:
     for c in _TAYLOR[1:]:
         p = p * r + c
     return p, (k + 127) << 23
+
+
+def row_sums(x: mx.array) -> mx.array:
+    """Sum float32 x `[..., n]` over the last axis, with keepdims.
+
+    On a CPU, this is a product with ones: BLAS takes 0.1 ns per value, `mx.sum` 0.4.
+    """
+    return x @ mx.ones((x.shape[-1], 1)) if ON_CPU else mx.sum(x, axis=-1, keepdims=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from mlxlm.backend.mlx import mx
 from mlxlm.utils.resources import resource
-
-FLOATS = (mx.float32, mx.float16, mx.bfloat16)  # dtypes that the kernels support
 
 Output = tuple[Sequence[int], mx.Dtype]  # shape and dtype
 
@@ -53,7 +51,7 @@ class MetalKernel:
         threadgroup: tuple[int, int, int],
         outputs: Sequence[Output],
     ) -> list[mx.array]:
-        """Launch the kernel lazily.
+        """Launch the kernel lazily. Raises RuntimeError without Metal; compile errors are raised on evaluation.
 
         Args:
             inputs: Input arrays.
@@ -65,28 +63,22 @@ class MetalKernel:
         Returns:
             The output arrays.
         """
-        return launch(self, inputs, template, grid, threadgroup, outputs)
+        return self._function(
+            inputs=list(inputs),
+            template=list(template.items()),
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[tuple(shape) for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+        )
 
-
-def launch(kernel: MetalKernel, inputs, template, grid, threadgroup, outputs) -> list[mx.array]:
-    """Run a kernel on the GPU. Raises RuntimeError without Metal; compile errors are raised on evaluation."""
-    return _compiled(kernel)(
-        inputs=list(inputs),
-        template=list(template.items()),
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=[tuple(shape) for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-    )
-
-
-@cache
-def _compiled(kernel: MetalKernel):
-    return mx.fast.metal_kernel(
-        name=f"mlxlm_{kernel.name}",
-        input_names=list(kernel.inputs),
-        output_names=list(kernel.outputs),
-        source=f'#line 1 "{kernel.name}.metal"\n{kernel.source}',
-        header=kernel.header,
-        ensure_row_contiguous=kernel.contiguous,
-    )
+    @cached_property
+    def _function(self) -> Callable[..., list[mx.array]]:
+        return mx.fast.metal_kernel(
+            name=f"mlxlm_{self.name}",
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=f'#line 1 "{self.name}.metal"\n{self.source}',
+            header=self.header,
+            ensure_row_contiguous=self.contiguous,
+        )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.eval_points import eval_point
-from mlxlm.kernels.exp import exp_nonpositive
+from mlxlm.kernels.exp import exp_nonpositive, row_sums
 from mlxlm.kernels.mask import causal_mask, relative_positions
-from mlxlm.kernels.sums import row_sums
 
 _MANY_SCORES = 1 << 14  # from this many scores per decoded token, `exp_nonpositive` is worth its larger graph
 MIN_ROWS = 64  # minimum number of queries per block on the CPU; smaller matrix products are slow
 
 
-def mlx_attention(queries, keys, values, scale, *, window=None, first=None, segment_ids=None):
+def mlx_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    window: int | None = None,
+    first: mx.array | None = None,
+    segment_ids: mx.array | None = None,
+) -> mx.array:
     """Compute `mlxlm.kernels.attention` for S >= T without soft cap and ALiBi. Its gradient keeps all probabilities."""
     T, S = queries.shape[2], keys.shape[2]
     on_cpu = ON_CPU and queries.dtype == mx.float32
@@ -25,13 +35,12 @@ def mlx_attention(queries, keys, values, scale, *, window=None, first=None, segm
     if on_cpu and queries.size // queries.shape[3] * S >= _MANY_SCORES:
         return _decode_cpu(queries, keys, values, scale, first)
     if first is not None or segment_ids is not None or (window is not None and T > 1 and window < S):
-        mask = causal_mask(
-            relative_positions(T, S), window, first, None if segment_ids is None else (segment_ids, segment_ids)
-        )
+        segments = None if segment_ids is None else (segment_ids, segment_ids)
+        mask = causal_mask(relative_positions(T, S), window, first, segments)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
-def _decode_cpu(queries, keys, values, scale, first):
+def _decode_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, first: mx.array | None) -> mx.array:
     """Attention of one query, without MLX's `exp`, which takes 12 ns per element."""
     B, H, _, D = queries.shape
     rows = (queries * scale).reshape(B, keys.shape[1], -1, D)  # stack the heads of a group
@@ -42,7 +51,10 @@ def _decode_cpu(queries, keys, values, scale, first):
     return ((e @ values) / mx.sum(e, axis=-1, keepdims=True)).reshape(B, H, 1, D)
 
 
-def _attention_cpu(queries, keys, values, scale, window, first, segment_ids):
+def _attention_cpu(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float,
+    window: int | None, first: mx.array | None, segment_ids: mx.array | None,
+) -> mx.array:  # fmt: skip
     """Attention in blocks of queries with their visible keys: half the work of all T · S scores."""
     B, H, T, D = queries.shape
     kv_heads, S = keys.shape[1], keys.shape[2]
@@ -80,7 +92,9 @@ def _attend(rows: mx.array, keys: mx.array, values: mx.array, mask: mx.array) ->
 
 
 @_attend.vjp
-def _attend_vjp(primals, cotangents, outputs):
+def _attend_vjp(
+    primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     rows, keys, values, mask = primals
     out, e, n = outputs
     cotangent = cotangents[0] * n
@@ -96,36 +110,37 @@ def _attend_vjp(primals, cotangents, outputs):
 
 
 @mx.compile
-def _score_grads(e, gradient, mean):
+def _score_grads(e: mx.array, gradient: mx.array, mean: mx.array) -> mx.array:
     return e * (gradient - mean)
 
 
 def mlx_quantized_attention(
-    queries,
-    keys,
-    values,
-    scale,
+    queries: mx.array,
+    keys: tuple[mx.array, ...] | mx.array,
+    values: tuple[mx.array, ...] | mx.array,
+    scale: float,
     *,
-    group_size,
-    key_bits,
-    value_bits,
-    window=None,
-    softcap=None,
-    slopes=None,
-    first=None,
-):
+    group_size: int,
+    key_bits: int,
+    value_bits: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: mx.array | None = None,
+    first: mx.array | None = None,
+) -> mx.array:
     """Compute attention with quantized matrix products, which don't dequantize the whole cache.
 
     Keys and values are the three arrays of `mx.quantize`, or one array if their bits are 0.
     """
     B, H, T, D = queries.shape
 
-    def product(rows, side, bits, transpose):
+    def product(rows: mx.array, side: Any, bits: int, transpose: bool) -> mx.array:
         if bits:
             return mx.quantized_matmul(rows, *side, transpose=transpose, group_size=group_size, bits=bits)
         return rows @ (side.swapaxes(-1, -2) if transpose else side)
 
-    kv_heads, S = (keys[0] if key_bits else keys).shape[1:3]
+    key_array: mx.array = keys[0] if key_bits else keys
+    kv_heads, S = key_array.shape[1:3]
     rows = (queries * scale).reshape(B, kv_heads, -1, D)  # stack the heads of a group
     scores = product(rows, keys, key_bits, True).astype(mx.float32).reshape(B, H, T, S)
     if softcap is not None:

@@ -28,7 +28,8 @@ class QuantizedKV(NamedTuple):
     @classmethod
     def of(cls, x: mx.array, bits: int, group_size: int) -> QuantizedKV:
         """Quantize x `[B, H_kv, S, D]`."""
-        return cls(*mx.quantize(x, group_size=group_size, bits=bits), bits, group_size)
+        packed, scales, biases = mx.quantize(x, group_size=group_size, bits=bits)
+        return cls(packed, scales, biases, bits, group_size)
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array]:

@@ -14,7 +14,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 
-ROWS = (8, 512, 4096)  # rows of the cases, rounded up: decoding, prefill, training (which has no limit)
+_ROWS = (8, 512, 4096)  # rows of the cases, rounded up: decoding, prefill, training (which has no limit)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -65,18 +65,14 @@ def _case(operation: Operation, x: mx.array, weight: mx.array, residual: mx.arra
     if weight.shape != (N,) or dtype not in DTYPE_NAMES or weight.dtype not in DTYPE_NAMES:
         arrays = f"x {x.shape} {dtype}, weight {weight.shape} {weight.dtype}"
         raise ValueError(f"RMSNorm requires [..., N] and [N] of float32, float16 or bfloat16: {arrays}")
-    rows = ROWS[0] if size <= ROWS[0] * N else ROWS[1] if size <= ROWS[1] * N else ROWS[2]
-    mixed = ()
+    rows = _ROWS[0] if size <= _ROWS[0] * N else _ROWS[1] if size <= _ROWS[1] * N else _ROWS[2]
+    # Arrays with another dtype than x, such as "weight:float32".
+    mixed: tuple[str, ...] = ()
     if weight.dtype != dtype:
         mixed += (f"weight:{DTYPE_NAMES[weight.dtype]}",)
     if residual is not None and residual.dtype != dtype:
         mixed += (f"residual:{DTYPE_NAMES[residual.dtype]}",)
-    return norm_case(operation, DTYPE_NAMES[dtype], N, rows, mixed)
-
-
-def norm_case(operation: Operation, dtype: str, N: int, rows: int, mixed: tuple[str, ...] = ()) -> Case:
-    """Return a case. `rows` is one of ROWS; `mixed` names arrays with another dtype, such as "weight:float32"."""
-    return Case(operation.name, dtype, ("N", "rows"), (N, rows), mixed)
+    return Case(operation.name, DTYPE_NAMES[dtype], ("N", "rows"), (N, rows), mixed)
 
 
 def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
@@ -98,8 +94,8 @@ def _check_cases(case: Case) -> tuple[Case, ...]:
     return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
-def _preferred_add_paths(case: Case):
-    if case.size("rows") == ROWS[0]:
+def _preferred_add_paths(case: Case) -> tuple[tuple[str, ...], str]:
+    if case.size("rows") == _ROWS[0]:
         return ("mlx", "metal"), "few rows: MLX's own unless measured"
     return ("metal", "mlx"), "MLX needs two passes"
 

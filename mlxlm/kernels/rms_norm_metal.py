@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import FLOATS, MetalKernel
+from mlxlm.kernels.metal import MetalKernel
 
 _NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))
 _ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"), outputs=("h", "y"))
@@ -25,39 +26,17 @@ _GRADIENT_ROWS, _GRADIENT_TEAMS = 32, 128
 
 
 def rms_norm_metal(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Compute `rms_norm` with Metal kernels that read each row once, also in the gradient.
-
-    Raises:
-        ValueError: Shapes or dtypes (float32, float16, bfloat16) are invalid.
-    """
-    _check(x, weight)
+    """Compute `rms_norm`, which checks the arguments, with kernels that read each row once, also in the gradient."""
     return _rms_norm_metal(eps)(x, weight)
 
 
 def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Compute `add_rms_norm` with Metal kernels, in one pass over the rows.
+    """Compute `add_rms_norm`, which checks the arguments, in one pass over the rows.
 
     The norm is that of h after rounding to its dtype. The backward pass also adds the gradient of h from its other
     users in the same pass.
-
-    Raises:
-        ValueError: Shapes or dtypes (float32, float16, bfloat16) are invalid.
     """
-    _check(x, weight)
-    if residual.shape != x.shape or residual.dtype not in FLOATS:
-        raise ValueError(f"residual is {_describe(residual)}, but x is {_describe(x)}")
     return _add_rms_norm_metal(eps)(x, residual, weight)
-
-
-def _check(x: mx.array, weight: mx.array) -> None:
-    if x.ndim == 0 or weight.ndim != 1 or x.shape[-1] != weight.size:
-        raise ValueError(f"weight is {_describe(weight)}, but x is {_describe(x)}")
-    if x.dtype not in FLOATS or weight.dtype not in FLOATS:
-        raise ValueError(f"x and weight are {x.dtype} and {weight.dtype}, not float32, float16 or bfloat16")
-
-
-def _describe(x: mx.array) -> str:
-    return f"{list(x.shape)} of {x.dtype}"
 
 
 @dataclass(frozen=True)
@@ -89,8 +68,9 @@ class _Teams:
         return {"grid": (self.groups * self.threads, 1, 1), "threadgroup": (self.threads, 1, 1)}
 
 
-def _teams(rows: int, N: int, max_chunks: int, max_rows: int, min_teams: int) -> _Teams:
-    """Choose teams for rows of N values: up to `max_rows` rows each, and `min_teams` teams if there are enough rows."""
+def _teams(x: mx.array, max_chunks: int, max_rows: int, min_teams: int) -> _Teams:
+    """Choose teams for x `[rows, N]`: up to `max_rows` rows each, and `min_teams` teams if there are enough rows."""
+    rows, N = x.shape
     count = -(-rows // max(1, min(max_rows, rows // min_teams)))
     if N <= _NARROW:
         chunks = 1 if N <= 128 else 2 if N <= 256 else 4
@@ -104,49 +84,39 @@ def _teams(rows: int, N: int, max_chunks: int, max_rows: int, min_teams: int) ->
 
 
 @cache
-def _rms_norm_metal(eps: float):
+def _rms_norm_metal(eps: float) -> Callable[..., mx.array]:
     @mx.custom_function
-    def norm(x, weight):
-        dtype = mx.result_type(x, weight)
-        if x.size == 0:
-            return mx.zeros(x.shape, dtype)
-        x2 = x.reshape(-1, x.shape[-1])
-        teams = _teams(*x2.shape, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
-        (y,) = _NORM(
-            [x2, weight, mx.array(eps, mx.float32)],
-            {"T": dtype, **teams.template},
-            **teams.size,
-            outputs=[(x2.shape, dtype)],
-        )
+    def norm(x: mx.array, weight: mx.array) -> mx.array:
+        x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, weight)
+        teams = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        inputs, template = [x2, weight, mx.array(eps, mx.float32)], {"T": dtype, **teams.template}
+        (y,) = _NORM(inputs, template, **teams.size, outputs=[(x2.shape, dtype)])
         return y.reshape(x.shape)
 
     @norm.vjp
-    def gradient(primals, dy, _output):
-        return _gradient(*primals, dy, None, eps)
+    def gradient(primals: list[mx.array], dy: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
+        x, weight = primals
+        return _gradient(x, weight, dy, None, eps)
 
     return norm
 
 
 @cache
-def _add_rms_norm_metal(eps: float):
+def _add_rms_norm_metal(eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
     @mx.custom_function
-    def add_norm(x, residual, weight):
-        dtype = mx.result_type(x, residual)
-        out_dtype = mx.result_type(x, residual, weight)
-        if x.size == 0:
-            return mx.zeros(x.shape, dtype), mx.zeros(x.shape, out_dtype)
-        x2 = x.reshape(-1, x.shape[-1])
-        teams = _teams(*x2.shape, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
-        h, y = _ADD_NORM(
-            [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)],
-            {"H": dtype, "T": out_dtype, **teams.template},
-            **teams.size,
-            outputs=[(x2.shape, dtype), (x2.shape, out_dtype)],
-        )
+    def add_norm(x: mx.array, residual: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
+        x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, residual)
+        out_dtype = mx.result_type(dtype, weight.dtype)
+        teams = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        inputs = [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)]
+        template = {"H": dtype, "T": out_dtype, **teams.template}
+        h, y = _ADD_NORM(inputs, template, **teams.size, outputs=[(x2.shape, dtype), (x2.shape, out_dtype)])
         return h.reshape(x.shape), y.reshape(x.shape)
 
     @add_norm.vjp
-    def gradient(primals, cotangents, outputs):
+    def gradient(
+        primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+    ) -> tuple[mx.array, mx.array, mx.array]:
         x, residual, weight = primals
         dh, dy = cotangents
         dx, dw = _gradient(outputs[0], weight, dy, dh, eps)
@@ -155,18 +125,15 @@ def _add_rms_norm_metal(eps: float):
     return add_norm
 
 
-def _gradient(x, weight, dy, dh, eps):
+def _gradient(
+    x: mx.array, weight: mx.array, dy: mx.array, dh: mx.array | None, eps: float
+) -> tuple[mx.array, mx.array]:
     """Return the gradients of x and weight; dh, unless None, is added to the first."""
-    if x.size == 0:
-        return mx.zeros_like(x), mx.zeros_like(weight)
     x2 = x.reshape(-1, x.shape[-1])
-    teams = _teams(*x2.shape, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
+    teams = _teams(x2, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
     dy = dy.reshape(x2.shape)
-    stream = dh is not None
-    dx, dw = _GRADIENT(
-        [x2, weight, dy, dh.reshape(x2.shape) if stream else dy, mx.array(eps, mx.float32)],
-        {"T": x.dtype, "STREAM": stream, "ROWS": _GRADIENT_ROWS, **teams.template},
-        **teams.size,
-        outputs=[(x2.shape, x.dtype), ((teams.count, x2.shape[1]), mx.float32)],
-    )
+    inputs = [x2, weight, dy, dy if dh is None else dh.reshape(x2.shape), mx.array(eps, mx.float32)]
+    template = {"T": x.dtype, "STREAM": dh is not None, "ROWS": _GRADIENT_ROWS, **teams.template}
+    outputs = [(x2.shape, x.dtype), ((teams.count, x2.shape[1]), mx.float32)]
+    dx, dw = _GRADIENT(inputs, template, **teams.size, outputs=outputs)
     return dx.reshape(x.shape), dw.sum(axis=0).astype(weight.dtype)

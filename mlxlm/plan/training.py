@@ -147,10 +147,10 @@ class Training:
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:
     """Ask the kernel dispatcher, which knows `$MLXLM_KERNELS` and the measurements of this machine."""
     window = next((w for w in map(config.window, range(config.num_hidden_layers)) if w is not None), None)
-    slopes = True if config.positions == "alibi" else None
-    length, softcap = training.max_seq_length, config.attn_logit_softcapping
+    used = {"window": window, "softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
+    features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
     sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
-    case = attention_case(TRAINING, training.dtype, *sizes, window, softcap, slopes)
+    case = attention_case(TRAINING, training.dtype, *sizes, features)
     path = choose_path(TRAINING, case).path
     if path == "mlx":
         return "fused" if _fused_by_mlx(training) else "plain"

@@ -98,7 +98,7 @@ def test_the_operation_in_every_mode(mode, training):
 
 
 def test_metal_kernels_say_that_they_lack_documents():
-    case = attention_case(TRAINING, "float32", 64, 4, 2, 512, 512, None, None, None, None, mx.zeros((1, 512)))
+    case = attention_case(TRAINING, "float32", 64, 4, 2, 512, 512, ("segment_ids",))
     assert "segment_ids" in case.features
     assert TRAINING.unsupported_reason("metal", case) == "it doesn't support segment_ids"
     assert TRAINING.unsupported_reason("mlx", case) is None and TRAINING.unsupported_reason("blockwise", case) is None

@@ -219,32 +219,3 @@ def test_moves_little_more_than_it_must(metal, case):
             row = case.D * bits // 8 + 2 * case.D // group_size * case.dtype.size
         least = 2 * (visible * row + q.nbytes)
         assert least <= sum(launch.read + launch.written for launch in metal.launches) <= 1.1 * least
-
-
-REFUSED = {
-    "head dim 72": lambda q, k, v: decode_attention(q[..., :72], k, v, 1.0),
-    "[B, H, T, D]": lambda q, k, v: decode_attention(q[0], k, v, 1.0),
-    "1 to 8": lambda q, k, v: decode_attention(mx.tile(q, (1, 1, 9, 1)), k, v, 1.0),
-    "float16": lambda q, k, v: decode_attention(q, k.astype(mx.float16), v, 1.0),
-    "int32": lambda q, k, v: decode_attention(q.astype(mx.int32), k, v, 1.0),
-    "values do not fit": lambda q, k, v: decode_attention(q, k, v[:, :, 1:], 1.0),
-    "keys do not fit": lambda q, k, v: decode_attention(q, k[:, :, :0], v, 1.0),
-    "multiple of key heads": lambda q, k, v: decode_attention(q[:, :3], k, v, 1.0),
-    "at most 64": lambda q, k, v: decode_attention(mx.tile(q, (1, 5, 8, 1)), k, v, 1.0),
-    "window": lambda q, k, v: decode_attention(q, k, v, 1.0, window=0),
-    "soft cap": lambda q, k, v: decode_attention(q, k, v, 1.0, softcap=0.0),
-    "slopes": lambda q, k, v: decode_attention(q, k, v, 1.0, slopes=mx.zeros(3)),
-    "to 3 bits": lambda q, k, v: quantized_decode_attention(q, (k,) * 3, (v,) * 3, 1.0, group_size=32, bits=3),
-    "groups of 64": lambda q, k, v: quantized_decode_attention(q, (k,) * 3, (v,) * 3, 1.0, group_size=64, bits=4),
-    "must be mlx.core.uint32": lambda q, k, v: quantized_decode_attention(
-        q, (k[..., :12],) * 3, (v,) * 3, 1.0, group_size=32, bits=4
-    ),
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_refuses_what_it_cannot_do(said):
-    keys = mx.zeros((1, 2, 5, 96))
-    with pytest.raises(ValueError) as error:
-        REFUSED[said](mx.zeros((1, 4, 1, 96)), keys, keys)
-    assert said in str(error.value) and "\n" not in str(error.value)

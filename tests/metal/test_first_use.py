@@ -3,25 +3,25 @@
 import pytest
 
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels import metal as launcher
 from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
+from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
 from mlxlm.utils.errors import PlatformError
 
 
-def attend(operation, dtype, T, window=None, softcap=None, **form):
-    return operation, attention_case(operation, dtype, 32, 4, 2, T, 4096, window, softcap, None, **form)
+def attend(operation, dtype, T, *features, **form):
+    return operation, attention_case(operation, dtype, 32, 4, 2, T, 4096, features, **form)
 
 
 CASES = [
     (NORM, Case("rms_norm", "bfloat16", ("N", "rows"), (96, 4096))),
     (ADD_NORM, Case("add_rms_norm", "float16", ("N", "rows"), (600, 4096), ("weight:float32",))),
     attend(DECODE, "float32", 1),
-    attend(DECODE, "float16", 3, window=100, softcap=5.0),
+    attend(DECODE, "float16", 3, "window", "softcap"),
     attend(QUANTIZED, "bfloat16", 1, group_size=32, key_bits=4, value_bits=4),
     attend(PREFILL, "float16", 2048),
-    attend(TRAINING, "float32", 2048, window=100),
+    attend(TRAINING, "float32", 2048, "window"),
 ]
 
 
@@ -46,13 +46,13 @@ SPOILED = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_spoiled_kernels_are_switched_off(metal, what, monkeypatch):
     name, (operation, case), spoil = SPOILED[what]
-    launch = launcher.launch
+    launch = MetalKernel.__call__
 
-    def spoiled(kernel, *args):
-        out = launch(kernel, *args)
+    def spoiled(kernel, *args, **kwargs):
+        out = launch(kernel, *args, **kwargs)
         return spoil(out) if kernel.name == name else out
 
-    monkeypatch.setattr(launcher, "launch", spoiled)
+    monkeypatch.setattr(MetalKernel, "__call__", spoiled)
     with pytest.warns(UserWarning, match="on this machine"), pytest.raises(PlatformError, match="on this machine"):
         dispatch.choose_path(operation, case)
     assert not measurements.cache_path().exists()

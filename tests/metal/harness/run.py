@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import metal
 from mlxlm.kernels.metal import MetalKernel, Output
 
 from .build import Compiled, compiled, runtime, symbolizer
@@ -51,14 +50,14 @@ def use(seed: int = 0) -> Iterator[Log]:
     """While this is open, MetalKernel launches run here. `seed` shuffles the order of threads and memory layouts."""
     log = Log()
 
-    def launch_here(kernel, inputs, template, grid, threadgroup, outputs):
+    def launch_here(kernel: MetalKernel, inputs, template, grid, threadgroup, outputs):
         return launch(kernel, inputs, template, grid, threadgroup, outputs, seed + len(log.launches), log.launches)
 
-    real, metal.launch = metal.launch, launch_here
+    real, MetalKernel.__call__ = MetalKernel.__call__, launch_here
     try:
         yield log
     finally:
-        metal.launch = real
+        MetalKernel.__call__ = real
 
 
 class _Buffer(ctypes.Structure):
@@ -95,7 +94,7 @@ def launch(
     seed: int = 0,
     report: list[Launch] | None = None,
 ) -> list[mx.array]:
-    """As `mlxlm.kernels.metal.launch`, evaluated at once. Raises Fault for what the kernel does wrong."""
+    """As `MetalKernel.__call__`, evaluated at once. Raises Fault for what the kernel does wrong."""
     inputs = list(inputs)
     head = signature(kernel, inputs, template, outputs)
     group = _group(kernel, grid, threadgroup)
