@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -99,7 +100,7 @@ def _print_tables(analysis: Analysis) -> None:
     render.print_result(render.table(rows, header))
     rows = []
     for name, fit in (("L(N)", analysis.by_parameters), ("L(D)", analysis.by_tokens), ("L(N, D)", joint)):
-        for part, value in (fit.law.to_dict() if fit else {}).items():
+        for part, value in (asdict(fit.law) if fit else {}).items():
             low, high = fit.interval(attrgetter(part))
             rows.append((name, part, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
     if rows:
