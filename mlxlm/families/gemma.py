@@ -8,12 +8,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.families.family import LLAMA_FIELDS, Family, HFConfig, first_unexpected, same_names
 from mlxlm.families.sliding_window import read_sliding_window, write_sliding_window
 
-_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 8192,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True}
 
 
 def _read_gemma(values: HFConfig) -> dict[str, Any]:

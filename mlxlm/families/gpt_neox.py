@@ -13,12 +13,7 @@ GPT_NEOX = Family(
         "rope_theta": "rotary_emb_base",
         "partial_rotary_factor": "rotary_pct",
     },
-    defaults={
-        "hidden_act": "gelu",
-        "attention_bias": True,
-        "parallel_residual": True,
-        "partial_rotary_factor": 0.25,
-    },
+    defaults={"hidden_act": "gelu", "attention_bias": True, "parallel_residual": True, "partial_rotary_factor": 0.25},
     fixed_values={**GPT_VALUES, "mlp_bias": True},
     prefix="gpt_neox.",
     head="embed_out",
