@@ -1,5 +1,6 @@
 """Read safetensors files, checked before MLX maps them, and write them tensor by tensor.
 
+The safetensors package checks headers; its writer needs all tensors in memory, and MLX's reader trusts its input.
 Format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and offsets of each
 tensor, then the data (https://github.com/huggingface/safetensors).
 """
@@ -11,15 +12,16 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import bits_of, max_abs
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.locations import MODEL_FILE
-from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors, json_object
+from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
@@ -58,35 +60,28 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
         CheckpointError: Names the file, the tensor and what is wrong with it.
     """
     with open_regular(path, CheckpointError) as file:
-        size = path.stat().st_size
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise CheckpointError(f"{path} is not a complete safetensors file: its header is cut off")
-        if length > _MAX_HEADER:
-            raise CheckpointError(f"{path}: the header has {length} bytes, at most {_MAX_HEADER} are possible")
-        raw = file.read(length)
-    header = json_object(raw, f"{path}: the safetensors header")
-    metadata = header.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata  # MLX writes null if there is none
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: malformed safetensors header (__metadata__ is not an object of strings)")
+        length = int.from_bytes(file.read(8), "little")
+    if _MAX_HEADER < length < path.stat().st_size:
+        raise CheckpointError(f"{path}: the header has {length} bytes, at most {_MAX_HEADER} are possible")
     arrays = _LazyArrays(path)
-    tensors, spans = {}, []
-    for name, entry in header.items():
-        dtype, shape, first, last = _entry(path, name, entry)
-        if 8 + length + last > size:
+    tensors = {}
+    try:
+        with safe_open(path, "numpy") as reader:
+            metadata = reader.metadata() or {}
+            parts = {name: reader.get_slice(name) for name in reader.offset_keys()}
+            entries = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    except (SafetensorError, OSError) as error:
+        hint = "copy or download the file again"
+        raise CheckpointError(f"{path} is not a valid safetensors file: {str(error)[:200]}", hint) from None
+    for name, (stored_dtype, shape) in entries.items():
+        if (dtype := DTYPES.get(stored_dtype)) is None:
             raise CheckpointError(
-                f"{path} is truncated: tensor {name} ends {8 + length + last - size} bytes past the end",
-                "copy or download the file again",
+                f"{path}: tensor {name} is of type {stored_dtype}, which MLX doesn't read",
+                "a checkpoint in bfloat16, float16 or float32",
             )
-        if first < last:
-            spans.append((first, last, name))
-        tensors[name] = LazyTensor(shape, DTYPES[dtype], dtype, last - first, arrays.reader(name))
-    spans.sort()
-    for (_, end, name), (first, _, other) in pairwise(spans):
-        if first < end:
-            raise CheckpointError(f"{path}: tensors {name} and {other} overlap")
+        if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 2**31:
+            raise CheckpointError(f"{path}: tensor {name} has an impossible shape: {short_repr(list(shape))}")
+        tensors[name] = LazyTensor(shape, dtype, stored_dtype, math.prod(shape) * dtype.size, arrays.reader(name))
     return tensors, metadata
 
 
@@ -228,21 +223,13 @@ def write_tensors(
 def _order(tensors: LazyTensors) -> list[str]:
     """Order the data so that each tensor starts at a multiple of its element size.
 
-    The parts of a quantized matrix, which are computed together, stay together where their sizes allow it; otherwise
-    all scales would stay in memory until the last matrix is written. Then the others, larger elements first.
+    That is the given order except for tensors with odd sizes, so that the parts of a quantized matrix, which are
+    computed together, stay together.
     """
-    packed: dict[str, int] = {}  # module: bytes
-    for name, tensor in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part in ("weight", "scales", "biases") and f"{module}.scales" in tensors:
-            packed[module] = packed.get(module, 0) + _nbytes(tensor)
-    positions = {module: i for i, (module, nbytes) in enumerate(packed.items()) if nbytes % 4 == 0}
 
     def key(name: str) -> tuple[int, int]:
-        size, module = tensors[name].dtype.size, name.rpartition(".")[0]
-        if size > 4:
-            return 0, 0
-        return (1, positions[module]) if module in positions else (2, -size)
+        size = tensors[name].dtype.size
+        return (0, 0) if size > 4 else (1, 0) if _nbytes(tensors[name]) % 4 == 0 else (2, -size)
 
     return sorted(tensors, key=key)
 
@@ -277,45 +264,20 @@ class _LazyArrays:
             raise CheckpointError(f"{self.path} has changed: tensor {name} is gone") from None
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Check one entry of a header; return dtype, shape, start and end."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{path}: tensor {name} needs dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {name} is of type {dtype}, which MLX doesn't read",
-            "a checkpoint in bfloat16, float16 or float32",
-        )
-    if (
-        not isinstance(shape, list)
-        or len(shape) > _MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 2**31 for n in shape)
-    ):
-        raise CheckpointError(f"{path}: tensor {name} has an impossible shape: {short_repr(shape)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise CheckpointError(f"{path}: tensor {name} has no pair of offsets: {offsets}")
-    first, last = offsets
-    needed = math.prod(shape) * DTYPES[dtype].size
-    if not 0 <= first <= last or last - first != needed:
-        raise CheckpointError(f"{path}: tensor {name} has {last - first} bytes, its shape needs {needed}")
-    return dtype, tuple(shape), first, last
-
-
 def _nbytes(tensor: LazyTensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.size
 
 
-def _bytes_of(tensor: LazyTensor, name: str, path: Path, finite: bool) -> memoryview:
+def _bytes_of(tensor: LazyTensor, name: str, path: Path, finite: bool) -> bytes | memoryview:
     value = tensor.read()
     if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
         raise CheckpointError(f"{path}: tensor {name} was described wrongly, it is {value.dtype} {list(value.shape)}")
     if value.size == 0:
-        return memoryview(b"")
+        return b""
     try:
         raw = bits_of(value)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: tensor {name} can't be read: {error}") from None
     if finite and mx.issubdtype(value.dtype, mx.floating) and not max_abs(value) < math.inf:
         raise CheckpointError(f"{path}: tensor {name} has values that are not finite")
-    return memoryview(raw).cast("B")
+    return raw.data.cast("B")

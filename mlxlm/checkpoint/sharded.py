@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.bounded_reads import read_bytes
@@ -40,7 +39,10 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
     Raises:
         CheckpointError: A file is missing or outside of the index's folder, or lacks one of its tensors.
     """
-    weight_map = json_object(read_bytes(index, _MAX_INDEX, CheckpointError), str(index)).get("weight_map")
+    raw = read_bytes(index, _MAX_INDEX, CheckpointError)
+    if raw.count(b",") > _MAX_VALUES:
+        raise CheckpointError(f"{index} has more than {_MAX_VALUES} values, more than any model has")
+    weight_map = parse_json_object(raw, str(index), CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} is malformed: weight_map is not an object of file names")
     listed = list(dict.fromkeys(weight_map.values()))
@@ -74,10 +76,3 @@ def _read_files(
         if remaining < 0:
             raise CheckpointError(f"{file}: the files up to this one have more tensors than any model of their size")
         yield file, file_tensors
-
-
-def json_object(raw: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object with a limited number of values; `name` names it in errors."""
-    if raw.count(b",") > _MAX_VALUES:
-        raise CheckpointError(f"{name} has more than {_MAX_VALUES} values, more than any model has")
-    return parse_json_object(raw, name, CheckpointError)

@@ -92,7 +92,7 @@ def test_files_are_replaced_only_if_allowed(tmp_path):
     save_prompt_cache(path, caches, IDS[:5], {"model": "other"}, replace=True)
     assert load_prompt_cache_identity(path) == {"model": "other"}
     path.write_bytes(b"another file")
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         save_prompt_cache(path, caches, IDS[:5], IDENTITY, replace=True)
     assert path.read_bytes() == b"another file"
     with pytest.raises(CheckpointError, match="without tokens"):
@@ -222,19 +222,18 @@ def test_malformed_headers(file, tmp_path):
     refused(lambda h: h[meta].update(dropped="[0, 0]"), "layer 0")
     refused(lambda h: h[meta].update(dropped="[46, 9999]"), "layer")
     refused(lambda h: h[meta].update(dropped="[2147483647, 0]"), "layer 0")
-    refused(lambda h: h.pop("ids"), "no token IDs")
+    refused(lambda h: h.update(x=h.pop("ids")), "no token IDs")
     refused(lambda h: h.update({"7.keys.0": h.pop("0.keys.0")}), "unexpected tensor 7.keys.0")
     refused(lambda h: h.update({"x": h.pop("0.keys.0")}), "unexpected tensor x")
     for digits in ("9" * 5000, "०"):
         refused(lambda h, d=digits: h.update({f"{d}.keys.0": h.pop("0.keys.0")}), f"unexpected tensor {digits[:9]}")
-    refused(lambda h: h.pop("0.keys.1"), "layer 0: unknown or missing: keys.1")
     refused(lambda h: h.update({"0.more": h.pop("0.keys.1")}), "layer 0: unknown or missing: keys.1, more")
     B, heads, S, W = parts(content)[0]["0.keys.0"]["shape"]
     refused(reshape("0.keys.0", [B, heads, W, S]), "layer 0")
     refused(reshape("0.keys.0", [S, heads, B, W]), "layer 0")
     refused(reshape("0.keys.0", [B, heads, S * W]), "layer 0")
     refused(reshape("0.keys.0", [B, heads, S, W], "I32"), "layer 0")
-    refused(reshape("0.keys.0", [B, heads, S, 2**30]), "its shape needs")
+    refused(reshape("0.keys.0", [B, heads, S, 2**30]), "invalid shape")
     refused(reshape("0.values.0", [B, 2, S, 16]), "layer 0")
     refused(reshape("ids", [60], "F32"), "no token IDs")
     refused(reshape("ids", [4, 15]), "no token IDs")

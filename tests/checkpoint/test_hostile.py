@@ -100,35 +100,15 @@ def empty_tensors(count: int) -> bytes:
 
 
 SAFETENSORS = {
-    "a shape larger than its bytes": (
-        in_header(lambda h: h["model.norm.weight"].update(shape=[33])), "model.norm.weight has 128 bytes",
-    ),
+    "a shape larger than its bytes": (in_header(lambda h: h["model.norm.weight"].update(shape=[33])), "not a valid"),
     "an offset past the end": (
-        in_header(lambda h: h["model.norm.weight"].update(data_offsets=[10**9, 10**9 + 128])),
-        r"model.norm.weight ends \d+ bytes past the end",
+        in_header(lambda h: h["model.norm.weight"].update(data_offsets=[10**9, 10**9 + 128])), "`model.norm.weight`",
     ),
-    "a negative offset": (
-        in_header(lambda h: h["model.norm.weight"].update(data_offsets=[-128, 0])), "model.norm.weight has",
-    ),
-    "tensors that overlap": (
-        in_header(lambda h: h["model.norm.weight"].update(
-            data_offsets=h["model.layers.0.input_layernorm.weight"]["data_offsets"])),
-        "overlap",
-    ),
-    "a shape that overflows": (
-        in_header(lambda h: h["model.norm.weight"].update(shape=[2**63, 2**63, 2])), "model.norm.weight has an imposs",
-    ),
-    "a shape of many zeros": (
-        in_header(lambda h: h["model.norm.weight"].update(shape=[2**31 - 1] * 7 + [0], data_offsets=[0, 0])),
-        "model.norm.weight is .*says",
-    ),
-    "a header of 2**64 - 1 bytes": (packed(0, "Q", 2**64 - 1), "its header is cut off"),
+    "a header of 2**64 - 1 bytes": (packed(0, "Q", 2**64 - 1), "header too large"),
     "a million tensors": (in_target(lambda data: empty_tensors(10**6)), "the header has"),
     "many empty tensors": (in_target(lambda data: empty_tensors(45_000)), "the weights don't match"),
-    "more tensors than any model has": (in_target(lambda data: empty_tensors(90_000)), "more than any model has"),
-    "deep nesting": (
-        in_target(lambda d: struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995), "header can't be read",
-    ),
+    "more tensors than any model has": (in_target(lambda data: empty_tensors(90_000)), "more tensors than any model"),
+    "deep nesting": (in_target(lambda d: struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995), "recursion limit"),
     "a name that leads elsewhere": (
         in_header(lambda h: h.update({"../../x": h.pop("model.norm.weight")})), r"\.\./\.\./x is not part|is missing",
     ),
