@@ -7,7 +7,7 @@ jinja2's sandbox stops access to Python objects and caps `range()` at 100,000 it
   (`'a' * 10**9`), nested lists whose text is exponentially long, `replace`, `join`, padding and wide format strings.
   A size is charged before the value is built.
 - Integers of 10,000 bits: `10 ** 10 ** 10`.
-- An allow-list of string methods, and no filters that only pad, wrap or decorate text.
+- An allow-list of string methods, and no filters that take quadratic time or only serve HTML and debugging.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from math import prod
 from typing import Any
 
 import jinja2
-import jinja2.compiler
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 5.0  # CPU time of one rendering; 10,000 messages take about one
 _BASE_BUDGET = 10_000_000  # characters and items, for any conversation
@@ -35,7 +36,7 @@ _STRING_METHODS = frozenset((
     "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split",
     "splitlines", "startswith", "strip", "swapcase", "title", "upper",
 ))  # fmt: skip
-_REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "sum", "urlize", "wordwrap", "xmlattr")
+_REMOVED_FILTERS = ("pprint", "urlize", "wordwrap")
 
 
 class TemplateLimitError(jinja2.TemplateRuntimeError):
@@ -50,7 +51,6 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any):
         # Constant folding would run operations while the template is compiled, before there is a budget.
         super().__init__(optimized=False, finalize=_charge_output, **options)
-        self.code_generator_class = _CodeGenerator
         self._state = threading.local()
         for name in _REMOVED_FILTERS:
             del self.filters[name]
@@ -70,11 +70,12 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._state.deadline = time.thread_time() + MAX_SECONDS
         return template.render(messages=messages, **values)
 
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Operations().visit(super()._parse(source, name, filename))
+
     def charge(self, size: int = 1) -> None:
         """Take `size` characters or items from the budget, and check the time."""
         state = self._state
-        if size > state.budget:
-            raise TemplateLimitError(f"it makes a value of about {size} characters or items")
         state.left -= size
         if state.left < 0:
             raise TemplateLimitError(f"it makes more than {state.budget} characters or items")
@@ -108,13 +109,21 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Charge for the arguments and the result of a call."""
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if owner is self:  # one of `_Operations`
+            return function(*args)
         if isinstance(owner, str) and name in _GROWING:
             self.charge(_GROWING[name](owner, *args, **kwargs))
-        elif isinstance(getattr(function, "__wrapped__", None), Callable):  # str.format, which jinja wraps
+        elif callable(getattr(function, "__wrapped__", None)):  # str.format, which jinja wraps
             self.charge(_formatted_size(str(function.__wrapped__.__self__), (args, kwargs)))
         else:
             self.charge(1 + sum(map(self.size, (*args, *kwargs.values()))))
         return self._charged(super().call(context, function, *args, **kwargs))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the output of the template or of a macro, its constant text included."""
+        texts = list(parts)
+        self.charge(sum(map(len, texts)))
+        return "".join(texts)
 
     def concatenate(self, *parts: Any) -> str:
         """Evaluate `parts[0] ~ parts[1] ~ ...`."""
@@ -126,15 +135,18 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.charge(self.size(value))
         return value
 
-    def sliced(self, value: Any, part: slice) -> Any:
+    def sliced(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         """Evaluate `value[start:stop:step]`."""
-        return self._charged(value[part])
+        return self._charged(value[start:stop:step])
 
     def _charged(self, result: Any) -> Any:
+        """Charge for a result. A generator becomes a list: no value has a size that is unknown."""
+        if isinstance(result, Iterator):
+            result = [self._charged(item) for item in result]
         self.charge(_length(result))
         return result
 
-    def _timed(self, function: Callable) -> Callable:
+    def _timed(self, function: Any) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.charge()
@@ -142,7 +154,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return timed
 
-    def _bounded_filter(self, name: str, function: Callable) -> Callable:
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             values = args[1:] if hasattr(function, "jinja_pass_arg") else args
@@ -166,48 +178,33 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(parts)
 
 
-class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Routes operations that jinja compiles to plain Python through the environment."""
+class _Operations(NodeTransformer):
+    """Routes operations that jinja compiles to plain Python through methods of the environment."""
 
-    def visit_For(self, node: nodes.For, frame: Any) -> None:
-        charge = nodes.Call(nodes.EnvironmentAttribute("charge"), [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
-        super().visit_For(node, frame)
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.body.insert(0, nodes.ExprStmt(_call("charge"), lineno=node.lineno))
+        return self.generic_visit(node)
 
-    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
-        self._call("concatenate", node.nodes, frame)
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("concatenate", *node.nodes)
 
-    def _call(self, method: str, arguments: list[nodes.Expr], frame: Any) -> None:
-        self.write(f"environment.{method}(")
-        for argument in arguments:
-            self.visit(argument, frame)
-            self.write(", ")
-        self.write(")")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
-            super().visit_Getitem(node, frame)
-            return
-        self.write("environment.sliced(")
-        self.visit(node.node, frame)
-        self.write(", slice(")
-        for part in (node.arg.start, node.arg.stop, node.arg.step):
-            self.write("None") if part is None else self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
+            return node
+        parts = (node.arg.start, node.arg.stop, node.arg.step)
+        return _call("sliced", node.node, *(part or nodes.Const(None) for part in parts))
 
-    def _literal(self, node: nodes.Expr, frame: Any) -> None:
-        self.write("environment.literal(")
-        getattr(super(), f"visit_{type(node).__name__}")(node, frame)
-        self.write(")")
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") == "store" else _call("literal", node)  # store: a, b = ...
 
-    visit_List = visit_Dict = _literal
+    visit_Dict = visit_Tuple = visit_List
 
-    def visit_Tuple(self, node: nodes.Tuple, frame: Any) -> None:
-        if node.ctx == "load":
-            self._literal(node, frame)
-        else:  # the target of an assignment
-            super().visit_Tuple(node, frame)
+
+def _call(method: str, *arguments: nodes.Expr) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
 
 
 def total_size(value: Any, limit: int = 1 << 40) -> int:
@@ -266,19 +263,31 @@ def _joined_size(first: Any, second: Any = "", *_rest: Any, **_options: Any) -> 
     return total_size(items) + _length(items) * len(str(separator))
 
 
-def _indented_size(text: Any, width: Any = 4, *_rest: Any, **_options: Any) -> int:
-    return len(str(text)) + (str(text).count("\n") + 1) * (len(width) if isinstance(width, str) else abs(width))
+def _padded_size(value: Any, *options: Any, **named: Any) -> int:
+    """Of filters that repeat padding at most as often as `value` is long; their default widths are below 100."""
+    sizes = (abs(option) if isinstance(option, int) else total_size(option) for option in (*options, *named.values()))
+    return 100 + total_size(value) * prod(1 + size for size in sizes)
+
+
+def _sum_size(_items: Any, _attribute: Any = None, start: Any = 0) -> int:
+    if not isinstance(start, int | float):  # adding lists one by one takes quadratic time
+        raise TemplateLimitError("it makes a sum of other values than numbers")
+    return 1
 
 
 # Filters and string methods whose result can be longer than their arguments: an upper bound of its length.
 _GROWING: dict[str, Callable[..., int]] = {
+    "batch": _padded_size,
+    "center": _padded_size,
     "format": lambda form, *values, **named: _formatted_size(str(form), (values, named)),
-    "indent": _indented_size,
+    "indent": _padded_size,
     "join": _joined_size,
     "replace": _replaced_size,
+    "slice": _padded_size,
+    "sum": _sum_size,
 }
 # Filters that convert lists and dicts to text, which may be exponentially longer than they are.
 _TO_TEXT = frozenset((
     "capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "striptags", "title", "trim",
-    "upper", "urlencode", "wordcount",
+    "upper", "urlencode", "wordcount", "xmlattr",
 ))  # fmt: skip

@@ -38,6 +38,10 @@ GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% se
         "{{ 'a'|attr('ljust')(10**10) }}",
         "{{ 'a\n'|indent(10**9) }}",
         "{{ [1]|batch(10**9, 'x')|list }}",
+        "{{ [1]|slice(10**9)|list }}",
+        "{{ ([[1] * 9] * 9)|sum(start=[]) }}",
+        "{% set s = 'a' * 1000000 %}{% set ns = namespace(l=[{'x': s}]) %}{% for i in range(18) %}"
+        "{% set ns.l = ns.l + ns.l %}{% endfor %}{{ ns.l|map(attribute='x')|join }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%*d' % (10**9, 1) }}",
         "{{ '{:1000000000}'.format(1) }}",
@@ -46,16 +50,26 @@ GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% se
         "{{ (1).to_bytes(10**10) }}",
         "{% set ns = namespace(l=[]) %}{% set s = 'a' * 100000 %}"
         "{% for i in range(100000) %}{% set ns.l = ns.l + [s[1:]] %}{% endfor %}",
-        "{% set s = 'a' * 400000 %}{% for i in range(9000) %}{{ 'b' in s }}{% endfor %}",
+        "{% set s = 'a' * 400000 %}{% for i in range(90000) %}{{ 'b' in s }}{% endfor %}",
     ],
 )
 def test_a_template_that_takes_too_much_is_refused(tokens, template, monkeypatch):
     monkeypatch.setattr(jinja_sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(
         TokenizerError,
-        match=r"chat template failed.*: (it (makes|takes|formats)|.*unsafe|No filter).*try: another template",
+        match=r"chat template failed.*: (it (makes|takes|formats)|.*unsafe).*try: another template",
     ):
         ChatTemplate(tokens, template)
+
+
+def test_filters_that_pad_group_and_sum(tokens):
+    source = (
+        "{{ 'a'|center(5) }}{{ 2000|filesizeformat }}{{ [1, 2, 3]|batch(2, 'x')|list }}{{ [1, 2, 3]|slice(2)|list }}"
+        "{{ messages|map(attribute='content')|map('length')|sum }}{{ {'a': 1}|xmlattr }}{{ (1, 2)[::-1] }}"
+        "{% set a, b = 1, 2 %}{% for k, v in {'x': b}.items() %}{{ k ~ v }}{% endfor %}"
+    )
+    expected = "  a  2.0 kB[[1, 2], [3, 'x']][[1, 2], [3]]5 a=\"1\"(2, 1)x2"
+    assert ChatTemplate(tokens, source).render([Message("user", "Hello")]) == expected
 
 
 THINKING = """
