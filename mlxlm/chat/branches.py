@@ -52,12 +52,12 @@ class Conversation:
         """The turns that the model sees."""
         return self.turns[self.dropped :]
 
-    def without_last_turn(self) -> Conversation:
-        """Return a copy without the last turn. Raise GenerationError if there is none."""
+    def pop_turn(self) -> tuple[Conversation, Turn]:
+        """Return a copy without the last turn, and that turn. Raise GenerationError if there is none."""
         if not self.turns:
             raise GenerationError("there is no message yet", "a message first")
-        turns = self.turns[:-1]
-        return Conversation(turns, min(self.dropped, len(turns)))
+        *turns, last = self.turns
+        return Conversation(tuple(turns), min(self.dropped, len(turns))), last
 
     def with_turn(self, turn: Turn) -> Conversation:
         """Return a copy with one more turn."""
@@ -72,51 +72,42 @@ class Branches:
     """Conversations by name, one of them current. They share the turns that they have in common."""
 
     def __init__(self, conversations: Mapping[str, Conversation] | None = None, name: str = MAIN_BRANCH):
-        self._all = dict(conversations or {MAIN_BRANCH: Conversation()})
+        self.all = dict(conversations or {MAIN_BRANCH: Conversation()})
         self.name = name
-
-    @property
-    def all(self) -> dict[str, Conversation]:
-        """Every conversation by its branch name."""
-        return dict(self._all)
 
     @property
     def current(self) -> Conversation:
         """The conversation of the current branch."""
-        return self._all[self.name]
+        return self.all[self.name]
 
     @current.setter
     def current(self, conversation: Conversation) -> None:
-        self._all[self.name] = conversation
+        self.all[self.name] = conversation
 
     def drop_ids_unless(self, is_valid: Callable[[Turn], bool]) -> None:
         """Drop the token ids of all turns that are not valid: they are text only."""
-        for name, conversation in self._all.items():
+        for name, conversation in self.all.items():
             turns = tuple(turn if is_valid(turn) else replace(turn, ids=()) for turn in conversation.turns)
-            self._all[name] = Conversation(turns, conversation.dropped)
+            self.all[name] = Conversation(turns, conversation.dropped)
 
-    def fork(self, name: str | None = None) -> str:
-        """Copy the current branch to a new one, switch to it, and return its name.
+    def fork(self, name: str) -> None:
+        """Copy the current branch to a new one, and switch to it.
 
         Raises:
             GenerationError: The name is taken or invalid, or there are `MAX_BRANCHES` already.
         """
-        if name is None:
-            numbers = range(2, MAX_BRANCHES + 2)
-            name = next(f"branch-{n}" for n in numbers if f"branch-{n}" not in self._all)
         check_branch_name(name)
-        if name in self._all:
+        if name in self.all:
             raise GenerationError(f"branch {name} already exists", "another name, or switch to it")
-        if len(self._all) == MAX_BRANCHES:
+        if len(self.all) == MAX_BRANCHES:
             raise GenerationError(f"this chat already has {MAX_BRANCHES} branches", "a new chat")
-        self._all[name] = self.current
+        self.all[name] = self.current
         self.name = name
-        return name
 
     def switch(self, name: str) -> None:
         """Make another branch current. Raise GenerationError if it doesn't exist."""
-        if name not in self._all:
-            raise GenerationError(f"there is no branch {name}", "one of " + ", ".join(self._all))
+        if name not in self.all:
+            raise GenerationError(f"there is no branch {name}", "one of " + ", ".join(self.all))
         self.name = name
 
 

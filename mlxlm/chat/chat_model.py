@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
@@ -29,17 +30,19 @@ class ChatModel:
     def __init__(self, lm: LoadedModel, chat_template: str | None, kv: KVOptions):
         """Raise TokenizerError for a bad chat template, GenerationError for cache settings this model can't use."""
         self.lm, self.requested_chat_template = lm, chat_template
-        self.chat_encoder = chat_encoder(lm, chat_template)
+        self.chat_encoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
         self.limit = 1 + max_new_tokens_for(lm, [0], kv)
         self.context = CheckpointedContext(lm.model, kv)
         template_eos = {id for id in self.chat_encoder.eos_token_ids if id < lm.config.vocab_size}
         self.eos_token_ids = lm.eos_token_ids | template_eos
-        self.defaults = GenerationOptions(**({} if self.chat_encoder.name == PLAIN else {"max_tokens": None}))
+        self.defaults = GenerationOptions()
+        if self.chat_encoder.name != PLAIN:
+            self.defaults = replace(self.defaults, max_tokens=None)
 
     @property
     def context_size(self) -> int:
         """Tokens that the model can see: its context, or the size of a rotating cache."""
-        return self.context.kv.size if self.limit > UNLIMITED else self.limit
+        return min(self.limit, self.context.kv.size or UNLIMITED)
 
     def check(self, options: GenerationOptions) -> None:
         """Raise GenerationError for options that this model can't use."""

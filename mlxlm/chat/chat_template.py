@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import jinja2
 import jinja2.ext
@@ -18,7 +18,6 @@ from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.jinja_sandbox import BoundedEnvironment
 from mlxlm.chat.placeholders import Placeholders
 from mlxlm.chat.reasoning import open_think_tag
-from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import TokenizerError
@@ -43,50 +42,26 @@ class Message:
     ids: tuple[int, ...] = ()
 
 
-class ChatEncoder(Protocol):
-    """Encodes messages as token ids.
-
-    Attributes:
-        name: The template in use: "model" for the model's own, a name in `CHAT_FORMATS`, "plain", or a file.
-        eos_token_ids: Tokens that end an answer, besides the model's own.
-        generation_prefix: What the template puts at the start of an answer, such as "<think>" and a line feed, or "".
-    """
-
-    name: str
-    eos_token_ids: frozenset[int]
-    generation_prefix: str
-
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of the conversation, up to where the next answer starts."""
-        ...
-
-
-def chat_encoder(lm: LoadedModel, template: str | None = None) -> ChatEncoder:
+def chat_encoder(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
     """Return the encoder for a model.
 
     By default it uses the template in the model's files; without one, the known format whose turns end with one of the
     model's EOS tokens; otherwise plain text, which the model continues.
 
     Args:
-        lm: The model.
+        tokenizer: The model's tokenizer.
+        eos_token_ids: The model's EOS tokens.
         template: "model", "plain", a name in `CHAT_FORMATS`, or a jinja file.
 
     Raises:
         TokenizerError: The template is broken, or the tokenizer lacks its tokens.
     """
-    return chat_encoder_for(lm.tokenizer, lm.eos_token_ids, template)
-
-
-def chat_encoder_for(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
-    """Return the encoder for a model that need not be loaded (see `chat_encoder`)."""
     if template is None:
         matching = [name for name, format in CHAT_FORMATS.items() if format.ends(tokenizer, eos_token_ids)]
         template = MODEL if tokenizer.chat_template is not None else next(iter(matching), PLAIN)
     if template == PLAIN:
         return PlainTextEncoder(tokenizer)
     if template == MODEL:
-        if tokenizer.chat_template is None:
-            raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
         return ChatTemplate(tokenizer)
     if template in CHAT_FORMATS:
         if not CHAT_FORMATS[template].has_tokens(tokenizer):
@@ -144,20 +119,23 @@ class ChatTemplate:
     drops its reasoning), the template's text counts.
 
     Attributes:
+        name: "model" for the model's own template, a name in `CHAT_FORMATS`, or a file.
         source: The template.
         special: Pattern that matches the tokenizer's special tokens.
         eos_token_ids: The special token that the template puts behind an answer, if any.
+        generation_prefix: What the template puts at the start of an answer, such as "<think>" and a line feed, or "".
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str | None = None, name: str = MODEL):
         """Compile `source` (by default the model's own template), called `name` in errors.
 
         Raises:
-            TokenizerError: The template has syntax errors, or fails on a question and an answer.
+            TokenizerError: There is no template, it has syntax errors, or it fails on a question and an answer.
         """
-        self.name = name
-        self.source = tokenizer.chat_template if source is None else source
-        self._tokenizer = tokenizer
+        source = tokenizer.chat_template if source is None else source
+        if source is None:
+            raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
+        self.name, self.source, self._tokenizer = name, source, tokenizer
         self._environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
         )
@@ -216,7 +194,7 @@ class ChatTemplate:
         """Replace everything in the messages that looks like a special token with placeholders."""
         placeholders = Placeholders(self.source + "".join(m.content for m in messages))
 
-        def escape(match: re.Match) -> str:
+        def escape(match: re.Match[str]) -> str:
             return placeholders.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
         return placeholders, [replace(m, content=self.special.sub(escape, m.content)) for m in messages]
@@ -242,6 +220,9 @@ class ChatTemplate:
         behind = self.render(exchange, add_generation_prompt=False).partition(answer)[2]
         match = self.special.match(behind.lstrip())
         return frozenset([self._tokenizer.special_tokens[match[0]]] if match else [])
+
+
+ChatEncoder = PlainTextEncoder | ChatTemplate
 
 
 class _GenerationBlock(jinja2.ext.Extension):

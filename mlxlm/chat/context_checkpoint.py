@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions
 from mlxlm.generation.context import Context, common_prefix_length
@@ -22,7 +23,7 @@ class CheckpointedContext(Context):
         checkpoint_at: Position in the next prompt, in tokens, at which to take a checkpoint; None for no checkpoint.
     """
 
-    def __init__(self, model, kv: KVOptions):
+    def __init__(self, model: Any, kv: KVOptions):
         self.checkpoint_at: int | None = None
         self._checkpoint: tuple[int, dict[int, KVCache]] | None = None  # tokens, and copies of layers
         super().__init__(model, kv)

@@ -24,7 +24,7 @@ def check_context_overflow(policy: str) -> ContextOverflow:
     """Return `policy`. Raise GenerationError if it is not a policy."""
     if policy not in get_args(ContextOverflow):
         raise GenerationError(f"context_overflow is {policy!r}", " or ".join(get_args(ContextOverflow)))
-    return policy
+    return "drop" if policy == "drop" else "stop"
 
 
 def fit_to_context(
@@ -66,7 +66,7 @@ def fit_to_context(
 def drop_oldest_turns(
     conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int
 ) -> tuple[Conversation, list[int]]:
-    """Drop as many of the oldest turns as it takes for the prompt to have at most `size // 2` tokens, or all of them.
+    """Drop the oldest turns until the prompt has at most `size // 2` tokens, or no turn is left.
 
     The remaining turns are read again, as their positions behind the system message change. Keeping half of the context
     reads each token about twice; keeping three quarters would read it four times.

@@ -23,7 +23,7 @@ class Placeholders:
         """`text` is everything that is rendered; its characters can't be placeholders."""
         used = set(text)
         self._free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
-        self._texts: dict[str, str] = {}
+        self._texts: dict[int, str] = {}  # by code point
         self._by_text: dict[str, str] = {}
         self.ids: dict[str, Sequence[int]] = {}
         self.answers: set[str] = set()
@@ -35,7 +35,7 @@ class Placeholders:
         character = next(self._free, None)
         if character is None:
             raise TokenizerError("this conversation has too many answers", "a new conversation")
-        self._texts[character], self.ids[character] = text, ids
+        self._texts[ord(character)], self.ids[character] = text, ids
         if answer:
             self.answers.add(character)
         else:
@@ -44,9 +44,9 @@ class Placeholders:
 
     def restore(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its text."""
-        return text.translate(str.maketrans(self._texts))
+        return text.translate(self._texts)
 
     def split(self, text: str) -> Iterator[str]:
         """Yield the placeholders in `text` and the text between them, in order."""
-        pattern = f"([{''.join(self._texts)}])" if self._texts else "(?!)"
+        pattern = f"([{''.join(self.ids)}])" if self.ids else "(?!)"
         return filter(None, re.split(pattern, text))

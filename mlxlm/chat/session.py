@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 OnPrefill = Callable[[int], None]
+Answer = Generator[ChatChunk, None, None]
 
 
 class Chat:
@@ -71,11 +72,12 @@ class Chat:
         speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ):
-        self._answering: Callable[[], Generator | None] = lambda: None  # weak: an answer nobody reads has ended
+        self._answering: Callable[[], Answer | None] = lambda: None  # weak: an answer nobody reads has ended
+        self._options: GenerationOptions
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions())
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
         self.system_prompt = system_prompt
-        self.context_overflow = context_overflow
+        self.context_overflow = check_context_overflow(context_overflow)
         self.speculation = speculation
         if speculation is not None:
             speculation.check(lm)
@@ -150,15 +152,6 @@ class Chat:
         self._system_prompt = text or None
 
     @property
-    def context_overflow(self) -> ContextOverflow:
-        """What happens when the context is full: "stop" or "drop"."""
-        return self._context_overflow
-
-    @context_overflow.setter
-    def context_overflow(self, policy: ContextOverflow) -> None:
-        self._context_overflow = check_context_overflow(policy)
-
-    @property
     def messages(self) -> list[Message]:
         """The messages of the current branch, the system prompt first, including dropped ones."""
         return self._messages(self._branches.current.turns)
@@ -193,7 +186,7 @@ class Chat:
         return min(self.context_size, len(ids))
 
     @property
-    def caches(self) -> list:
+    def caches(self) -> list[Any]:
         """The key-value caches, one per layer."""
         return self._chat_model.context.caches
 
@@ -207,7 +200,7 @@ class Chat:
         encode = self.lm.tokenizer.encode
         return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
-    def ask(self, text: str, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+    def ask(self, text: str, *, on_prefill: OnPrefill | None = None) -> Answer:
         """Answer a message.
 
         Closing the generator stops the answer; the text so far stays in the conversation. If it is stopped before the
@@ -225,22 +218,22 @@ class Chat:
         self._end_answer()
         return self._ask(self._branches.current, text, on_prefill)
 
-    def retry(self, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+    def retry(self, *, on_prefill: OnPrefill | None = None) -> Answer:
         """Answer the last message again, with the next seed. The new answer replaces the old one at its first token.
 
         Raises as `ask` does, and GenerationError if there is no message.
         """
         self._end_answer()
-        base = self._branches.current.without_last_turn()
-        return self._ask(base, self._branches.current.turns[-1].question, on_prefill)
+        shorter, last = self._branches.current.pop_turn()
+        return self._ask(shorter, last.question, on_prefill)
 
-    def edit(self, text: str, *, on_prefill: OnPrefill | None = None) -> Generator[ChatChunk, None, None]:
+    def edit(self, text: str, *, on_prefill: OnPrefill | None = None) -> Answer:
         """Replace the last message and answer the new one. The old turn is replaced at the answer's first token.
 
         Raises as `ask` does, and GenerationError if there is no message.
         """
         self._end_answer()
-        return self._ask(self._branches.current.without_last_turn(), text, on_prefill)
+        return self._ask(self._branches.current.pop_turn()[0], text, on_prefill)
 
     def undo(self) -> Turn:
         """Remove the last message and its answer, and return them.
@@ -251,19 +244,14 @@ class Chat:
             GenerationError: There is no message.
         """
         self._end_answer()
-        shorter = self._branches.current.without_last_turn()
-        turn = self._branches.current.turns[-1]
+        shorter, last = self._branches.current.pop_turn()
         self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
-        return turn
+        return last
 
-    def branch(self, name: str | None = None) -> str:
-        """Continue in a new branch and return its name; the current branch stays as it is.
-
-        Raises:
-            GenerationError: The name is taken or is not one word.
-        """
+    def branch(self, name: str) -> None:
+        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
         self._end_answer()
-        return self._branches.fork(name)
+        self._branches.fork(name)
 
     def switch(self, name: str) -> None:
         """Continue in another branch. Raise GenerationError if it doesn't exist."""
@@ -290,7 +278,8 @@ class Chat:
         self._end_answer()
         before, conversation = self.dropped, self._branches.current
         if not for_message and conversation.turns:
-            for_message, conversation = conversation.turns[-1].question, conversation.without_last_turn()
+            conversation, last = conversation.pop_turn()
+            for_message = last.question
         shorter, _ = drop_oldest_turns(conversation, self._prompt_with(for_message), self._chat_model.limit)
         self._set_dropped(shorter.dropped)
         return self.dropped - before
@@ -333,12 +322,13 @@ class Chat:
             GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
         """
         path, files = Path(path), session_files.SessionFiles()
-        opened = session_files.restore(files.read(path), path, lm, chat_template)
+        session = files.read(path)
+        settings, notes, same_model = session_files.restore(session, path, lm, chat_template)
         overrides = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
         overrides = {name: value for name, value in overrides.items() if value is not None}
-        chat = cls(lm, speculation=speculation, **{**opened.settings, **options, **overrides})
-        chat._files, chat._branches, chat.notes = files, opened.branches, opened.notes
-        if opened.same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
+        chat = cls(lm, speculation=speculation, **{**settings, **options, **overrides})
+        chat._files, chat._branches, chat.notes = files, session.branches, notes
+        if same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
             chat.notes.append(problem)
         return chat
 
@@ -357,18 +347,12 @@ class Chat:
     def _set_dropped(self, dropped: int) -> None:
         self._branches.current = replace(self._branches.current, dropped=dropped)
 
-    def _ask(
-        self, conversation: Conversation, question: str, on_prefill: OnPrefill | None
-    ) -> Generator[ChatChunk, None, None]:
+    def _ask(self, conversation: Conversation, question: str, on_prefill: OnPrefill | None) -> Answer:
         if not question:
             raise GenerationError("the message is empty", "some text")
-        conversation, prompt = fit_to_context(
-            conversation,
-            self._prompt_with(question),
-            self._chat_model.limit,
-            self._context_overflow,
-            self._options.max_tokens,
-        )
+        limit, max_tokens = self._chat_model.limit, self._options.max_tokens
+        prompt_of = self._prompt_with(question)
+        conversation, prompt = fit_to_context(conversation, prompt_of, limit, self.context_overflow, max_tokens)
         self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)
         earlier = self._messages(conversation.visible_turns)
@@ -377,9 +361,7 @@ class Chat:
         self._answering = weakref.ref(answering)
         return answering
 
-    def _answer(
-        self, conversation: Conversation, question: str, prompt: list[int], stream: TextStream
-    ) -> Generator[ChatChunk, None, None]:
+    def _answer(self, conversation: Conversation, question: str, prompt: list[int], stream: TextStream) -> Answer:
         try:
             yield from chat_chunks(stream, self._chat_model.chat_encoder.generation_prefix)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,24 +83,9 @@ def _model_fingerprints(lm: LoadedModel) -> tuple[str, str]:
     return fingerprint(lm.model), lm.tokenizer.fingerprint
 
 
-@dataclass
-class OpenedSession:
-    """A session file as one model can continue it.
-
-    Attributes:
-        settings: Arguments of `Chat`.
-        branches: The conversation.
-        notes: What to tell the user.
-        same_model: Whether the file was written with this model.
-    """
-
-    settings: dict[str, Any]
-    branches: Branches
-    notes: list[str]
-    same_model: bool
-
-
-def restore(session: Session, path: Path, lm: LoadedModel, chat_template: str | None) -> OpenedSession:
+def restore(
+    session: Session, path: Path, lm: LoadedModel, chat_template: str | None
+) -> tuple[dict[str, Any], list[str], bool]:
     """Decide what of a session `lm` can use.
 
     Another model takes the text and the options, with its own template and cache. Token ids count if the tokenizer is
@@ -113,11 +97,15 @@ def restore(session: Session, path: Path, lm: LoadedModel, chat_template: str | 
         path: The file, for notes.
         lm: The model that continues the chat.
         chat_template: The template that the caller asks for, if any.
+
+    Returns:
+        Arguments of `Chat`, notes for the user, and whether the file was written with this model. Token ids that don't
+        count are dropped from the session.
     """
-    notes, options, branches = [], dict(session.options), session.branches
+    notes, options = [], dict(session.options)
     weights, tokenizer = _model_fingerprints(lm)
     same_tokenizer = session.tokenizer == tokenizer
-    branches.drop_ids_unless(lambda turn: same_tokenizer and decodes_to(lm.tokenizer, turn.ids, turn.answer))
+    session.branches.drop_ids_unless(lambda turn: same_tokenizer and decodes_to(lm.tokenizer, turn.ids, turn.answer))
     if not same_tokenizer:
         options.pop("logit_bias", None)
     settings: dict[str, Any] = {"system_prompt": session.system_prompt, "context_overflow": session.context_overflow}
@@ -131,7 +119,7 @@ def restore(session: Session, path: Path, lm: LoadedModel, chat_template: str | 
             )
     else:
         notes.append(f"{path} is a chat with another model, {session.model}: this model reads it again, as text")
-    return OpenedSession(settings | options, branches, [one_line(note) for note in notes], same_model)
+    return settings | options, [one_line(note) for note in notes], same_model
 
 
 def read_cache(path: Path, context: Context, lm: LoadedModel) -> str | None:

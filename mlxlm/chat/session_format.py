@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +28,6 @@ VERSION = 1
 _VERSION_KEY = "mlxlm_chat"
 _LINE_HINT = "the line of an answer, or 1"
 _MAX_ID = 2**31
-_MAX_TURNS = 1 << 20  # of all branches: they share lines, so that a small file could have any number
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ def encode_session(session: Session) -> bytes:
 
 
 def _answer_line(turn: Turn) -> dict[str, Any]:
-    line = {"role": "assistant", "content": turn.answer, "seed": turn.seed, "finish_reason": turn.finish_reason}
-    line |= {"time": turn.time, "ids": list(turn.ids) or None}
+    line: dict[str, Any] = {"role": "assistant", "content": turn.answer, "seed": turn.seed}
+    line |= {"finish_reason": turn.finish_reason, "time": turn.time, "ids": list(turn.ids) or None}
     return {name: value for name, value in line.items() if value is not None}
 
 
@@ -120,12 +118,10 @@ def decode_session(content: bytes, path: Path) -> Session:
             raise question.error("is not a user message", 'one whose role is "user"')
         if after != 1 and after not in turns:
             raise question.error(f"comes after line {after}, which is not an answer above it", _LINE_HINT)
-        number, text = next(numbered, (number, None))
-        if text is None:
+        last, text = next(numbered, (0, b""))
+        if not text:
             raise question.error("is a message without an answer", "the same file without it")
-        answer = _JsonLine.parse(path, number, text)
-        turns[number] = after, _turn(question, answer)
-        last = number
+        turns[last] = after, _turn(question, _JsonLine.parse(path, last, text))
     with header.add_location():
         return Session(
             model=header.get("model", str, "?"),
@@ -159,13 +155,6 @@ def _turn(question: _JsonLine, answer: _JsonLine) -> Turn:
     )
 
 
-def _count(line: _JsonLine, name: str) -> int:
-    count = line.get(name, int, 0)
-    if not 0 <= count < 2**63:
-        raise line.error(f"has the {name} {_describe(count)}", "a whole number from 0")
-    return count
-
-
 def _settings(header: _JsonLine, name: str, kind: type) -> dict[str, Any]:
     """Return the fields of the dataclass `kind` that the header has under `name`, validated and converted."""
     values = header.get(name, dict, {})
@@ -184,19 +173,18 @@ def _branches(header: _JsonLine, turns: Mapping[int, tuple[int, Turn]], last: in
     if current not in ends or len(ends) > MAX_BRANCHES:
         problem = f"more than {MAX_BRANCHES} branches" if current in ends else f"no branch {_describe(current)}"
         raise header.error(f"has {problem}", f"at most {MAX_BRANCHES} branches, its own among them")
-    conversations, room = {}, _MAX_TURNS
+    conversations = {}
     for name, end in ends.items():
         check_branch_name(name)
         place = header.child(end, f"the branch {name}")
-        line, dropped = place.get("line", int, 1), _count(place, "dropped")
+        line, dropped = place.get("line", int, 1), place.get("dropped", int, 0)
         if line != 1 and line not in turns:
             raise header.error(f"has the branch {name} end at line {line}, which is not an answer", _LINE_HINT)
-        path = tuple(islice(_turns_up_to(turns, line), room + 1))[::-1]
-        room -= len(path)
-        if room < 0:
-            raise header.error(f"has more than {_MAX_TURNS} turns in all its branches", "fewer branches")
-        if dropped > len(path):
-            raise header.error(f"has {dropped} turns dropped of the branch {name}, which has {len(path)}", "fewer")
+        path = tuple(_turns_up_to(turns, line))[::-1]
+        if not 0 <= dropped <= len(path):
+            raise header.error(
+                f"has {_describe(dropped)} turns dropped of the branch {name}, which has {len(path)}", "fewer"
+            )
         conversations[name] = Conversation(path, dropped)
     return Branches(conversations, current)
 
@@ -242,7 +230,7 @@ class _JsonLine:
             raise self.error(f"has the {name} {_describe(value)}", f"a {_KINDS[kind]}")
         return value
 
-    def text(self, name: str, default: Any = _REQUIRED) -> str | None:
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a text that a tokenizer can encode."""
         value = self.get(name, str, default)
         with self.add_location():

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, Message, chat_encoder_for
+from mlxlm.chat.chat_template import ChatTemplate, Message, chat_encoder
 from mlxlm.chat.placeholders import Placeholders
 from mlxlm.data import CHAT_TEMPLATE, ROLES, Chunk, Document, check_role
 from mlxlm.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class SFTEncoder:
     def _choose_template(
         tokenizer: Tokenizer, eos_token_ids: frozenset[int], chat_template: str | None
     ) -> ChatTemplate:
-        template = chat_encoder_for(tokenizer, eos_token_ids, chat_template)
+        template = chat_encoder(tokenizer, eos_token_ids, chat_template)
         if isinstance(template, ChatTemplate):
             return template
         if chat_template is None and all(token in tokenizer.special_tokens for token in _CHAT_TEMPLATE_TOKENS):
@@ -121,7 +121,7 @@ class SFTEncoder:
         loss_mask: list[int] = []
 
         def add(piece: str, label: int) -> None:
-            pieces = list(placeholders.split(piece.translate(str.maketrans(contents))))
+            pieces = list(placeholders.split(piece.translate(contents)))
             more = self._template.encode_segments(pieces, placeholders, continues=bool(ids))
             ids.extend(more)
             loss_mask.extend([label] * len(more))
@@ -139,21 +139,19 @@ class SFTEncoder:
 
     def _with_placeholders(
         self, plain: list[Message], placeholders: Placeholders
-    ) -> tuple[list[Message], dict[str, str]]:
-        """Replace the assistant's messages with placeholders; return them and the text of each placeholder."""
+    ) -> tuple[list[Message], dict[int, str]]:
+        """Replace the assistant's messages with placeholders; return them and the text of each placeholder's code."""
         expected = self._render(plain)
         for trimmed in (False, True):  # many templates trim
-            contents: dict[str, str] = {}
+            contents: dict[int, str] = {}
             shown = list(plain)
             for n, message in enumerate(plain):
                 if message.role == "assistant":
                     content = message.content.strip() if trimmed else message.content
                     placeholder = placeholders.take(content, (), answer=True)
-                    contents[placeholder], shown[n] = content, replace(message, content=placeholder)
+                    contents[ord(placeholder)], shown[n] = content, replace(message, content=placeholder)
             text = self._render(shown)
-            if text.translate(str.maketrans(contents)) == expected and all(
-                text.count(placeholder) == 1 for placeholder in contents
-            ):
+            if text.translate(contents) == expected and all(text.count(chr(code)) == 1 for code in contents):
                 return shown, contents
         raise self._changes_answers()
 

@@ -175,7 +175,7 @@ def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Call
 
     @cache
     def encoder() -> ChatEncoder:
-        compiled = chat_encoder(lm, chat_template)
+        compiled = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
         if chat_template is None and compiled.name == PLAIN:
             raise GenerationError(f"{lm.path} has no chat template", "a prompt to continue, or --chat-template")
         return compiled
@@ -224,14 +224,14 @@ def _print_one(
 
 
 def _print_text(stream: TextStream, beginning: str) -> None:
-    from mlxlm.cli.render import write_text
+    from mlxlm.chat.terminal.output import write
 
     try:
-        write_text(beginning)
+        write(beginning)
         for chunk in stream:
-            write_text(chunk.text)
+            write(chunk.text)
     finally:
-        write_text("\n")  # also after Ctrl-C, so that the next message starts on a new line
+        write("\n")  # also after Ctrl-C, so that the next message starts on a new line
 
 
 def _print_json(stream: TextStream, lm: LoadedModel) -> None:

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from mlxlm.cache import KVOptions
+from mlxlm.chat.terminal.output import write
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import CONSTRAINT_HINTS
 from mlxlm.cli.spinner import spinner
@@ -46,7 +47,7 @@ def print_samples(
             if as_json:
                 render.emit_json({"sample": number} | full_result_fields(result, lm.tokenizer))
             else:
-                render.write_text(("\n" if number else "") + result.text + "\n")
+                write(("\n" if number else "") + result.text + "\n")
     if verbose:
         seconds = time.monotonic() - start
         render.say(

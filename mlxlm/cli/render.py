@@ -16,7 +16,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from mlxlm.chat.terminal.output import printable
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes
 from mlxlm.utils.json_files import json_line
@@ -62,12 +61,6 @@ def write_line(line: bytes) -> None:
     """Write a line of UTF-8 to stdout, whatever the locale, and flush."""
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
-
-
-def write_text(text: str) -> None:
-    """Write text of a model to stdout, and flush; in a terminal without control characters."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
 
 
 def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, title: str | None = None) -> Table:

@@ -14,7 +14,6 @@ from typing import Any
 from rich.live import Live
 from rich.text import Text
 
-from mlxlm.chat.terminal.output import printable
 from mlxlm.cli import render
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stop_signals import StopRequest
@@ -41,7 +40,7 @@ from mlxlm.train import (
     train,
 )
 from mlxlm.utils.errors import TrainingError
-from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds, printable
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast

@@ -1,4 +1,4 @@
-"""Numbers for people: three significant digits and a unit. Layer names, grouped."""
+"""Text for people: numbers with three significant digits and a unit, grouped layer names, printable characters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
+from mlxlm.utils.errors import CONTROLS
+
+_CONTROL_CHARACTERS = re.compile(f"[\\x00-\\x08\\x0b-\\x1f{CONTROLS}]")
 Value = TypeVar("Value", bound=Hashable)
 
 
@@ -41,6 +44,14 @@ def _scaled(n: float, units: tuple[str, ...]) -> str:
             return f"{n:.3g}{unit}"
         n /= 1000
     return f"{n:.3g}{units[-1]}" if abs(n) < 999.5 else f"{n:.0f}{units[-1]}"
+
+
+def printable(text: str) -> str:
+    """Replace every control character except tab and line feed with U+FFFD, so that no text can control a terminal.
+
+    This includes characters that change the text direction, and line ends that only some terminals obey.
+    """
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def group_layers_by_value(layers: Mapping[str, Value]) -> dict[Value, str]:

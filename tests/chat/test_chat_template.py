@@ -1,7 +1,6 @@
 """Conversations as ids: what transformers would render, and nothing that a message could forge."""
 
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -11,8 +10,6 @@ from hypothesis import strategies as st
 from mlxlm import tokenizer
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.chat_template import ChatTemplate, Message, PlainTextEncoder, chat_encoder
-from mlxlm.checkpoint.mlx_lm import MlxLmConfig
-from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError
 from tests.paths import SHARED
@@ -23,11 +20,6 @@ EXCHANGE = [
     Message("assistant", "Hi."),
     Message("user", "?"),
 ]
-
-
-def model_of(tokenizer, *ends):
-    """As much of a model as the choice of a template looks at."""
-    return LoadedModel(None, tokenizer, MlxLmConfig("any", 300, 4096, frozenset(ends)), Path("any"))
 
 
 def test_the_rendered_conversation(tokens):
@@ -125,7 +117,7 @@ def test_a_template_that_renders_nothing_is_an_error(tokens):
 
 def test_without_a_template_the_text_goes_on(tokens):
     tokens.chat_template = None
-    plain = chat_encoder(model_of(tokens))
+    plain = chat_encoder(tokens, frozenset())
     assert isinstance(plain, PlainTextEncoder)
     ids = tuple(tokens.encode(" fox", add_special_tokens=False))
     messages = [Message("system", "Be brief."), Message("user", "The"), Message("assistant", " fox", ids)]
@@ -220,34 +212,34 @@ def test_the_format_of_a_model_without_a_template(tokens, name):
     tokens.chat_template = None
     chat = with_tokens(tokens, *CHAT_FORMATS[name].tokens)
     end = chat.special_tokens[CHAT_FORMATS[name].tokens[-1]]
-    found = chat_encoder(model_of(chat, end))
+    found = chat_encoder(chat, frozenset([end]))
     assert found.name == name and found.eos_token_ids == {end}
     ids = found.encode(EXCHANGE)
     assert chat.decode(ids, skip_special_tokens=False) == WANTED[name]
     assert all(chat.special_tokens[token] in ids for token in CHAT_FORMATS[name].tokens)
-    assert chat_encoder(model_of(chat)).name == "plain"
-    assert chat_encoder(model_of(chat), name).encode(EXCHANGE) == ids
-    assert chat_encoder(model_of(tokens)).name == "plain"
+    assert chat_encoder(chat, frozenset()).name == "plain"
+    assert chat_encoder(chat, frozenset(), name).encode(EXCHANGE) == ids
+    assert chat_encoder(tokens, frozenset()).name == "plain"
     with pytest.raises(TokenizerError, match=rf"template {name} needs the tokens .*which this model lacks"):
-        chat_encoder(model_of(tokens), name)
+        chat_encoder(tokens, frozenset(), name)
 
 
 def test_a_template_that_was_asked_for(tokens, tmp_path):
-    assert chat_encoder(model_of(tokens)).name == "model"
-    assert chat_encoder(model_of(tokens), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
+    assert chat_encoder(tokens, frozenset()).name == "model"
+    assert chat_encoder(tokens, frozenset(), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
     file = tmp_path / "short.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    own = chat_encoder(model_of(tokens), str(file))
+    own = chat_encoder(tokens, frozenset(), str(file))
     assert own.name == str(file)
     assert tokens.decode(own.encode(EXCHANGE[1:2]), skip_special_tokens=False) == "Hello!<|end|>"
     with pytest.raises(TokenizerError, match="no chat template nowhere .try: one of model, chatml"):
-        chat_encoder(model_of(tokens), "nowhere")
+        chat_encoder(tokens, frozenset(), "nowhere")
     file.write_bytes(b"\xff")
     with pytest.raises(TokenizerError, match="short.jinja is not UTF-8"):
-        chat_encoder(model_of(tokens), str(file))
+        chat_encoder(tokens, frozenset(), str(file))
     tokens.chat_template = None
     with pytest.raises(TokenizerError, match="no chat template .try: one of chatml"):
-        chat_encoder(model_of(tokens), "model")
+        chat_encoder(tokens, frozenset(), "model")
 
 
 def test_a_failure_without_a_message_is_named(tokens, monkeypatch):

@@ -199,7 +199,8 @@ def test_edit_reads_only_what_was_changed(lm):
 def test_branches_read_only_what_they_do_not_share(lm):
     chat = Chat(lm, **GREEDY)
     say(chat, "Hello! " * 10)
-    assert chat.branch() == "branch-2" and chat.branch_name == "branch-2"
+    chat.branch("second")
+    assert chat.branch_name == "second"
     say(chat, "How are you?")
     common = chat.stats.last.cached_tokens
     two = chat.messages
@@ -207,16 +208,17 @@ def test_branches_read_only_what_they_do_not_share(lm):
     assert chat.messages == two[:2]
     say(chat, "Why?")
     assert chat.stats.last.cached_tokens >= common
-    chat.switch("branch-2")
+    chat.switch("second")
     assert chat.messages == two
     say(chat, "And?")
     assert chat.stats.last.cached_tokens >= common
     chat.switch("main")
-    chat.switch("branch-2")  # looking elsewhere costs nothing
+    chat.switch("second")  # looking elsewhere costs nothing
     say(chat, "And?")
     assert read(chat) <= 14
-    assert chat.branches == {"main": 2, "branch-2": 4}
-    assert chat.branch("other") == "other" and chat.branches["other"] == 4
+    assert chat.branches == {"main": 2, "second": 4}
+    chat.branch("other")
+    assert chat.branches["other"] == 4
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_branches_read_only_what_they_do_not_share(lm):
         (lambda chat: chat.branch("main"), "branch main already exists"),
         (lambda chat: chat.branch("a b"), "is not a valid branch name"),
         (lambda chat: chat.branch(""), "is not a valid branch name"),
-        (lambda chat: chat.switch("x"), "no branch x .try: one of main, branch-2"),
+        (lambda chat: chat.switch("x"), "no branch x .try: one of main, second"),
         (lambda chat: chat.ask(""), "message is empty"),
         (lambda chat: Chat(chat.lm, context_overflow="ask"), "context_overflow is 'ask' .try: stop or drop"),
         (lambda chat: Chat(chat.lm, temprature=1), "no option temprature"),
@@ -234,7 +236,7 @@ def test_branches_read_only_what_they_do_not_share(lm):
 )
 def test_what_cannot_be_done(lm, act, message):
     chat = Chat(lm)
-    chat.branch()
+    chat.branch("second")
     with pytest.raises(GenerationError, match=message):
         act(chat)
     with pytest.raises(TokenizerError, match="surrogate"):
@@ -243,10 +245,10 @@ def test_what_cannot_be_done(lm, act, message):
 
 def test_any_number_of_branches_has_an_end(lm):
     chat = Chat(lm)
-    for _ in range(99):
-        chat.branch()
+    for n in range(99):
+        chat.branch(f"branch-{n}")
     with pytest.raises(GenerationError, match="100 branches"):
-        chat.branch()
+        chat.branch("one-more")
     assert len(chat.branches) == 100
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.chat import session_format
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_files import cache_path
 from mlxlm.utils.errors import GenerationError, MlxlmError
@@ -271,14 +270,6 @@ def test_what_is_no_session_says_so_in_a_line(lm, file, content, message):
     with pytest.raises(GenerationError, match=rf"talk.jsonl: {message}") as caught:
         Chat.open(file, lm)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 2500
-
-
-def test_a_small_file_cannot_have_any_number_of_turns(lm, file, monkeypatch):
-    monkeypatch.setattr(session_format, "_MAX_TURNS", 20)
-    ends = {str(n): {"line": 7} for n in range(7)}
-    write(file, {**HEADER, "branch": "0", "branches": ends}, *[USER, ANSWER] * 3)
-    with pytest.raises(GenerationError, match="line 1 has more than 20 turns in all its branches"):
-        Chat.open(file, lm)
 
 
 def test_names_that_are_no_utf8(lm, file):

@@ -1,8 +1,15 @@
-"""Numbers as people read them."""
+"""Numbers and text as people read them."""
 
 import pytest
 
-from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_count, human_flops, human_seconds
+from mlxlm.utils.formatting import (
+    group_layers_by_value,
+    human_bytes,
+    human_count,
+    human_flops,
+    human_seconds,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +22,10 @@ from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_cou
 )  # fmt: skip
 def test_three_digits_and_a_unit(n, bytes, count):
     assert (human_bytes(n), human_count(n)) == (bytes, count)
+
+
+def test_control_characters_are_replaced():
+    assert printable("a\x1b[31m\x07\x9b\r\u202e\u2066\tb\n") == "a\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffd\tb\n"
 
 
 def test_seconds():

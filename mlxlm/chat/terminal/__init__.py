@@ -2,7 +2,3 @@
 
 `repl.open_repl` opens a conversation, `stream_answer.stream_answer` displays one answer.
 """
-
-from mlxlm.chat.terminal.output import write
-
-__all__ = ["write"]

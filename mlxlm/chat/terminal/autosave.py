@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 MAX_UNNAMED_SESSIONS = 50  # older ones are removed
 
 
+@dataclass
 class Autosave:
     """Writes a chat to its file after every change: a file that the user named, or a new one in a private folder.
 
@@ -25,26 +27,19 @@ class Autosave:
     Attributes:
         path: The session file; None for none yet.
         named: Whether the user chose the file.
+        cached: Also save the key-value cache when the chat ends.
+        unnamed: Save chats without a file to the private folder.
     """
 
-    def __init__(self, path: Path | None = None, *, named: bool = False, cached: bool = False, unnamed: bool = False):
-        """Save to `path`.
-
-        Args:
-            path: The session file; None for none yet.
-            named: Whether the user chose the file.
-            cached: Also save the key-value cache when the chat ends.
-            unnamed: Save chats without a file to the private folder.
-        """
-        self.path = path
-        self.named = named
-        self._cached = cached
-        self._unnamed = unnamed
-        self._problem = ""
+    path: Path | None = None
+    named: bool = False
+    cached: bool = False
+    unnamed: bool = False
+    _problem: str = ""
 
     def save_changes(self, chat: Chat) -> None:
         """Save the chat if it has a file, or any message."""
-        if self.path is None and not (self._unnamed and any(chat.branches.values())):
+        if self.path is None and not (self.unnamed and any(chat.branches.values())):
             return
         try:
             if self.path is None:
@@ -58,7 +53,7 @@ class Autosave:
 
     def finish(self, chat: Chat) -> None:
         """Save the key-value cache, if requested, when the chat ends."""
-        if self._cached and self.path is not None:
+        if self.cached and self.path is not None:
             try:
                 self.save(chat, self.path, cache=True)
             except MlxlmError as error:
@@ -74,11 +69,11 @@ class Autosave:
         if self.path is not None and not self.named and self.path != path:
             with suppress(OSError):
                 self.path.unlink()
-        self.path, self.named, self._cached = path, True, cached
+        self.path, self.named, self.cached = path, True, cached
 
     def forget(self) -> None:
         """Start a new, unnamed chat. The old file stays."""
-        self.path, self.named, self._cached = None, False, False
+        self.path, self.named, self.cached = None, False, False
 
     @property
     def resume_option(self) -> str | None:

@@ -36,7 +36,7 @@ class Command:
         usage: Name and arguments.
         help: What it does.
         run: Called with the Repl and the argument.
-        complete: Returns possible arguments; `COMPLETE_PATHS` stands for file names.
+        complete: Returns possible arguments; `PATHS` stands for file names.
     """
 
     usage: str
@@ -45,7 +45,7 @@ class Command:
     complete: Callable[[Repl], Iterable[str]] = lambda repl: ()
 
 
-COMPLETE_PATHS = "\0paths"
+PATHS = "\0paths"
 
 
 def run_command(repl: Repl, line: str) -> None:
@@ -64,10 +64,8 @@ def find_command(name: str) -> Command:
     """
     match = name if name in ALIASES else resolve_abbreviation(name, COMMANDS) if name != "/" else None
     if match is None:
-        near = difflib.get_close_matches(name, COMMANDS, 1) or ["/help"]
-        raise GenerationError(
-            f"there is no command {name}", f"{near[0]}; to send a message that starts with /, type //"
-        )
+        near, *_ = [*difflib.get_close_matches(name, COMMANDS, 1), "/help"]
+        raise GenerationError(f"there is no command {name}", f"{near}; to send a message that starts with /, type //")
     return COMMANDS[ALIASES.get(match, match)]
 
 
@@ -95,9 +93,8 @@ def _system(repl: Repl, text: str) -> None:
     if text:
         repl.chat.system_prompt = None if text == "none" else strip_block(text)
         repl.autosave.save_changes(repl.chat)
-    print_status(
-        f"system prompt: {repl.chat.system_prompt}" if repl.chat.system_prompt else "there is no system prompt"
-    )
+    prompt = repl.chat.system_prompt
+    print_status(f"system prompt: {prompt}" if prompt else "there is no system prompt")
 
 
 def _set(repl: Repl, text: str) -> None:
@@ -118,30 +115,25 @@ def _set(repl: Repl, text: str) -> None:
 
 
 def _show(repl: Repl, what: str) -> None:
-    if what:
-        if (topic := resolve_abbreviation(what, _SHOW_TOPICS)) is None:
-            raise GenerationError(f"/show {what}: unknown", ", ".join(_SHOW_TOPICS))
-        what = topic
-    chat = repl.chat
-    if what == "settings":
-        return _set(repl, "")
-    if what == "system":
-        return _system(repl, "")
-    if what == "messages":
-        return _show_messages(repl)
-    rows = {}
-    if what in ("", "model"):
+    topic = resolve_abbreviation(what, _SHOW_TOPICS) if what else ""
+    if topic is None:
+        raise GenerationError(f"/show {what}: unknown", ", ".join(_SHOW_TOPICS))
+    if show := {"settings": _set, "system": _system}.get(topic):
+        show(repl, "")
+    elif topic == "messages":
+        _show_messages(repl)
+    chat, rows = repl.chat, {}
+    if topic in ("", "model"):
         weights = bandwidth.weight_bytes(chat.lm.model)
         rows["model"] = str(chat.lm.path)
         rows["chat_template"] = chat.chat_template
         rows["read per token"] = "?" if weights is None else f"{human_bytes(weights)} of weights"
         rows["context"] = f"{chat.context_used} of {chat.context_size} tokens"
-    if what in ("", "session"):
+    if topic in ("", "session"):
         rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
         rows["saved in"] = str(repl.autosave.path or "no file yet")
     for name, value in rows.items():
         print_info(f"{name:15} {value}")
-    return None
 
 
 def _show_messages(repl: Repl) -> None:
@@ -161,24 +153,24 @@ def _show_messages(repl: Repl) -> None:
 
 def _model(repl: Repl, name: str) -> None:
     if not name:
-        return _show(repl, "model")
+        _show(repl, "model")
+        return
     with raise_interrupts():
         lm = repl.load(_expanded(name) if name.startswith("~") else name)
     repl.chat.lm = lm
-    repl.bytes_per_token = None
+    repl.bytes_per_token = ""
     repl.autosave.save_changes(repl.chat)
     print_status("the conversation continues with this model, which reads it again")
-    return None
 
 
 def _save(repl: Repl, text: str) -> None:
     """Save the chat to a file, to which every new answer is added."""
-    name = text.removesuffix("--save-kv-cache").strip()
-    if not name and not repl.autosave.named:
+    name, cached = text.removesuffix("--save-kv-cache").strip(), text.endswith("--save-kv-cache")
+    path = Path(_expanded(name)) if name else repl.autosave.path if repl.autosave.named else None
+    if path is None:
         raise GenerationError("there is no file yet to save to", "/save FILE")
-    path = Path(_expanded(name)) if name else repl.autosave.path
-    repl.autosave.save(repl.chat, path, cache=text.endswith("--save-kv-cache"))
-    repl.autosave.set_path(path, cached=text.endswith("--save-kv-cache"))
+    repl.autosave.save(repl.chat, path, cached)
+    repl.autosave.set_path(path, cached)
     print_status(f"saved to {path}; new messages are added to it")
 
 
@@ -217,9 +209,8 @@ def _branch(repl: Repl, name: str) -> None:
     chat = repl.chat
     if not name:
         for branch, turns in chat.branches.items():
-            print_info(
-                f"{'*' if branch == chat.branch_name else ' '} {branch}: {turns} {'turn' if turns == 1 else 'turns'}"
-            )
+            mark, unit = "*" if branch == chat.branch_name else " ", "turn" if turns == 1 else "turns"
+            print_info(f"{mark} {branch}: {turns} {unit}")
         print_status("/branch NAME starts a new branch here, or switches to an existing one")
         return
     if name in chat.branches:
@@ -271,7 +262,7 @@ def _expanded(name: str) -> str:
 def _models(_: Repl) -> list[str]:
     """File names, and models downloaded from the hub."""
     folders = platform.model_cache().glob("models--*--*")
-    return [COMPLETE_PATHS, *("/".join(folder.name.split("--")[1:]) for folder in folders)]
+    return [PATHS, *("/".join(folder.name.split("--")[1:]) for folder in folders)]
 
 
 def _words(*words: str) -> Callable[[Repl], tuple[str, ...]]:
@@ -283,35 +274,31 @@ def _setting_values(repl: Repl) -> list[str]:
     return [*(f"{name} " for name in settings.NAMES), *choices]
 
 
-def _names(_: Repl) -> list[str]:
-    return [name.lstrip("/") for name in COMMANDS]
-
-
-def _branches(repl: Repl) -> list[str]:
-    return list(repl.chat.branches)
+def _branches(repl: Repl) -> Iterable[str]:
+    return repl.chat.branches
 
 
 _ALL = (
-    Command("/help [COMMAND]", "show the commands (also /?)", _help, _names),
+    Command("/help [COMMAND]", "show the commands (also /?)", _help, lambda repl: [name[1:] for name in COMMANDS]),
     Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
     Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
     Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
     Command("/model [MODEL]", "continue with another model", _model, _models),
-    Command(
-        "/save [FILE] [--save-kv-cache]",
-        "save the conversation to a file (and its key-value cache)",
-        _save,
-        _words(COMPLETE_PATHS),
-    ),
-    Command("/load FILE", "continue a saved conversation", _load, _words(COMPLETE_PATHS)),
+    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its key-value cache)", _save, _words(PATHS)),
+    Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message and answer it again", _edit),
-    Command("/branch [NAME]", "list the branches, or switch to another or a new one", _branch, _branches),
+    Command(
+        "/branch [NAME]",
+        "list the branches, or switch to another or a new one",
+        _branch,
+        lambda repl: repl.chat.branches,
+    ),
     Command("/reset", "remove all but the system prompt (also /clear)", _reset),
     Command("/tokens", "count the tokens of each message", _tokens),
     Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
     Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),
 )
-COMMANDS = {command.usage.split()[0]: command for command in _ALL}
+COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for command in _ALL}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}

@@ -7,35 +7,39 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
-from prompt_toolkit.completion import Completer, Completion, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
 from prompt_toolkit.formatted_text import AnyFormattedText, StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout import Dimension
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, COMPLETE_PATHS, find_command
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command
 from mlxlm.chat.terminal.multiline import has_open_block
 from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
 from mlxlm.utils.errors import GenerationError, PlatformError
+
+if TYPE_CHECKING:
+    from mlxlm.chat.terminal.repl import Repl
 
 
 class Editor:
     """Reads messages from the terminal."""
 
-    def __init__(self, repl, private: bool):
+    def __init__(self, repl: Repl, private: bool):
         """Complete the commands of `repl`; with `private`, keep the history in memory only."""
         # Standard output may be a file while a person types: then the editor draws on standard error.
         self._output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
-        self._session = self._waiting = PromptSession(
+        self._session: PromptSession[str] = PromptSession(
             history=InMemoryHistory() if private else _history(),
             output=self._output,
             multiline=True,
@@ -48,6 +52,7 @@ class Editor:
             tempfile_suffix=".md",
             enable_suspend=True,
         )
+        self._waiting = self._session
         self._session.layout.current_window.height = self._height
 
     def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
@@ -63,7 +68,7 @@ class Editor:
         """Read one line without history. Raise as `read` does."""
         return self._read(PromptSession(output=self._output, enable_suspend=True), question)
 
-    def _read(self, session: PromptSession, prompt: AnyFormattedText, draft: str = "") -> str:
+    def _read(self, session: PromptSession[str], prompt: AnyFormattedText, draft: str = "") -> str:
         self._waiting = session
         try:
             return session.prompt(prompt, default=draft)
@@ -132,7 +137,7 @@ def _keys() -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter", filter=~is_searching)
-    def _enter(event) -> None:
+    def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if has_open_block(buffer.text):
             buffer.insert_text("\n")
@@ -140,12 +145,12 @@ def _keys() -> KeyBindings:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
-    def _alt_enter(event) -> None:
+    def _alt_enter(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-x", "c-e")
     @keys.add("c-g", filter=~is_searching & ~has_selection)
-    def _editor(event) -> None:
+    def _editor(event: KeyPressEvent) -> None:
         event.current_buffer.open_in_editor()
 
     return keys
@@ -154,10 +159,10 @@ def _keys() -> KeyBindings:
 class _Commands(Completer):
     """Completes commands, their arguments, and paths."""
 
-    def __init__(self, repl):
+    def __init__(self, repl: Repl):
         self._repl = repl
 
-    def get_completions(self, document: Document, event) -> Iterable[Completion]:
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """Yield completions of one word at a time."""
         text = document.text_before_cursor
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
@@ -171,8 +176,8 @@ class _Commands(Completer):
                 candidates = list(find_command(name).complete(self._repl))
             except GenerationError:
                 return
-        if COMPLETE_PATHS in candidates:
-            candidates.remove(COMPLETE_PATHS)
+        if PATHS in candidates:
+            candidates.remove(PATHS)
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
         # A space follows where another word may.
         start = argument.rfind(" ") + 1
@@ -187,30 +192,20 @@ class _Commands(Completer):
 
 def _history() -> History:
     """Return the history of earlier chats, in a file that only its owner can read."""
-
-    class SafeHistory(FileHistory):
-        """A history that survives a full disk."""
-
-        writable = True
-
-        def store_string(self, string: str) -> None:
-            """Append a line to the file."""
-            try:
-                if self.writable:
-                    super().store_string(string)
-            except OSError as error:
-                self.writable = False
-                print_status(f"the history of this chat is no longer saved: {path}: {error.strerror}")
-
     try:
         path = platform.state_folder() / "chat_history"
-    except PlatformError as error:
-        print_status(f"the history of this chat won't be saved: {error.message}")
-        return InMemoryHistory()
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode=0o600))
-    except OSError as error:
-        print_status(f"the history of this chat won't be saved: {path}: {error.strerror}")
+    except (OSError, PlatformError) as error:
+        print_status(f"the history of this chat won't be saved: {error}")
         return InMemoryHistory()
-    return SafeHistory(path)
+    return _SafeHistory(path)
+
+
+class _SafeHistory(FileHistory):
+    """A history that survives a full disk."""
+
+    def store_string(self, string: str) -> None:
+        """Append a line to the file."""
+        with suppress(OSError):
+            super().store_string(string)

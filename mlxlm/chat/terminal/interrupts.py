@@ -8,6 +8,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def hide_typing() -> Iterator[None]:
     quiet = [*before]
     quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
 
-    def set_modes(modes: list) -> None:
+    def set_modes(modes: list[Any]) -> None:
         with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(descriptor, termios.TCSANOW, modes)
 
@@ -59,7 +60,7 @@ def hide_typing() -> Iterator[None]:
 
 
 @contextmanager
-def _handler(number: signal.Signals, handler) -> Iterator[None]:
+def _handler(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
     previous = signal.signal(number, handler)
     try:
         yield

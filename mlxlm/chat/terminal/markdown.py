@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from markdown_it import MarkdownIt
-from markdown_it.rules_inline import emphasis
+from markdown_it.rules_inline import StateInline, emphasis
 from markdown_it.token import Token
 from rich import box, markdown
 from rich.color import ColorSystem
@@ -23,7 +23,8 @@ from rich.text import Text
 from rich.theme import Theme
 
 from mlxlm.chat.terminal.live_tail import LiveTail
-from mlxlm.chat.terminal.output import colors_disabled, printable
+from mlxlm.chat.terminal.output import colors_disabled
+from mlxlm.utils.formatting import printable
 
 _FRAME_SECONDS = 1 / 30
 _DRAWING_SHARE = 0.1  # of the time: drawing takes it from generation
@@ -47,7 +48,7 @@ _THEME = Theme(
 )
 
 
-def _star_emphasis(state, silent: bool) -> bool:
+def _star_emphasis(state: StateInline, silent: bool) -> bool:
     return state.src[state.pos] == "*" and emphasis.tokenize(state, silent)
 
 
@@ -61,10 +62,13 @@ _PARSER.inline.ruler.at("emphasis", _star_emphasis)
 class _CodeBlock(markdown.CodeBlock):
     """Highlighted code between its fences, which starts in the first column."""
 
+    fence: Text | None = None
+
     @classmethod
     def create(cls, document: markdown.Markdown, token: Token) -> _CodeBlock:
         block = cls(token.info.partition(" ")[0] or "text", document.code_theme)
-        block.fence = token.markup and Text(f"```{token.info}", "dim")
+        if token.markup:
+            block.fence = Text(f"```{token.info}", "dim")
         return block
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -103,7 +107,7 @@ class _TableElement(markdown.TableElement):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, border_style="markdown.table.border")
-        for cell in self.header.row.cells:
+        for cell in self.header.row.cells if self.header and self.header.row else ():
             table.add_column(cell.content, cell.content, justify=cell.justify, overflow="fold")
         for row in self.body.rows if self.body else ():
             table.add_row(*(cell.content for cell in row.cells))
@@ -175,24 +179,18 @@ class Renderer:
         self.columns = columns
         # The sixteen colors of the terminal's own palette suit its background.
         self._colors = None if colors_disabled() else ColorSystem.STANDARD
-        self._console = Console(
-            file=io.StringIO(), force_terminal=True, width=max(columns, 1), highlight=False, markup=False,
-            emoji=False, legacy_windows=False, theme=_THEME,
-        )  # fmt: skip
+        self._console = Console(file=io.StringIO(), force_terminal=True, width=max(columns, 1), theme=_THEME)
         light = os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
         self._code_theme = "ansi_light" if light else "ansi_dark"
 
     def lines(self, source: str) -> list[str]:
         """Return the lines of one block with SGR sequences, without trailing spaces."""
-        if _fits(source, self.columns):
-            content = _Markdown(source, self._code_theme)
-        else:  # the source itself, which loses nothing
-            content = Text(printable(source).strip("\n"), overflow="fold")
+        fits = _fits(source, self.columns)
+        # The source itself loses nothing.
+        content = _Markdown(source, self._code_theme) if fits else Text(printable(source), overflow="fold")
         lines = [self._encode(line) for line in self._console.render_lines(content, pad=False)]
-        while lines and not lines[-1]:
-            lines.pop()
-        first = next((i for i, line in enumerate(lines) if line), 0)
-        return lines[first:]
+        filled = [i for i, line in enumerate(lines) if line]
+        return lines[filled[0] : filled[-1] + 1] if filled else []
 
     def _encode(self, line: list[Segment]) -> str:
         """Return a line as text with SGR sequences, without trailing spaces."""
@@ -216,7 +214,7 @@ class MarkdownStream:
         self._tail, self._clock = tail, clock
         self._renderer = Renderer(tail.size()[0])
         self._source = ""  # of the last block
-        self._printed = 0  # lines of it
+        self._printed = 0  # lines of the last block
         self._is_first_block = True
         self._next_frame = 0.0
 

@@ -8,19 +8,9 @@ import shutil
 import sys
 import textwrap
 
-from mlxlm.utils.errors import CONTROLS
-
-_CONTROL_CHARACTERS = re.compile(f"[\\x00-\\x08\\x0b-\\x1f{CONTROLS}]")
+from mlxlm.utils.formatting import printable
 
 _FIRST_COLUMN = re.compile(r".*?\S {2,}")
-
-
-def printable(text: str) -> str:
-    """Replace every control character except tab and line feed with U+FFFD, so that no text can control the terminal.
-
-    This includes characters that change the text direction, and line ends that only some terminals obey.
-    """
-    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def write(text: str) -> None:

@@ -25,6 +25,8 @@ from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
 if TYPE_CHECKING:
+    from prompt_toolkit.formatted_text import StyleAndTextTuples
+
     from mlxlm.chat.terminal.editor import Editor
 
 _UNFINISHED: dict[FinishReason | None, str] = {
@@ -59,8 +61,10 @@ def open_repl(
         system_prompt: Replaces the session's system prompt.
     """
     autosave, arguments = autosave or Autosave(), dict(chat_arguments or {})
-    resumes = autosave.path is not None and (autosave.path.exists() or autosave.path.is_symlink())
-    chat = Chat.open(autosave.path, lm, **arguments) if resumes else Chat(lm, **arguments)
+    if (path := autosave.path) is not None and (path.exists() or path.is_symlink()):
+        chat = Chat.open(path, lm, **arguments)
+    else:
+        chat = Chat(lm, **arguments)
     if system_prompt is not None:
         chat.system_prompt = system_prompt
     _print_notes(chat)
@@ -89,13 +93,13 @@ class Repl:
         chat: Chat,
         settings: Settings,
         autosave: Autosave,
-        load: Callable[[str], LoadedModel] | None = None,
-        chat_arguments: Mapping[str, Any] | None = None,
+        load: Callable[[str], LoadedModel],
+        chat_arguments: Mapping[str, Any],
     ):
-        self.chat, self.settings, self.autosave, self.load = chat, settings, autosave, load
-        self.chat_arguments = chat_arguments or {}
+        self.chat: Chat = chat
+        self.settings, self.autosave, self.load, self.chat_arguments = settings, autosave, load, chat_arguments
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
-        self.bytes_per_token: BytesPerToken | str | None = None
+        self.bytes_per_token: BytesPerToken | str = ""
         self.draft, self.editing, self.leaving = "", False, False
         self.stop = threading.Event()
         self._editor: Editor | None = None
@@ -147,8 +151,8 @@ class Repl:
         except MessageTooLongError:
             raise
         except ContextFullError as full:
-            asks = self.interactive and self.settings.overflow_policy(self.chat) == "ask"
-            if not asks or not self._confirm_drop(full):
+            asks = self.settings.overflow_policy(self.chat) == "ask"
+            if self._editor is None or not asks or not self._confirm_drop(self._editor, full):
                 raise ContextFullError(full.message, "/undo, /reset, or /set context_overflow drop") from None
             print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
             self._answer(start)
@@ -158,7 +162,7 @@ class Repl:
     def replace_chat(self, chat: Chat, path: Path) -> None:
         """Continue with the chat of another session file."""
         _print_notes(chat)
-        self.chat, self.bytes_per_token = chat, None
+        self.chat, self.bytes_per_token = chat, ""
         self.autosave.forget()
         self.autosave.set_path(path)
         messages = sum(message.role != "system" for message in chat.messages)
@@ -211,16 +215,16 @@ class Repl:
                 self.answer(lambda on_prefill: self.chat.ask(message, on_prefill=on_prefill), message)
 
     def _answer(self, start: StartAnswer) -> None:
-        before = self.chat.stats.answers
+        before = self.chat.stats.last
         try:
             markdown = self.settings.has_markdown(self.chat)
             reason = stream_answer(self.chat, start, self.settings.reasoning, markdown, self.stop)
         finally:
-            answered = self.chat.stats.answers > before
-            if answered:
+            result = self.chat.stats.last
+            if result is not None and result is not before:
                 self.autosave.save_changes(self.chat)
-                self.bytes_per_token = statistics.bytes_read_per_token(self.chat)
-        if not answered:
+                self.bytes_per_token = statistics.bytes_read_per_token(self.chat, result)
+        if result is None or result is before:
             print_status("(stopped before the answer started: nothing has changed)")
             return
         if self.interactive and reason == "context":
@@ -228,17 +232,17 @@ class Repl:
         elif self.interactive and reason in _UNFINISHED:
             print_status(_UNFINISHED[reason])
         if self.settings.stats:
-            print_status(f"({statistics.summary_line(self.chat, self.bytes_per_token)})")
-        if constraint_error := self.chat.stats.last.constraint_error:
+            print_status(f"({statistics.summary_line(result, self.bytes_per_token)})")
+        if constraint_error := result.constraint_error:
             raise GenerationError(constraint_error, "a larger max_tokens" if reason == "length" else None)
 
-    def _confirm_drop(self, full: ContextFullError) -> bool:
+    def _confirm_drop(self, editor: Editor, full: ContextFullError) -> bool:
         print_status(full.message)
         with suppress(EOFError, KeyboardInterrupt):
-            return self._editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
+            return editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
         return False
 
-    def _prompt(self) -> list[tuple[str, str]]:
+    def _prompt(self) -> StyleAndTextTuples:
         """The prompt: branch and fill level of the context."""
         try:
             share = self.chat.context_used / self.chat.context_size

@@ -6,27 +6,15 @@ import os
 import shutil
 import sys
 import time
-from typing import Literal, Protocol
+from typing import Literal
 
-from mlxlm.chat.terminal.output import dim, is_dumb_terminal, printable, write
+from mlxlm.chat.terminal.output import dim, is_dumb_terminal, write
+from mlxlm.utils.formatting import printable
 
 ReasoningDisplay = Literal["show", "dim", "hide"]
 
 
-class Screen(Protocol):
-    """Displays the chunks of an answer."""
-
-    def status(self, text: str) -> None:
-        """Show a line until the answer starts, if the screen can remove it again."""
-
-    def push(self, text: str, reasoning: bool) -> None:
-        """Add text of the answer, or of the reasoning before it."""
-
-    def finish(self) -> None:
-        """End the last line of a complete or stopped answer."""
-
-
-def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> Screen:
+def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> PlainScreen | TerminalScreen:
     """Return the screen of standard output. If that is not a terminal, only "show" displays reasoning."""
     if not sys.stdout.isatty():
         return PlainScreen(reasoning == "show")
@@ -41,7 +29,7 @@ class PlainScreen:
         self._after_reasoning = False
 
     def status(self, text: str) -> None:
-        """Show nothing."""
+        """Show nothing: the line could not be removed again."""
 
     def push(self, text: str, reasoning: bool) -> None:
         """Display more text."""

@@ -6,15 +6,15 @@ from mlxlm.backend import bandwidth
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import print_status
+from mlxlm.generation import GenerationResult
 from mlxlm.utils.formatting import human_bytes
 
 
-def bytes_read_per_token(chat: Chat) -> BytesPerToken | str:
-    """Return the bytes that each token of the last answer read, or why that is unknown.
+def bytes_read_per_token(chat: Chat, result: GenerationResult) -> BytesPerToken | str:
+    """Return the bytes that each token of the last answer, `result`, read, or why that is unknown.
 
     Call it before the next answer, which changes the caches.
     """
-    result = chat.stats.last
     if result.speculation is not None and result.speculation.rounds:
         return "unknown with speculative decoding, where one pass over the weights verifies several tokens"
     bytes_per_token = bandwidth.bytes_read_per_token(chat.lm.model, chat.caches, len(result.tokens))
@@ -29,11 +29,10 @@ def memory_bandwidth() -> float:
     return bandwidth.measure_bandwidth()
 
 
-def summary_line(chat: Chat, bytes_per_token: BytesPerToken | str) -> str:
-    """Return one line about the last answer, with its share of the memory bandwidth if that is known."""
-    last = chat.stats.last
-    timings = last.timings
-    parts = [f"{len(last.tokens)} tokens", f"first after {timings.time_to_first_token:.2f} s"]
+def summary_line(result: GenerationResult, bytes_per_token: BytesPerToken | str) -> str:
+    """Return one line about an answer, with its share of the memory bandwidth if that is known."""
+    timings = result.timings
+    parts = [f"{len(result.tokens)} tokens", f"first after {timings.time_to_first_token:.2f} s"]
     if speed := timings.tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
         if isinstance(bytes_per_token, BytesPerToken) and (limit := bandwidth.cached_bandwidth()):
@@ -41,7 +40,7 @@ def summary_line(chat: Chat, bytes_per_token: BytesPerToken | str) -> str:
     return ", ".join(parts)
 
 
-def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str | None) -> list[str]:
+def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str) -> list[str]:
     """Return lines about the chat, the last answer and the machine."""
     stats = chat.stats
     lines = [
@@ -60,7 +59,7 @@ def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str | None) -> lis
         rate = "" if speculation.acceptance_rate is None else f", {speculation.acceptance_rate:.0%} accepted"
         reason = f"; {speculation.reason}" if speculation.reason else ""
         lines.append(f"speculative decoding: {speculation.proposed} tokens proposed{rate}{reason}")
-    if bytes_per_token is not None and timings.tokens_per_second:
+    if bytes_per_token and timings.tokens_per_second:
         lines += _bandwidth_lines(bytes_per_token, timings.tokens_per_second)
     peak = human_bytes(timings.peak_memory_bytes)
     return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of key-value cache, {peak} at the peak"]

@@ -10,7 +10,7 @@ from mlxlm.chat.terminal.settings import Settings
 
 
 def test_completions_are_in_order_and_help_takes_names(lm):
-    repl = Repl(Chat(lm), Settings(), Autosave(), None)
+    repl = Repl(Chat(lm), Settings(), Autosave(), None, {})
 
     def offered(text):
         return [c.text for c in _Commands(repl).get_completions(Document(text), None)]

@@ -43,7 +43,6 @@ def terminal(model_folder, environment):
         child = pexpect.spawn(
             command[0], command[1:], env={**environment, **changes}, encoding="utf-8", timeout=15, dimensions=(40, 160)
         )
-        child.delayafterterminate = child.ptyproc.delayafterterminate = 1.0
         running.append(child)
         child.expect("lists the commands")
         if changes.get("TERM") != "dumb":
@@ -52,7 +51,9 @@ def terminal(model_folder, environment):
 
     yield start
     for child in running:
-        child.close(force=True)
+        if child.isalive():
+            child.kill(signal.SIGKILL)
+        child.close()
 
 
 UNDER_WAY = r"\x1b\[J\x1b\[\?7h\x1b\[\?2026l.{50}"  # the line that is there while the message is read has gone
