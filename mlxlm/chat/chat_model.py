@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_template import PLAIN, Message, chat_encoder
 from mlxlm.chat.context_checkpoint import CheckpointedContext
-from mlxlm.generation import GenerationOptions, LoadedModel, TextStream
+from mlxlm.generation import GenerationOptions, LoadedModel, Request, TextStream
 from mlxlm.generation.context import UNLIMITED, common_prefix_length
-from mlxlm.generation.sequence import build_sampler, max_new_tokens_for
+from mlxlm.generation.request import max_new_tokens_for
+from mlxlm.generation.sequence import TokenSequence
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
@@ -46,8 +47,7 @@ class ChatModel:
 
     def check(self, options: GenerationOptions) -> None:
         """Raise GenerationError for options that this model can't use."""
-        options.check_vocabulary(self.lm.config.vocab_size)
-        build_sampler(self.lm, [0], options, 0, self.eos_token_ids)
+        TokenSequence(self.lm, Request([0], options, self.eos_token_ids), self.context.kv)
 
     def prompt(self, earlier: Sequence[Message], question: str) -> list[int]:
         """Return the token ids of a conversation and a question, up to where the answer starts."""
@@ -64,12 +64,5 @@ class ChatModel:
         """Start the answer to `prompt`, a question after `earlier` messages; read only what the context lacks."""
         if self.context.drops_tokens:
             self.context.checkpoint_at = common_prefix_length(prompt, self.prompt(earlier, ""))  # start of the question
-        return TextStream(
-            self.lm,
-            prompt,
-            options,
-            context=self.context,
-            eos_token_ids=self.eos_token_ids,
-            on_prefill=on_prefill,
-            speculation=speculation,
-        )
+        request = Request(prompt, options, self.eos_token_ids)
+        return TextStream(self.lm, request, context=self.context, on_prefill=on_prefill, speculation=speculation)

@@ -14,7 +14,7 @@ from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions, SamplingOptions
-from mlxlm.generation.request_queue import Request
+from mlxlm.generation.request import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.scoring import Score, score

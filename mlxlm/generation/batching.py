@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import mx
@@ -16,10 +15,11 @@ from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.prefill import Prefill
-from mlxlm.generation.request_queue import Request, RequestQueue
+from mlxlm.generation.request import Request
+from mlxlm.generation.request_queue import RequestQueue
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.running_batch import BatchRow, RunningBatch
-from mlxlm.generation.sequence import TokenSequence, max_new_tokens_for
+from mlxlm.generation.sequence import TokenSequence
 from mlxlm.generation.stream_generate import TextStream, encode_prompt
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
@@ -68,7 +68,7 @@ def batch(
     for number, prompt in enumerate(prompts, 1):
         try:
             request = Request(encode_prompt(lm, prompt), settings)
-            check_request(lm, context.kv, request)
+            request.check(lm, context.kv)
         except MlxlmError as error:
             raise type(error)(f"prompt {number}: {error.message}", error.hint) from error
         requests += [request.sample(str(number), sample) for sample in range(num_samples)]
@@ -107,7 +107,7 @@ def run_batch(
     if not is_int_at_least(batch_size, 1):
         raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
     context = Context(lm.model, kv)
-    queue = RequestQueue(requests, partial(check_request, lm, context.kv))
+    queue = RequestQueue(requests, lambda request: request.check(lm, context.kv))
     num_generated = 0
 
     def count_tokens(more: int = 0) -> None:
@@ -118,12 +118,6 @@ def run_batch(
     if lm.supports_batching and batch_size > 1:
         return _run_rows(lm, context, queue, batch_size, count_tokens)
     return _run_sequentially(lm, context, queue, count_tokens)
-
-
-def check_request(lm: LoadedModel, kv: KVOptions, request: Request) -> None:
-    """Raise GenerationError for a prompt or options that this model can't serve."""
-    max_new_tokens_for(lm, request.prompt, kv)
-    request.options.check_vocabulary(lm.config.vocab_size)
 
 
 def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[GenerationResult]:
@@ -147,14 +141,7 @@ def _run_sequentially(
         yield from queue.fill(1)
         for index, request in queue.take(1):
             try:
-                text = TextStream(
-                    lm,
-                    request.prompt,
-                    request.options,
-                    context=context,
-                    eos_token_ids=request.eos_token_ids,
-                    on_prefill=lambda num_cached: count_tokens(),
-                )
+                text = TextStream(lm, request, context=context, on_prefill=lambda num_cached: count_tokens())
                 for _ in text:
                     count_tokens(1)
                 result: Result = text.result
@@ -176,7 +163,7 @@ def _run_rows(
             new_rows = []
             for index, request in queue.take(_num_admitted(len(queue), batch_size - rows.num_active, batch_size)):
                 try:
-                    text = TokenSequence(lm, request.prompt, request.options, context.kv, request.eos_token_ids)
+                    text = TokenSequence(lm, request, context.kv)
                 except MlxlmError as error:
                     yield index, error
                 else:

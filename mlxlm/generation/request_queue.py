@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 
 from mlxlm.generation.context import common_prefix_length
-from mlxlm.generation.gumbel_noise import derive_seed
-from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.prefill import MIN_SHARED_PREFIX
+from mlxlm.generation.request import Request
 from mlxlm.utils.errors import MlxlmError
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to generate.
-
-    Attributes:
-        prompt: The ids of the prompt.
-        options: Sampling options and the end of the text.
-        eos_token_ids: Tokens that end the text; None for the model's.
-    """
-
-    prompt: Sequence[int]
-    options: GenerationOptions
-    eos_token_ids: frozenset[int] | None = None
-
-    def sample(self, id: str, number: int) -> Request:
-        """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
-        seed = derive_seed(self.options.seed or 0, id, number)
-        return replace(self, options=replace(self.options, seed=seed))
 
 
 class RequestQueue:
     """Takes requests from an iterable as they are needed, and numbers them from 0."""
 
-    def __init__(self, requests: Iterable[Request | None], check: Callable[[Request], None]):
+    def __init__(self, requests: Iterable[Request | None], check: Callable[[Request], object]):
         """Wrap an iterable.
 
         Args:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation.constraint import Grammar
-from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.request import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.stop_strings import StopStrings
-from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.logprobs import TokenLogprobs
@@ -36,36 +33,22 @@ class TokenSequence:
         num_cached: How many tokens of the prompt didn't have to be read.
     """
 
-    def __init__(
-        self,
-        lm: LoadedModel,
-        prompt: Sequence[int],
-        options: GenerationOptions,
-        kv: KVOptions,
-        eos_token_ids: frozenset[int] | None = None,
-    ):
-        """Prepare a text.
-
-        Args:
-            lm: The model.
-            prompt: The ids of the prompt.
-            options: Sampling options and the end of the text.
-            kv: Options of the key-value cache.
-            eos_token_ids: Tokens that end the text; None for the model's.
+    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions):
+        """Prepare a text, with a cache of the options `kv`.
 
         Raises:
             GenerationError: For an empty prompt, one that leaves no room in the model's context, and options that
                 this model or its tokenizer can't serve.
         """
-        self.prompt = list(prompt)
-        room = max_new_tokens_for(lm, self.prompt, kv)
-        options.check_vocabulary(lm.config.vocab_size)
+        self.prompt, options = list(request.prompt), request.options
+        room = request.check(lm, kv)
         self.seed = random_seed() if options.seed is None else options.seed
         self.limit = room if options.max_tokens is None else min(room, options.max_tokens)
         self.num_cached = 0
         self._limit_reason: FinishReason = "length" if self.limit == options.max_tokens else "context"
-        self._eos_token_ids = lm.eos_token_ids if eos_token_ids is None else eos_token_ids
-        self.sampler = build_sampler(lm, self.prompt, options, self.seed, self._eos_token_ids)
+        self._eos_token_ids = lm.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, self._eos_token_ids)
+        self.sampler = Sampler(options, self.prompt, self.seed, tokenizer=lm.tokenizer, grammar=grammar)
         self._tokenizer, self._detokenizer = lm.tokenizer, lm.tokenizer.detokenizer()
         self._empty = True  # no token has added a byte yet
         self._stop_strings = StopStrings(options.stop)
@@ -161,39 +144,3 @@ class TokenSequence:
             tokens_per_second=(len(self._tokens) - 1) / decoding if decoding else None,
             peak_memory_bytes=peak,
         )
-
-
-def build_sampler(
-    lm: LoadedModel, prompt: Sequence[int], options: GenerationOptions, seed: int, eos_token_ids: frozenset[int]
-) -> Sampler:
-    """The sampler of one text. Raises GenerationError for a constraint that can't be served."""
-    grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)
-    return Sampler(options, prompt, seed, tokenizer=lm.tokenizer, grammar=grammar)
-
-
-def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) -> int:
-    """How many tokens may follow a prompt: the rest of the model's context.
-
-    UNLIMITED with a rotating cache, unless positions are learned.
-
-    Raises:
-        GenerationError: For a prompt that is empty, too long or has unknown ids, and for a rotating cache that is
-            larger than the context.
-    """
-    if not prompt:
-        raise GenerationError("the prompt is empty", "some text to continue")
-    vocab_size, context_length = lm.config.vocab_size, lm.config.max_position_embeddings
-    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
-        raise GenerationError("the prompt has ids that this model doesn't have", f"ids from 0 to {vocab_size - 1}")
-    if kv.size is not None and kv.size > context_length:
-        raise GenerationError(
-            f"a cache of {kv.size} tokens is more than the model's context of {context_length}", f"{context_length}"
-        )
-    if kv.size is not None and getattr(lm.config, "positions", None) != "learned":
-        return UNLIMITED
-    if len(prompt) >= context_length:
-        raise GenerationError(
-            f"the prompt has {len(prompt)} tokens, and the model's context of {context_length} has no room for more",
-            f"a prompt of at most {context_length - 1} tokens",
-        )
-    return context_length - len(prompt)

@@ -12,6 +12,7 @@ from mlxlm.generation.context import Context
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationChunk, GenerationResult
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import GenerationError
@@ -60,7 +61,8 @@ def stream(
         context = Context(lm.model, kv)
     elif kv is not None and kv != context.kv:
         raise GenerationError(f"the context has its own cache settings, {context.kv}", "a context made with these")
-    return TextStream(lm, encode_prompt(lm, prompt), settings, context=context, speculation=speculation)
+    request = Request(encode_prompt(lm, prompt), settings)
+    return TextStream(lm, request, context=context, speculation=speculation)
 
 
 def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -89,11 +91,9 @@ class TextStream(Iterator[GenerationChunk]):
     def __init__(
         self,
         lm: LoadedModel,
-        prompt: Sequence[int],
-        options: GenerationOptions,
+        request: Request,
         *,
         context: Context | None = None,
-        eos_token_ids: frozenset[int] | None = None,
         on_prefill: Callable[[int], None] | None = None,
         speculation: SpeculativeDecoder | None = None,
     ):
@@ -101,10 +101,8 @@ class TextStream(Iterator[GenerationChunk]):
 
         Args:
             lm: The model.
-            prompt: Token ids.
-            options: Sampling options and the end of the text.
+            request: The prompt and the options.
             context: See `stream`.
-            eos_token_ids: Tokens that end the text; None for the model's.
             on_prefill: See `generate_tokens`.
             speculation: See `stream`.
 
@@ -112,7 +110,7 @@ class TextStream(Iterator[GenerationChunk]):
             GenerationError: As `stream`.
         """
         self._context = context or Context(lm.model)
-        self._sequence = TokenSequence(lm, prompt, options, self._context.kv, eos_token_ids)
+        self._sequence = TokenSequence(lm, request, self._context.kv)
         if speculation is not None:
             if not hasattr(speculation, "check"):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")

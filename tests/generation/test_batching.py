@@ -31,9 +31,7 @@ OPTIONS = [
 
 
 def alone(lm, request, kv=None):
-    text = TextStream(
-        lm, request.prompt, request.options, context=Context(lm.model, kv), eos_token_ids=request.eos_token_ids
-    )
+    text = TextStream(lm, request, context=Context(lm.model, kv))
     list(text)
     return text.result
 

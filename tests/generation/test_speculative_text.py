@@ -8,7 +8,7 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, generate
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream, generate
 from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -31,9 +31,8 @@ def soft(lm):
 
 
 def text(lm, speculation, kv=None, prompt=PROMPT, **options):
-    stream = TextStream(
-        lm, prompt, GenerationOptions.of(**options), context=Context(lm.model, kv), speculation=speculation
-    )
+    request = Request(prompt, GenerationOptions.of(**options))
+    stream = TextStream(lm, request, context=Context(lm.model, kv), speculation=speculation)
     return list(stream), stream.result
 
 
@@ -97,10 +96,8 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
     stop = plain.text[12:15]
     for options in ({"stop": stop}, {"stop": (stop, "zzz")}):
         context = Context(soft.model)
-        stream = TextStream(
-            soft, PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options), context=context,
-            speculation=always(Oracle(plain.tokens), 8),
-        )  # fmt: skip
+        request = Request(PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options))
+        stream = TextStream(soft, request, context=context, speculation=always(Oracle(plain.tokens), 8))
         shown = "".join(chunk.text for chunk in stream)
         _, wanted = text(soft, None, temperature=0, max_tokens=40, **options)
         assert shown == stream.result.text == wanted.text and wanted.finish_reason == "stop"
@@ -203,8 +200,8 @@ def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
             return trace
 
         context, speculation = Context(soft.model), always(DraftModel(draft), 3)
-        options = GenerationOptions.of(temperature=0, max_tokens=8)
-        stream = TextStream(soft, PROMPT, options, context=context, speculation=speculation)
+        request = Request(PROMPT, GenerationOptions.of(temperature=0, max_tokens=8))
+        stream = TextStream(soft, request, context=context, speculation=speculation)
         sys.settrace(trace)
         try:
             for _ in stream:
@@ -217,7 +214,7 @@ def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
         assert exact(context) or not context._consistent
         idle = speculation.drafter._idle_context
         assert idle is None or exact(idle) or not idle._consistent
-        ids = list(TextStream(soft, PROMPT, options, context=context, speculation=speculation))
+        ids = list(TextStream(soft, request, context=context, speculation=speculation))
         assert [chunk.token for chunk in ids] == wanted
         if lines < stop_at:
             break

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, TextStream, batch, generate, stream
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream, batch, generate, stream
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import GenerationError
 
@@ -105,12 +105,13 @@ def test_timings(lm):
 def test_a_text_left_early_keeps_an_exact_context(lm):
     context = Context(lm.model)
     prompt = lm.tokenizer.encode("The quick brown")
-    text = TextStream(lm, prompt, GenerationOptions(temperature=0), context=context)
+    text = TextStream(lm, Request(prompt, GenerationOptions(temperature=0)), context=context)
     next(text), next(text)
     text.close()
     assert text.result.finish_reason is None
     assert context.ids == prompt + text.result.tokens
-    follow_up = TextStream(lm, context.ids + [5], GenerationOptions(temperature=0, max_tokens=1), context=context)
+    request = Request(context.ids + [5], GenerationOptions(temperature=0, max_tokens=1))
+    follow_up = TextStream(lm, request, context=context)
     list(follow_up)
     assert follow_up.result.cached_tokens == len(prompt) + 2
 
@@ -259,7 +260,7 @@ def test_a_constraint_that_no_token_can_fulfill(lm):
 
 def test_without_end_tokens_a_constraint_ends_the_text_itself(lm):
     options = GenerationOptions(temperature=1.0, seed=2, choice=("dog",))
-    text = TextStream(lm, [5, 6], options, eos_token_ids=frozenset())
+    text = TextStream(lm, Request([5, 6], options, frozenset()))
     assert "".join(chunk.text for chunk in text) == "dog"
     assert (text.result.finish_reason, text.result.constraint_error) == ("eos", None)
 

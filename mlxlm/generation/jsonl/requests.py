@@ -16,7 +16,7 @@ from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.jsonl.prompts import PromptEncoder
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.request_queue import Request
+from mlxlm.generation.request import Request
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object

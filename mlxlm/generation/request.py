@@ -1,0 +1,70 @@
+"""A request: one text to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlxlm.cache import KVOptions
+from mlxlm.generation.context import UNLIMITED
+from mlxlm.generation.gumbel_noise import derive_seed
+from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.options import GenerationOptions
+from mlxlm.utils.errors import GenerationError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to generate.
+
+    Attributes:
+        prompt: The ids of the prompt.
+        options: Sampling options and the end of the text.
+        eos_token_ids: Tokens that end the text; None for the model's.
+    """
+
+    prompt: Sequence[int]
+    options: GenerationOptions
+    eos_token_ids: frozenset[int] | None = None
+
+    def sample(self, id: str, number: int) -> Request:
+        """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
+        seed = derive_seed(self.options.seed or 0, id, number)
+        return replace(self, options=replace(self.options, seed=seed))
+
+    def check(self, lm: LoadedModel, kv: KVOptions) -> int:
+        """Return how many tokens may follow the prompt: as `max_new_tokens_for`.
+
+        Raises:
+            GenerationError: For a prompt or options that this model can't serve.
+        """
+        self.options.check_vocabulary(lm.config.vocab_size)
+        return max_new_tokens_for(lm, self.prompt, kv)
+
+
+def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) -> int:
+    """How many tokens may follow a prompt: the rest of the model's context.
+
+    UNLIMITED with a rotating cache, unless positions are learned.
+
+    Raises:
+        GenerationError: For a prompt that is empty, too long or has unknown ids, and for a rotating cache that is
+            larger than the context.
+    """
+    if not prompt:
+        raise GenerationError("the prompt is empty", "some text to continue")
+    vocab_size, context_length = lm.config.vocab_size, lm.config.max_position_embeddings
+    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in prompt):
+        raise GenerationError("the prompt has ids that this model doesn't have", f"ids from 0 to {vocab_size - 1}")
+    if kv.size is not None and kv.size > context_length:
+        raise GenerationError(
+            f"a cache of {kv.size} tokens is more than the model's context of {context_length}", f"{context_length}"
+        )
+    if kv.size is not None and getattr(lm.config, "positions", None) != "learned":
+        return UNLIMITED
+    if len(prompt) >= context_length:
+        raise GenerationError(
+            f"the prompt has {len(prompt)} tokens, and the model's context of {context_length} has no room for more",
+            f"a prompt of at most {context_length - 1} tokens",
+        )
+    return context_length - len(prompt)
