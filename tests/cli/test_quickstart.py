@@ -16,6 +16,7 @@ def hasty(tmp_path, monkeypatch):
     monkeypatch.setattr("mlxlm.train.budget.Budget.seconds_left", lambda budget: 0.06)  # too little to learn anything
     for name in ("_MIN_TOKENS", "_MIN_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
+    monkeypatch.setattr("mlxlm.cli.quickstart.MAX_SEQ_LENGTH", 64)
     monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)  # of measuring speed
     monkeypatch.chdir(tmp_path)
 
@@ -23,7 +24,7 @@ def hasty(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("hasty")
 def test_with_and_without_a_file(tmp_path, monkeypatch, capsys):
     """The text of few words supports fewer tokens than the default."""
-    topics = list(islice(python_reference(), 100))
+    topics = list(islice(python_reference(), 40))
     monkeypatch.setattr("mlxlm.data.builtin.python_reference", lambda: iter(topics))
     monkeypatch.setattr("mlxlm.cli.quickstart.VOCAB_SIZE", 600)
     (tmp_path / "simple.txt").write_text("The cat sat on the mat.\n" * 2000)
@@ -38,9 +39,14 @@ def test_with_and_without_a_file(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "is empty"), ("Hello there.\n", "13 characters are too few"), ("The cat sat. " * 80, "are too few to learn"),
-     ("a" * 30_000, "less than one sequence of 512 (try: more text"), ("\n" * 30_000, "no text to train a tokeniz")],
-)  # fmt: skip
+    [
+        ("", "is empty"),
+        ("Hello there.\n", "13 characters are too few"),
+        ("The cat sat. " * 80, "are too few to learn"),
+        (f"{'a' * 2000}\n" * 10, "less than one sequence of 64 (try: more text"),
+        ("\n" * 20_000, "no text to train a tokeniz"),
+    ],
+)
 @pytest.mark.usefixtures("hasty")
 def test_too_little_text(text, problem, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(text)
