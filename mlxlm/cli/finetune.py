@@ -90,7 +90,8 @@ def _new_run(
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
     reject_unused_settings(options)
     base, tokenizer = open_base_model(model)
-    encoder = SFTEncoder(tokenizer, base.config.eos_ids | {tokenizer.eos_id}, options["chat_template"])
+    eos_ids = base.config.eos_ids | (frozenset() if tokenizer.eos_id is None else {tokenizer.eos_id})
+    encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
     conversations = DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options))
     limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
     budget = Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())

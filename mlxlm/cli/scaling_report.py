@@ -100,7 +100,9 @@ def _print_tables(analysis: Analysis) -> None:
     render.print_result(render.table(rows, header))
     rows = []
     for name, fit in (("L(N)", analysis.by_parameters), ("L(D)", analysis.by_tokens), ("L(N, D)", joint)):
-        for part, value in (asdict(fit.law) if fit else {}).items():
+        if fit is None:
+            continue
+        for part, value in asdict(fit.law).items():
             low, high = fit.interval(attrgetter(part))
             rows.append((name, part, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
     if rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,7 @@ def run_batch(
     kv: KVOptions | None = None,
     batch_size: int = BATCH_SIZE,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     """Yield the number (from 0) and the result of each request as it ends. Closing the generator is exact.
 
     A text is the one that its request gives alone, up to rounding: the logits of one row and of several differ in their
@@ -135,7 +135,7 @@ def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[Generatio
 
 def _run_sequentially(
     lm: LoadedModel, context: Context, queue: RequestQueue, count_tokens: Callable[..., None]
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     """Serve one request after another with one context: a prefix shared with the last prompt isn't read again."""
     while not queue.exhausted:
         yield from queue.fill(1)
@@ -152,7 +152,7 @@ def _run_sequentially(
 
 def _run_rows(
     lm: LoadedModel, context: Context, queue: RequestQueue, batch_size: int, count_tokens: Callable[..., None]
-) -> Iterator[tuple[int, Result]]:
+) -> Generator[tuple[int, Result], None, None]:
     """Serve up to `batch_size` requests at once. `context` holds the prefix that prompts share."""
     rows = RunningBatch(lm.model, lm.config.max_position_embeddings)
     prefill = Prefill(context, count_tokens)

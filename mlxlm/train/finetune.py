@@ -55,8 +55,8 @@ class ConversationEncoder(Protocol):
     chat_template: str
     eos_token_ids: frozenset[int]
 
-    def __call__(self, document: Document, room: int) -> Iterable[Chunk]:
-        """Return the tokens of a conversation with a loss mask, in chunks of at most `room` if it can be split."""
+    def __call__(self, document: Document, max_tokens: int) -> Iterable[Chunk]:
+        """Return the tokens of a conversation with a loss mask, in chunks of at most `max_tokens` if it can be split."""
         ...
 
 
