@@ -56,7 +56,7 @@ class ConversationEncoder(Protocol):
     eos_token_ids: frozenset[int]
 
     def __call__(self, document: Document, max_tokens: int) -> Iterable[Chunk]:
-        """Return the tokens of a conversation with a loss mask, in chunks of at most `max_tokens` if it can be split."""
+        """Return a conversation with a loss mask, in chunks of at most `max_tokens` if it can be split."""
         ...
 
 

@@ -77,7 +77,7 @@ def test_sigterm_saves_and_later_hangups_are_ignored(tmp_path, text_file, start)
 
 def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     """A terminal sends SIGINT to the compiler too, which dies of it; the step must not."""
-    few = endless_run(text_file, tmp_path / "run", steps=99)  # too few to measure steps before, which would compile them
+    few = endless_run(text_file, tmp_path / "run", steps=99)  # too few to time steps, which compiles them
     process = start(*few, env=dying_compiler(tmp_path, "kill -INT 0; sleep 5"))
     rest = process.stderr.read()
     assert process.wait(60) == 0 and (tmp_path / "died").exists(), rest
