@@ -50,9 +50,12 @@ def scale_groups(config: ModelConfig) -> list[ScaleGroup]:
 
 
 def apply_best_scales(
-    block: nn.Module, config: ModelConfig, inputs: Mapping[str, InputStats], formats: Mapping[str, Format | None],
+    block: nn.Module,
+    config: ModelConfig,
+    inputs: Mapping[str, InputStats],
+    formats: Mapping[str, Format | None],
     dtype: mx.Dtype,
-) -> tuple[dict[str, InputStats], set[str]]:  # fmt: skip
+) -> tuple[dict[str, InputStats], set[str]]:
     """Scale the channels of a block in place, in each group by the exponent with the smallest output error.
 
     Args:
@@ -67,12 +70,10 @@ def apply_best_scales(
     """
     inputs, changed = dict(inputs), set()
     for group in scale_groups(config):
-        next_layers = [name for name in group.next_layers if formats.get(name) is not None]
-        if not next_layers:
-            continue
         moments = inputs[group.next_layers[0]].moments
         modules = {name: get_submodule(block, name) for name in group.next_layers}
-        scale = _best_scale([(modules[name].weight, formats[name]) for name in next_layers], moments, dtype)
+        quantized = [(module.weight, fmt) for name, module in modules.items() if (fmt := formats.get(name)) is not None]
+        scale = _best_scale(quantized, moments, dtype) if quantized else None
         if scale is None:
             continue
         offset = 1.0 if config.norm_unit_offset and "norm" in group.source else 0.0
@@ -97,17 +98,14 @@ def quantize_clipped(name: str, weight: mx.array, moments: np.ndarray, chosen: F
     corners = mx.array(np.stack([moments[s : s + size, s : s + size] for s in range(0, width, size)]))
     groups = weight.reshape(rows, -1, size)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
-    best = best_error = None
+    best, best_error = groups, mx.array(mx.inf)
     for part in CLIP_RATIOS:
         candidate = mx.clip(groups, low * part, high * part)
         values = dequantized(quantize_rtn(candidate.reshape(rows, width), chosen), chosen)
         change = (values.reshape(rows, -1, size) - groups.astype(mx.float32)).swapaxes(0, 1)  # [groups, rows, size]
         error = ((change @ corners) * change).sum(axis=-1).T[..., None]
-        if best is None:
-            best, best_error = candidate, error
-        else:
-            better = error < best_error
-            best, best_error = mx.where(better, candidate, best), mx.where(better, error, best_error)
+        better = error < best_error
+        best, best_error = mx.where(better, candidate, best), mx.where(better, error, best_error)
         mx.eval(best, best_error)
     return quantize_rtn(best.reshape(rows, width), chosen)
 

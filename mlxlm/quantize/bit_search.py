@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import numpy as np
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.layerwise import HiddenState
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
@@ -126,7 +128,7 @@ class _Probe:
             state = block(*state)
         return kl_divergence(self._source, log_softmax(self._logits(state))).sum(axis=-1).mean().item()
 
-    def _logits(self, state) -> mx.array:
+    def _logits(self, state: HiddenState) -> mx.array:
         return self._model.head(self._model.model.final_norm(*state))
 
 
@@ -173,9 +175,9 @@ def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: in
     for step in path:
         if step.matrix.name in closed or step.nbytes > room:
             closed.add(step.matrix.name)
-            continue
-        chosen[step.matrix.name] = step.chosen
-        room -= step.nbytes
+        else:
+            chosen[step.matrix.name] = step.chosen
+            room -= step.nbytes
     return smallest.with_formats(chosen)
 
 
@@ -199,7 +201,7 @@ def fit_to_kl(
     plans = _candidates(plan, sensitivities)
     predicted = np.minimum.accumulate([_predicted(each, sensitivities) for each in plans])
     below, enough, ratio = -1, len(plans), 1.0  # indices: the largest that is too small, the smallest within the limit
-    lowest = None  # the divergence of the largest plan, once it was measured
+    kl = math.inf
     for _ in range(_MAX_MEASUREMENTS):
         if below + 1 >= enough:
             break
@@ -212,12 +214,9 @@ def fit_to_kl(
             enough = count
         else:
             below = count
-        if count == len(plans) - 1:
-            lowest = kl
     if enough < len(plans):
         return plans[enough]
-    if lowest is None:
-        lowest = measure(plans[-1])
+    lowest = kl if below == len(plans) - 1 else measure(plans[-1])
     if lowest <= limit:
         return plans[-1]
     raise ConfigError(
@@ -230,16 +229,15 @@ def _candidates(plan: QuantizationPlan, sensitivities: Sensitivities) -> list[Qu
     """Plans of increasing size, each the best for its size that `fit_to_size` finds."""
     smallest, path = upgrade_path(plan, sensitivities)
     low, span = smallest.nbytes(), sum(step.nbytes for step in path)
-    plans = {
-        p.nbytes(): p
-        for p in (fit_to_size(plan, sensitivities, low + span * i // _NUM_SIZES) for i in range(_NUM_SIZES + 1))
-    }
+    sizes = [low + span * i // _NUM_SIZES for i in range(_NUM_SIZES + 1)]
+    plans = {p.nbytes(): p for p in (fit_to_size(plan, sensitivities, size) for size in sizes)}
     return [plans[size] for size in sorted(plans)]
 
 
 def _predicted(plan: QuantizationPlan, sensitivities: Sensitivities) -> float:
-    return sum(sensitivities[m.name][plan.format_of(m)] for m in plan.matrices if m.name in sensitivities)
+    formats = ((m.name, plan.format_of(m)) for m in plan.matrices if m.name in sensitivities)
+    return sum(sensitivities[name][fmt] for name, fmt in formats if fmt is not None)
 
 
-def _slope(a: tuple, b: tuple) -> float:
+def _slope(a: tuple[int, float, Format], b: tuple[int, float, Format]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])

@@ -8,79 +8,60 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.safetensors import SHARD_BYTES
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
 from mlxlm.checkpoint.weight_mapping import to_file_weights
-from mlxlm.convert.verify import Progress
 from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize import bit_search
 from mlxlm.quantize.evaluation import compare_with_source
 from mlxlm.quantize.lazy_quantize import lazy_quantize
-from mlxlm.quantize.methods import QuantizedTensors, progress_counter, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, progress_counter, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan
-from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.quantize.text import Texts
 from mlxlm.utils.errors import ConfigError
 
 _MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 
 
-def search_bits(
-    source: Source,
-    plan: QuantizationPlan,
-    settings: QuantizationSettings,
-    texts: Texts,
-    scratch: Path,
-    progress: Progress,
-) -> tuple[QuantizationPlan, QuantizedTensors]:
+def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[QuantizationPlan, QuantizedTensors]:
     """Search for the bits of each matrix, and quantize.
 
     Raises:
         ConfigError: The target can't be reached; the hint is the nearest one that can.
     """
-    counter = progress_counter(progress, "measuring each matrix", sum(f is not None for f in plan.matrix_formats()))
-    sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, texts.calibration_windows, counter)
+    source, settings = job.source, job.settings
+    counter = progress_counter(job.progress, "measuring each matrix", sum(f is not None for f in plan.matrix_formats()))
+    sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, job.texts.calibration_windows, counter)
     if settings.max_kl is not None:
-        return _search_kl(source, plan, sensitivities, settings, texts, scratch, progress)
+        return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
     if settings.target_bpw is not None:
         plan = _plan_for_bpw(source, plan, sensitivities, settings.target_bpw)
-    else:
+    elif settings.max_size is not None:
         plan = _plan_for_size(source, plan, sensitivities, settings.max_size)
-    return plan, quantize_tensors(source, plan, settings.method, texts, scratch, progress)
+    return plan, quantize_tensors(job, plan, scratch)
 
 
 def _search_kl(
-    source: Source,
-    plan: QuantizationPlan,
-    sensitivities: bit_search.Sensitivities,
-    settings: QuantizationSettings,
-    texts: Texts,
-    scratch: Path,
-    progress: Progress,
+    job: Job, plan: QuantizationPlan, sensitivities: bit_search.Sensitivities, max_kl: float, scratch: Path
 ) -> tuple[QuantizationPlan, QuantizedTensors]:
     """Quantize candidates until the smallest that keeps the bound is known; files of the others are removed."""
-    best: tuple[QuantizedTensors, Path] | None = None
-    count = 0
+    results: dict[int, QuantizedTensors] = {}  # by the bytes of the plan, which no two candidates share
 
     def measure(candidate: QuantizationPlan) -> float:
-        nonlocal best, count
-        count += 1
-        label = f", candidate {count}"
+        label = f", candidate {len(results) + 1}"
         folder = Path(tempfile.mkdtemp(dir=scratch))
-        result = quantize_tensors(source, candidate, settings.method, texts, folder, progress, label)
-        quantized = source.with_tensors(candidate, result.tensors)
-        kl = compare_with_source(source.checkpoint, quantized, texts.evaluation, progress, label).kl
-        unused: Path | None = folder
-        if kl <= settings.max_kl:  # each such candidate is smaller than the one before
-            best, unused = (result, folder), best and best[1]
-        if unused is not None:
-            shutil.rmtree(unused)
+        result = results[candidate.nbytes()] = quantize_tensors(job, candidate, folder, label)
+        quantized = job.source.with_tensors(candidate, result.tensors)
+        kl = compare_with_source(job.source.checkpoint, quantized, job.texts.evaluation, job.progress, label).kl
+        # Each candidate within the bound is smaller than the one before.
+        for other in list(scratch.iterdir()):
+            if (other == folder) != (kl <= max_kl):
+                shutil.rmtree(other)
         return kl
 
-    plan = bit_search.fit_to_kl(plan, sensitivities, settings.max_kl, measure)
-    return plan, best[0]
+    plan = bit_search.fit_to_kl(plan, sensitivities, max_kl, measure)
+    return plan, results[plan.nbytes()]
 
 
 def _plan_for_bpw(
@@ -127,7 +108,7 @@ def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
         len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [total, total]}}))
         for name, tensor in stored.items()
     )
-    index = sum(len(name) + 60 for name in stored) if total > huggingface.SHARD_BYTES else 0
+    index = sum(len(name) + 60 for name in stored) if total > SHARD_BYTES else 0
     values = json.dumps({**source.checkpoint.hf_config, **config_to_hf(config)}, indent=2, default=str)
     return header + index + len(values.encode("utf-8")) + _MARGIN
 

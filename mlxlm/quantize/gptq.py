@@ -24,9 +24,12 @@ CLIP_RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
 def gptq(
-    weight: mx.array, moments: np.ndarray, chosen: Format, dxxt: np.ndarray | None = None,
-    clip_ratios: tuple[float, ...] = CLIP_RATIOS, factor: np.ndarray | None = None,
-) -> PackedMatrix:  # fmt: skip
+    weight: mx.array,
+    moments: np.ndarray,
+    fmt: Format,
+    dxxt: np.ndarray | None = None,
+    factor: np.ndarray | None = None,
+) -> PackedMatrix:
     """Quantize a matrix so that its outputs for the calibration inputs X change least.
 
     Scales and biases are those that MLX computes for a group when its columns are reached, or those of a narrower range
@@ -36,16 +39,15 @@ def gptq(
     Args:
         weight: 16-bit weights `[rows, width]`; scales and biases get its dtype.
         moments: XᵀX, float32 `[width, width]`.
-        chosen: An affine format.
+        fmt: An affine format.
         dxxt: (X₀ - X)ᵀX with the inputs X₀ in the unquantized model. The target is then the output for the inputs
             X + CORRECTION · (X₀ - X).
-        clip_ratios: Shares of a group's range to try.
         factor: `inverse_hessian_cholesky(moments)`, to share it between matrices.
 
     Raises:
         CheckpointError: The moments are not finite.
     """
-    plain = quantize_rtn(weight, chosen)
+    plain = quantize_rtn(weight, fmt)
     if factor is None:
         factor = inverse_hessian_cholesky(moments)
     if not factor.any():
@@ -55,33 +57,28 @@ def gptq(
     aim = as_numpy(weight)
     if dxxt is not None:
         aim += CORRECTION * ((aim @ dxxt) @ factor.T) @ factor / _mean(moments)
-    values, scales, biases = _columns(aim, factor, chosen, weight.dtype, clip_ratios)
-    own = PackedMatrix(pack(values, chosen.bits), *(mx.array(part).astype(weight.dtype) for part in (scales, biases)))
-    own_errors, plain_errors = (row_errors(aim, packed, chosen, moments) for packed in (own, plain))
-    return _choose(mx.array(own_errors < plain_errors)[:, None], own, plain)
+    values, scales, biases = _columns(aim, factor, fmt, weight.dtype)
+    own = PackedMatrix(pack(values, fmt.bits), *(mx.array(part).astype(weight.dtype) for part in (scales, biases)))
+    own_errors, plain_errors = (row_errors(aim, packed, fmt, moments) for packed in (own, plain))
+    better = mx.array(own_errors < plain_errors)[:, None]
+    return PackedMatrix(*(mx.where(better, a, b) for a, b in zip(own, plain, strict=True)))
 
 
-def row_errors(weight: np.ndarray, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
+def row_errors(weight: np.ndarray, packed: PackedMatrix, fmt: Format, moments: np.ndarray) -> np.ndarray:
     """Squared change of each row's output on the calibration inputs, diag(ΔW · XᵀX · ΔWᵀ) `[rows]`."""
-    change = as_numpy(dequantized(packed, chosen)) - weight
+    change = as_numpy(dequantized(packed, fmt)) - weight
     return np.einsum("ij,ij->i", change @ moments, change)
 
 
-def output_error(weight: mx.array, packed: PackedMatrix, chosen: Format, moments: np.ndarray) -> np.ndarray:
+def output_error(weight: mx.array, packed: PackedMatrix, fmt: Format, moments: np.ndarray) -> np.ndarray:
     """|ΔW X|² and |W X|² on the calibration inputs, float64 `[2]`."""
     source = as_numpy(weight)
-    return np.array([row_errors(source, packed, chosen, moments).sum(), np.vdot(source @ moments, source)], np.float64)
+    return np.array([row_errors(source, packed, fmt, moments).sum(), np.vdot(source @ moments, source)], np.float64)
 
 
 def as_numpy(value: mx.array) -> np.ndarray:
     """A float32 copy."""
     return np.array(as_float32(value))
-
-
-def _choose(first: mx.array, a: PackedMatrix, b: PackedMatrix) -> PackedMatrix:
-    return PackedMatrix(
-        mx.where(first, a.weight, b.weight), mx.where(first, a.scales, b.scales), mx.where(first, a.biases, b.biases)
-    )
 
 
 def _mean(moments: np.ndarray) -> np.float32:
@@ -121,14 +118,14 @@ def inverse_hessian_cholesky(moments: np.ndarray) -> np.ndarray:
 
 
 def _columns(
-    weight: np.ndarray, factor: np.ndarray, chosen: Format, dtype: mx.Dtype, clip_ratios: tuple[float, ...]
+    weight: np.ndarray, factor: np.ndarray, fmt: Format, dtype: mx.Dtype
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The quantized values `[rows, width]`, and scales and biases `[rows, groups]`, float32 as the dtype rounds them.
 
     A group of columns is finished by vectors, then all columns after it are corrected by one product.
     """
     rows, width = weight.shape
-    size, top = chosen.group_size, 2**chosen.bits - 1
+    size, top = fmt.group_size, 2**fmt.bits - 1
     left = np.ascontiguousarray(weight.T)  # a column of the matrix is a row here, in one piece
     values = np.empty((width, rows), np.uint8)
     scales, biases = (np.empty((rows, width // size), np.float32) for _ in range(2))
@@ -137,7 +134,7 @@ def _columns(
         end = start + size
         own = left[start:end]
         corner = factor[start:end, start:end]
-        scale, bias = _range(own.T, 1 / np.diag(corner) ** 2, chosen, dtype, clip_ratios)
+        scale, bias = _range(own.T, 1 / np.diag(corner) ** 2, fmt, dtype)
         scales[:, group], biases[:, group] = scale, bias
         divisor = np.where(scale == 0, 1, scale)  # underflow: the value is then the bias, whatever the number
         for column in range(size):
@@ -150,27 +147,22 @@ def _columns(
     return values.T, scales, biases
 
 
-def _range(
-    group: np.ndarray, importance: np.ndarray, chosen: Format, dtype: mx.Dtype, clip_ratios: tuple[float, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+def _range(group: np.ndarray, importance: np.ndarray, fmt: Format, dtype: mx.Dtype) -> tuple[np.ndarray, np.ndarray]:
     """Scale and bias for each row of `group` `[rows, group_size]`.
 
-    Of MLX's for each of `clip_ratios`, the pair with the smallest squared error, columns weighted by `importance`.
+    Of MLX's for each of `CLIP_RATIOS`, the pair with the smallest squared error, columns weighted by `importance`.
     """
     values, weights = mx.array(np.ascontiguousarray(group)), mx.array(importance.astype(np.float32))
     low, high = values.min(axis=1, keepdims=True), values.max(axis=1, keepdims=True)
-    best = None
-    for part in clip_ratios:
+    best = (mx.array(mx.inf), low, low)  # error, scale, bias
+    for part in CLIP_RATIOS:
         clipped = mx.clip(values, part * low, part * high).astype(dtype)
-        packed = quantize_rtn(clipped, chosen)
+        packed = quantize_rtn(clipped, fmt)
         scale, bias = as_float32(packed.scales), as_float32(packed.biases)
         divisor = mx.where(scale == 0, 1, scale)
-        whole = mx.clip(mx.round((values - bias) / divisor), 0, 2**chosen.bits - 1)
+        whole = mx.clip(mx.round((values - bias) / divisor), 0, 2**fmt.bits - 1)
         error = (mx.square(whole * scale + bias - values) * weights).sum(axis=1, keepdims=True)
-        if best is None:
-            best = error, scale, bias
-        else:
-            better = error < best[0]
-            best = tuple(mx.where(better, new, old) for new, old in zip((error, scale, bias), best, strict=True))
+        better = error < best[0]
+        best = (mx.where(better, error, best[0]), mx.where(better, scale, best[1]), mx.where(better, bias, best[2]))
     mx.eval(best)
     return np.array(best[1])[:, 0], np.array(best[2])[:, 0]

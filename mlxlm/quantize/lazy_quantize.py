@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
@@ -46,14 +48,14 @@ def lazy_quantize(
         if fmt is None:
             result[name] = tensor
             continue
-        for key, header in _part_headers(module, tensor, fmt).items():
-            read = lambda m=module, k=key, t=tensor, f=fmt: read_part(m, k, t, f)  # noqa: E731
-            result[key] = LazyTensor(*header, read)
+        for key, (shape, dtype, stored_dtype) in _part_headers(module, tensor, fmt).items():
+            read = partial(read_part, module, key, tensor, fmt)
+            result[key] = LazyTensor(shape, dtype, stored_dtype, math.prod(shape) * dtype.size, read)
     return result
 
 
-def _part_headers(module: str, tensor: LazyTensor, fmt: Format) -> dict[str, tuple]:
-    """Tensor name -> shape, dtype, stored dtype and bytes of each part of a quantized matrix."""
+def _part_headers(module: str, tensor: LazyTensor, fmt: Format) -> dict[str, tuple[tuple[int, int], mx.Dtype, str]]:
+    """Tensor name -> shape, dtype and stored dtype of each part of a quantized matrix."""
     rows, width = tensor.shape
     parts = {"weight": ((rows, width * fmt.bits // 32), mx.uint32, "U32")}
     groups = (rows, width // fmt.group_size)
@@ -61,4 +63,4 @@ def _part_headers(module: str, tensor: LazyTensor, fmt: Format) -> dict[str, tup
         parts |= dict.fromkeys(("scales", "biases"), (groups, tensor.dtype, tensor.stored_dtype))
     else:
         parts["scales"] = (groups, mx.uint8, "U8")
-    return {f"{module}.{p}": (s, d, stored, s[0] * s[1] * d.size) for p, (s, d, stored) in parts.items()}
+    return {f"{module}.{name}": header for name, header in parts.items()}

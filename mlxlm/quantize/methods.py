@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error
 from mlxlm.quantize.lazy_quantize import lazy_quantize
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
 from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
 from mlxlm.quantize.text import Texts
 from mlxlm.utils.errors import CheckpointError
@@ -46,36 +48,40 @@ class QuantizedTensors:
     errors: dict[str, float] = field(default_factory=dict)
 
 
-def quantize_tensors(
-    source: Source,
-    plan: QuantizationPlan,
-    method: str,
-    texts: Texts,
-    scratch: Path,
-    progress: Progress,
-    label: str = "",
-) -> QuantizedTensors:
-    """Quantize all matrices of `plan` by a method; `label` is appended to the names of phases."""
+@dataclass(frozen=True)
+class Job:
+    """What is quantized, and how.
+
+    Attributes:
+        source: The model.
+        settings: How to quantize.
+        texts: The texts that the settings need.
+        progress: Called as `progress(phase, done, total)`.
+    """
+
+    source: Source
+    settings: QuantizationSettings
+    texts: Texts
+    progress: Progress
+
+
+def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:
+    """Quantize all matrices of `plan`; `label` is appended to the names of phases."""
+    source, method = job.source, job.settings.method
     if method == "rtn":
         return _round_to_nearest(source.checkpoint_16bit, plan)
     config = source.checkpoint.config
     tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
     untied_head = plan.formats.get(HEAD) is not None
     total = config.num_hidden_layers * (1 + tied) + untied_head
-    counter = progress_counter(progress, f"calibrating ({method}){label}", total)
-    return quantize_calibrated(source.checkpoint_16bit, plan, method, texts.calibration_windows, scratch, counter)
+    counter = progress_counter(job.progress, f"calibrating ({method}){label}", total)
+    return quantize_calibrated(source.checkpoint_16bit, plan, method, job.texts.calibration_windows, scratch, counter)
 
 
 def progress_counter(progress: Progress, phase: str, total: int) -> Callable[[str], None]:
     """A function to call with the name of each finished part; it counts them for `progress`."""
-    done = 0
-
-    def advance(_name: str) -> None:
-        nonlocal done
-        done += 1
-        progress(phase, done, total)
-
-    return advance
+    done = itertools.count(1)
+    return lambda _name: progress(phase, next(done), total)
 
 
 def _round_to_nearest(checkpoint: Checkpoint, plan: QuantizationPlan) -> QuantizedTensors:
@@ -116,11 +122,10 @@ def quantize_calibrated(
         head_moments = calibrate_blocks(None, source, windows[::_TIED_SHARE], None, progress).moments
     embeddings = quantizer.quantize_embeddings(head_moments)
     calibrated = LayerwiseModel(replace(checkpoint, tensors={**checkpoint.tensors, **embeddings}))
-    head_inputs = calibrate_blocks(
-        source if method == "gptq" else None, calibrated, windows, quantizer.quantize_block, progress
-    )
-    if plan.formats.get(HEAD) is not None:
-        quantizer.quantize_head(head_inputs)
+    unquantized = source if method == "gptq" else None
+    head_inputs = calibrate_blocks(unquantized, calibrated, windows, quantizer.quantize_block, progress)
+    if (head_format := plan.formats.get(HEAD)) is not None:
+        quantizer.quantize_head(head_inputs, head_format)
         progress(HEAD)
     return quantizer.result()
 
@@ -141,7 +146,8 @@ class _BlockQuantizer:
             if fmt is None or not module.startswith("model.embed"):
                 continue
             tensor = self._checkpoint.tensors[f"{module}.weight"]
-            moments = error_moments = np.eye(tensor.shape[1], dtype=np.float32)
+            moments: np.ndarray = np.eye(tensor.shape[1], dtype=np.float32)
+            error_moments = moments
             if module == EMBEDDING and head_moments is not None:
                 moments = moments + head_moments / max(float(np.mean(np.diag(head_moments))), 1e-30)
                 error_moments = head_moments
@@ -150,10 +156,10 @@ class _BlockQuantizer:
             embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
         return embeddings
 
-    def quantize_head(self, inputs: InputStats) -> None:
+    def quantize_head(self, inputs: InputStats, fmt: Format) -> None:
         """Quantize an untied head."""
         weight = self._checkpoint.tensors[f"{HEAD}.weight"].read()
-        self._save(HEAD, self._quantize(HEAD, weight, inputs, self._plan.formats[HEAD]).parts(HEAD))
+        self._save(HEAD, self._quantize(HEAD, weight, inputs, fmt).parts(HEAD))
 
     def quantize_block(self, name: str, block: nn.Module, inputs: Mapping[str, InputStats]) -> None:
         """Quantize the layers of a block, and set its weights to the dequantized ones."""
@@ -183,12 +189,7 @@ class _BlockQuantizer:
         return QuantizedTensors({n: self._stored.get(n, tensor) for n, tensor in tensors.items()}, self._errors)
 
     def _quantize(
-        self,
-        module: str,
-        weight: mx.array,
-        inputs: InputStats,
-        fmt: Format,
-        error_moments: np.ndarray | None = None,
+        self, module: str, weight: mx.array, inputs: InputStats, fmt: Format, error_moments: np.ndarray | None = None
     ) -> PackedMatrix:
         """Quantize a matrix and record its error, on inputs with `error_moments` if they are given."""
         pieces, squared = [], np.zeros(2)

@@ -17,7 +17,7 @@ from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.bit_targets import search_bits
 from mlxlm.quantize.evaluation import evaluate
-from mlxlm.quantize.methods import QuantizedTensors, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.plot import plot_quantization
 from mlxlm.quantize.quantization_plan import GROUP_SIZES, QuantizationPlan, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport
@@ -71,13 +71,14 @@ def quantize(
     model = open_source(source)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
+    job = Job(model, settings, texts, progress)
     with limit_buffer_cache(), atomic_new_folder(out) as folder:
         scratch = folder / _SCRATCH
         scratch.mkdir()
         if settings.searches_bits:
-            plan, quantized = search_bits(model, plan, settings, texts, scratch, progress)
+            plan, quantized = search_bits(job, plan, scratch)
         else:
-            quantized = quantize_tensors(model, plan, settings.method, texts, scratch, progress)
+            quantized = quantize_tensors(job, plan, scratch)
         checksums: dict[str, int] = {}
         warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
         shutil.rmtree(scratch)
@@ -103,7 +104,7 @@ def quantize(
             bits={module: fmt.bits for module, fmt in plan.formats.items() if fmt is not None},
             errors=quantized.errors,
             error_of="weights" if settings.method == "rtn" else "outputs",
-            calibration_text=texts.calibration and texts.calibration.name,
+            calibration_text=texts.calibration.name or None,
             metrics=metrics,
             seconds=time.monotonic() - started,
             checks=checks,
@@ -166,14 +167,13 @@ def _write(
     return copy_tokenizer(source.checkpoint, folder)
 
 
-def _warnings(source_tensors: LazyTensors, text: EvalText | None) -> list[str]:
+def _warnings(source_tensors: LazyTensors, text: EvalText) -> list[str]:
     """Reasons to read the report with care."""
     warnings = []
     types = sorted({t.stored_dtype for t in source_tensors.values()} - UNQUANTIZED_DTYPES)
     if types:
-        warnings.append(
-            f"the source is already quantized ({' and '.join(types)}): the report shows the additional loss"
-        )
-    if text is not None and text.predicted < _FEW_TOKENS:
+        names = " and ".join(types)
+        warnings.append(f"the source is already quantized ({names}): the report shows the additional loss")
+    if text.documents and text.predicted < _FEW_TOKENS:
         warnings.append(f"evaluated on {text.predicted} tokens of {text.name}: fewer than {_FEW_TOKENS} say little")
     return warnings

@@ -52,7 +52,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
     from matplotlib.patches import Patch
 
     bits_used: set[int] = set()
-    handles = []
+    handles: list[Any] = []
     for marker, (kind, points) in zip("os^vDP*XhH<>d", _errors_by_kind(report).items(), strict=False):
         x, y, bits = zip(*sorted(points), strict=True)
         axes.plot(x, y, lw=0.6, color="#bbb", zorder=1)

@@ -101,7 +101,7 @@ class QuantizationReport:
         """The modules with the largest errors, worst first; without embeddings if errors are of outputs."""
         tables = {"model.embed_positions"} | ({"model.embed_tokens"} if "lm_head" in self.bits else set())
         ranked = [name for name in self.errors if self.error_of == "weights" or name not in tables]
-        return sorted(ranked, key=self.errors.get, reverse=True)[:n]
+        return sorted(ranked, key=lambda name: self.errors[name], reverse=True)[:n]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""

@@ -74,7 +74,7 @@ def output_dtype(tensors: LazyTensors) -> mx.Dtype:
         elif mx.issubdtype(tensor.dtype, mx.floating):
             float32_tensors.append((name, tensor))
     if any(sizes.values()):
-        return max(sizes, key=sizes.get)
+        return max(sizes, key=lambda dtype: sizes[dtype])
     largest = max((_max_abs(name, tensor.read()) for name, tensor in float32_tensors), default=0.0)
     return mx.float16 if largest < mx.finfo(mx.float16).max else mx.bfloat16
 

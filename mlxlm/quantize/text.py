@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.locations import RUN_FILE, locate
+from mlxlm.checkpoint.locations import is_run_folder, locate
 from mlxlm.data import Document, TokenDataset, read_documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import conversation_as_text, split_pieces
@@ -22,7 +22,7 @@ WINDOW_TOKENS = 512  # of a calibration window, less if the model's context is s
 CALIBRATION_TOKENS = 16_384  # several times a layer's width; GPTQ's paper takes 262,144, too many for a CPU
 EVAL_TOKENS = 8_192
 _MIN_WINDOW = 16  # tokens
-_SPREAD = 16  # calibration windows are spread over up to so many times their tokens
+_SPREAD = 16  # calibration windows are spread over up to this many times their tokens
 _CHARS_PER_TOKEN = 4  # about
 
 
@@ -70,10 +70,16 @@ class EvalText:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts that the settings need, None for one that isn't needed. `window_length`: of calibration windows."""
+    """The texts that the settings need, empty ones without a name for those that aren't needed.
 
-    calibration: CalibrationText | None
-    evaluation: EvalText | None
+    Attributes:
+        calibration: Text to calibrate on.
+        evaluation: Text to evaluate on.
+        window_length: Tokens of a calibration window.
+    """
+
+    calibration: CalibrationText
+    evaluation: EvalText
     window_length: int
 
     @property
@@ -90,45 +96,46 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Texts:
         TokenizerError: The model has no tokenizer.
     """
     length = min(WINDOW_TOKENS, source.config.max_position_embeddings)
+    calibration, evaluation = CalibrationText("", np.zeros(0, np.int32)), EvalText("", [], 0)
     if not (settings.needs_calibration_text or settings.needs_eval_text):
-        return Texts(None, None, length)
+        return Texts(calibration, evaluation, length)
     root = locate(source.path).root if source.path.is_dir() else None
+    run = root if root is not None and is_run_folder(root) else None
     try:
         tokenizer = source.load_tokenizer()
     except TokenizerError as error:
         hint = f"{error.hint}; method rtn without evaluation (--no-evaluate) needs none"
         raise TokenizerError(error.message, hint) from error
-    calibration = evaluation = None
     if settings.needs_calibration_text:
         whole = not settings.needs_eval_text or settings.eval_text is not None
-        calibration = calibration_text(root, tokenizer, settings.calibration_text, whole)
+        calibration = calibration_text(run, tokenizer, settings.calibration_text, whole)
     if settings.needs_eval_text:
-        evaluation = eval_text(root, tokenizer, settings.eval_text, settings.calibration_text)
+        evaluation = eval_text(run, tokenizer, settings.eval_text, settings.calibration_text)
     return Texts(calibration, evaluation, length)
 
 
-def calibration_text(root: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:
+def calibration_text(run: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:
     """The text to calibrate on.
 
     Args:
-        root: The source's folder; its training data is the default if it is a run.
+        run: The source's folder if it is a run, whose training data is the default.
         tokenizer: The source's tokenizer.
         file: A text file.
         whole: Whether to use all of `file`; else its last tenth is left for evaluation.
     """
     tokens = _SPREAD * CALIBRATION_TOKENS
-    if file is None and _is_run(root):
-        return CalibrationText("training data of the run", _run_tokens(root, "train", tokens)[0])
-    if file is None:
-        topics = _builtin_topics()
-        name = "Python's language reference (first four fifths)"
-        return _tokenize(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
-    text = text_of_file(file, tokenizer, tokens)
-    return text if whole else _split(text, tokenizer)[0]
+    if file is not None:
+        text = text_of_file(file, tokenizer, tokens)
+        return text if whole else _split(text, tokenizer)[0]
+    if run is not None:
+        return CalibrationText("training data of the run", _run_tokens(run, "train", tokens)[0])
+    topics = _builtin_topics()
+    name = "Python's language reference (first four fifths)"
+    return _tokenize(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
 
 
 def eval_text(
-    root: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
+    run: Path | None, tokenizer: Tokenizer, file: Path | str | None, calibrated_on: Path | str | None
 ) -> EvalText:
     """The text to evaluate on.
 
@@ -139,8 +146,8 @@ def eval_text(
         return _first_tokens(str(file), map(conversation_as_text, read_documents([file])), tokenizer)
     if calibrated_on is not None:
         return _split(text_of_file(calibrated_on, tokenizer, _SPREAD * CALIBRATION_TOKENS), tokenizer)[1]
-    if _is_run(root):
-        tokens, size = _run_tokens(root, "validation", EVAL_TOKENS)
+    if run is not None:
+        tokens, size = _run_tokens(run, "validation", EVAL_TOKENS)
         return EvalText("validation data of the run", [tokens.tolist()], size)
     topics = _builtin_topics()
     text = "".join(topics[len(topics) * 4 // 5 :])
@@ -163,13 +170,12 @@ def _joined_documents(path: Path | str) -> Iterator[str]:
 
 def _tokenize(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> CalibrationText:
     """The first `tokens` tokens of the joined pieces."""
-    parts, size = [], 0
+    text = ""
     for piece in pieces:
-        parts.append(piece)
-        size += len(piece)
-        if size > _CHARS_PER_TOKEN * tokens:
+        text += piece
+        if len(text) > _CHARS_PER_TOKEN * tokens:
             break
-    ids = tokenizer.encode("".join(parts))[:tokens]
+    ids = tokenizer.encode(text)[:tokens]
     if len(ids) < 2:
         raise DataError(f"{name} has too little text", "a longer text")
     return CalibrationText(name, np.array(ids, np.int32))
@@ -194,20 +200,16 @@ def _split(text: CalibrationText, tokenizer: Tokenizer) -> tuple[CalibrationText
     return CalibrationText(f"{text.name} (without its last tenth)", first), _check_length(rest)
 
 
-def _is_run(root: Path | None) -> bool:
-    return root is not None and (root / RUN_FILE).is_file()
-
-
 def _builtin_topics() -> list[str]:
     return ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
 
 
-def _run_tokens(root: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
+def _run_tokens(folder: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
     """Up to `tokens` tokens of a run's data, and the bytes of all but the first, by the mean over all data."""
     from mlxlm.train import Run  # only for runs: it imports the optimizers
 
     try:
-        run = Run.open(root)
+        run = Run.open(folder)
         run.check_data()
         data = TokenDataset.open(run.data, split)
     except MlxlmError as error:

@@ -23,7 +23,7 @@ _MAX_CPU_PARAMETERS = 5_000_000
 
 def checksum(value: mx.array) -> int:
     """CRC-32 of an array's bytes."""
-    return zlib.crc32(bits_of(value))
+    return zlib.crc32(bits_of(value).data)
 
 
 def verify(

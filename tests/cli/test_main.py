@@ -47,7 +47,7 @@ def test_wrong_usage_is_exit_code_2(capsys):
 
 
 def test_quantize_convert_compare_and_generate(tmp_path, run_folder, capsys, monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
     capsys.readouterr()
     assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -29,7 +29,7 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
 
 @pytest.fixture(autouse=True)
 def short_speed_measurement(monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
 
 
 def test_choices_are_those_of_the_library():

@@ -64,7 +64,7 @@ def no_plots(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def short_speed_measurement(monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.speed.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
 
 
 @pytest.fixture
