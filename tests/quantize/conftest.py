@@ -63,10 +63,18 @@ def no_plots(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def short_speed_measurement(monkeypatch):
+def short_measurements(monkeypatch):
     monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.bit_search.PROBE_TOKENS", 256)
+    monkeypatch.setattr("mlxlm.quantize.text.CALIBRATION_TOKENS", 2048)
+    monkeypatch.setattr("mlxlm.quantize.text.EVAL_TOKENS", 512)
 
 
 @pytest.fixture
 def plots():
     """Enable plots."""
+
+
+def needed_bytes(folder: Path) -> int:
+    """Bytes of the files of a quantized model without the report."""
+    return sum(file.stat().st_size for file in folder.iterdir() if not file.name.startswith("quantization"))

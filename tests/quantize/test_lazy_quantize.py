@@ -47,9 +47,9 @@ def test_each_matrix_is_read_once_in_a_writers_order():
     assert mx.abs(values - mx.random.normal((64, 64), key=mx.random.key(0))).max().item() < 0.3
 
 
-@pytest.mark.parametrize("chosen", [Format(2, 32), Format(4, 64), Format.of("mxfp4")], ids=str)
-def test_nothing_of_a_matrix_waits_in_memory_for_others_to_be_written(tmp_path, chosen):
-    side, count, alive = 256, 60, []
+@pytest.mark.parametrize("chosen", [Format(4, 64), Format.of("mxfp4")], ids=str)
+def test_written_matrices_are_freed(tmp_path, chosen):
+    side, count, alive = 256, 20, []
 
     def tensor(seed: int) -> LazyTensor:
         def read() -> mx.array:

@@ -1,0 +1,28 @@
+"""Settings that contradict each other or can't work."""
+
+import pytest
+
+from mlxlm.quantize import quantize
+from mlxlm.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"bits": 7}, "bits 7 is not available in mode affine"),
+        ({"mode": "int4"}, "'int4' is not a quantization mode"),
+        ({"mode": "mxfp4", "method": "gptq"}, "`method` gptq needs `mode` affine"),
+        ({"method": "magic"}, "unknown method 'magic'"),
+        ({"recipe": "mixed_3_4", "max_kl": 1.0}, "`recipe` and `max_kl` both choose"),
+        ({"bits": 4, "max_size": 10**6}, "`bits` and `max_size` both choose"),
+        ({"mode": "nvfp4", "target_bpw": 4.0}, "`target_bpw` would have no effect: nvfp4 has fixed bits"),
+        ({"max_kl": -1.0}, "must be a positive number"),
+        ({"calibration_text": "x.txt"}, "`calibration_text` would have no effect"),
+        ({"cross_check": True, "verify": False}, "`cross_check` would have no effect"),
+        ({"eval_text": "x.txt", "evaluate": False}, "`eval_text` would have no effect"),
+    ],
+)
+def test_invalid_settings(model, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        quantize(model, tmp_path / "out", **settings)
+    assert list(tmp_path.iterdir()) == []
