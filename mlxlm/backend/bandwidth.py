@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class BytesPerToken:
         return self.weights + self.cache
 
 
-def bytes_read_per_token(model: nn.Module, caches: Sequence, generated: int) -> BytesPerToken | None:
+def bytes_read_per_token(model: nn.Module, caches: Sequence[Any], generated: int) -> BytesPerToken | None:
     """Mean bytes that each of the last `generated` tokens of a sequence read; None for a mixture of experts.
 
     Args:
@@ -73,7 +74,7 @@ def weight_bytes(model: nn.Module) -> int | None:
     return sum(array.nbytes for name, array in parameters if not name.startswith(tuple(lookups)))
 
 
-def _mean_bytes(cache, generated: int) -> int:
+def _mean_bytes(cache: Any, generated: int) -> int:
     """Mean bytes of a cache while the last `generated` tokens were added. A recurrent state doesn't grow."""
     nbytes = sum(array.nbytes for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
     size = cache.size() if hasattr(cache, "size") else 0

@@ -169,9 +169,9 @@ def _find_blas() -> Blas:
                 pass
         with suppress(OSError):
             return replace(_load_library(str(path)), unavailable_reason=unavailable_reason)
-    for path in _SYSTEM_LIBRARIES:
+    for name in _SYSTEM_LIBRARIES:
         with suppress(OSError):
-            return _load_library(path)
+            return _load_library(name)
     try:
         return _load_router(None)
     except OSError as error:
@@ -244,7 +244,8 @@ def _expose_to_mlx(router: ctypes.CDLL) -> None:
 def _numpy_openblas_path() -> str:
     """Path of the OpenBLAS in numpy's wheel, without importing numpy."""
     numpy = find_spec("numpy")
-    paths = sorted(Path(numpy.origin).parents[1].glob("numpy.libs/libscipy_openblas64_*.so*")) if numpy else []
+    folder = Path(numpy.origin).parents[1] if numpy and numpy.origin else Path("none")
+    paths = sorted(folder.glob("numpy.libs/libscipy_openblas64_*.so*"))
     if not paths:
         raise OSError("numpy is not a wheel with OpenBLAS")
     return str(paths[0])

@@ -111,20 +111,12 @@ def thermal_state() -> str | None:
         sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     except OSError:  # the driver was removed
         return None
+    temperatures = [(sensor.current, sensor.critical or 0) for group in sensors.values() for sensor in group]
     # Sensors that aren't connected show 0, -128 or 255, and limits of 0 or 65261.
-    margins = [
-        sensor.critical - sensor.current
-        for group in sensors.values()
-        for sensor in group
-        if _is_plausible(sensor.critical) and _is_plausible(sensor.current)
-    ]
+    margins = [limit - now for now, limit in temperatures if 1 <= now <= 150 and 1 <= limit <= 150]
     if not margins:
         return None
     return "hot" if min(margins) <= 5 else "warm" if min(margins) < 15 else "cool"
-
-
-def _is_plausible(temperature: float | None) -> bool:
-    return temperature is not None and 1 <= temperature <= 150
 
 
 def _thermal_pressure(system: ctypes.CDLL) -> int | None:

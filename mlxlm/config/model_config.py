@@ -149,7 +149,7 @@ class ModelConfig:
         where a sliding window limits the context. Training: 3 times that, since the backward pass is twice the
         forward pass (Kaplan et al. 2020, section 2.1). With a causal mask, the mean context is half the sequence.
         """
-        forward = sum(counts.forward_flops(self, counts.attended_keys(self, context_length)).values())
+        forward = int(sum(counts.forward_flops(self, counts.attended_keys(self, context_length)).values()))
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:

@@ -163,7 +163,7 @@ def _parse_override(name: str, text: str) -> Changes:
     if name in _PRESETS:
         return _PRESETS[name][_check_choice(name, text, _PRESETS[name])]
     field = _ALIASES.get(name, name)
-    return {field: parse_value(name, text, _FIELDS[field].type)}
+    return {field: parse_value(name, text, str(_FIELDS[field].type))}
 
 
 def _check_choice(name: str, text: str, choices: Iterable[str]) -> str:

@@ -70,7 +70,7 @@ def _validate_fields(c: ModelConfig) -> Iterator[str]:
     """Problems of single fields."""
     for field in fields(c):
         value = getattr(c, field.name)
-        is_valid, expected = _BY_TYPE.get(field.type, (lambda value: True, ""))
+        is_valid, expected = _BY_TYPE.get(str(field.type), (lambda value: True, ""))
         if not is_valid(value):
             yield f"{field.name} is {short_repr(value)}, it must be {expected}"
     if not isinstance(c.model_type, str):

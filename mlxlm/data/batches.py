@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from mlxlm.data.mixture import Mixture
 from mlxlm.data.packing import BestFitPacking, ConcatenatePacking, Packing, Span
 from mlxlm.utils.errors import DataError
 
-PACKINGS = {"concatenate": ConcatenatePacking, "best-fit": BestFitPacking}
+PACKINGS: dict[str, Callable[..., Packing]] = {"concatenate": ConcatenatePacking, "best-fit": BestFitPacking}
 _NO_TARGETS_HINT = "a longer sequence length, or conversations with messages of the assistant"
 
 
@@ -78,9 +78,7 @@ class TrainBatches:
         self._rank, self._num_processes = rank, num_processes
         self._parts = data.parts
         pack = PACKINGS[packing]
-        self._packings: list[Packing] = [
-            pack(part.data, max_seq_length + 1, seed, source) for source, part in enumerate(self._parts)
-        ]
+        self._packings = [pack(part.data, max_seq_length + 1, seed, source) for source, part in enumerate(self._parts)]
         # A part whose rows have more padding takes more rows for the same share of the tokens.
         weights = [part.weight / (1 - p.padding) for part, p in zip(self._parts, self._packings, strict=True)]
         self._mixture = Mixture(weights, seed)
@@ -140,13 +138,17 @@ def validation_batches(
             f"{data.name} has {len(data)} tokens, too few to predict any",
             "more text, or a larger validation fraction",
         )
-    rows = _conversation_rows(data, max_seq_length) if mask_prompt else range(0, len(data) - 1, max_seq_length)
+    conversations = _conversation_rows(data, max_seq_length) if mask_prompt else []
+    rows = len(conversations) if mask_prompt else -(-(len(data) - 1) // max_seq_length)
     if not rows:
         raise DataError(f"{data.name} has no answers that begin in rows of {max_seq_length} tokens", _NO_TARGETS_HINT)
-    count = len(rows) if max_tokens is None else max(1, min(len(rows), max_tokens // max_seq_length))
-    chosen = [rows[i * len(rows) // count] for i in range(count)]
-    if not mask_prompt:
-        chosen = [[Span(start, min(start + max_seq_length + 1, len(data)))] for start in chosen]
+    count = rows if max_tokens is None else max(1, min(rows, max_tokens // max_seq_length))
+    numbers = [i * rows // count for i in range(count)]
+    if mask_prompt:
+        chosen = [conversations[row] for row in numbers]
+    else:
+        starts = [row * max_seq_length for row in numbers]
+        chosen = [[Span(start, min(start + max_seq_length + 1, len(data)))] for start in starts]
     return _padded_batches(data, chosen, (batch_size, max_seq_length), document_mask, mask_prompt)
 
 

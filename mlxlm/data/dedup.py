@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 from mlxlm.data.manifest import DedupStats
 from mlxlm.data.minhash import MinHash, MinHashLSH
@@ -36,7 +36,7 @@ class DuplicateFilter:
         self.stats = DedupStats(threshold)
         self._index = MinHashLSH(threshold)
 
-    def __call__(self, documents: Iterable[Document]) -> Iterator[Document]:
+    def __call__(self, documents: Iterable[Document]) -> Generator[Document, None, None]:
         """Yield the documents that repeat no earlier one."""
         for document in documents:
             with ExitStack() as stack:
@@ -60,7 +60,7 @@ class DuplicateFilter:
                 self.stats.bytes += size
 
 
-def _update(text: str, minhash: MinHash, digest) -> int:
+def _update(text: str, minhash: MinHash, digest: Any) -> int:
     """Add a part of a document to its MinHash and digest; returns its size in bytes."""
     content = text.encode("utf-8")
     digest.update(content)

@@ -51,9 +51,9 @@ def _only_split(folder: Path) -> list[Path]:
 
 def _file_name(file: Any, path: Path) -> str:
     name = file.get("filename") if isinstance(file, dict) else None
-    if not _is_name(name):
-        raise DataError(f"{path}: field '_data_files' has no plain file name in {file!r}", "saving the dataset again")
-    return name
+    if isinstance(name, str) and _is_name(name):
+        return name
+    raise DataError(f"{path}: field '_data_files' has no plain file name in {file!r}", "saving the dataset again")
 
 
 def _is_name(value: Any) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import DataError
@@ -33,23 +34,23 @@ class Shard:
         file: Name of the file of tokens.
         tokens: Number of tokens.
         sha256: Digest of `file`.
-        mask_sha256: Digest of `mask_file`, one uint8 per token: 1 if the token is a training target, 0 if not (in a
-            conversation, everything but the assistant's messages). None: there is no mask, all tokens are targets.
         index_sha256: Digest of `index_file`: int64 offsets, increasing, where documents start. The first can be above
             0, since a document can continue from the previous shard.
+        mask_sha256: Digest of `mask_file`, one uint8 per token: 1 if the token is a training target, 0 if not (in a
+            conversation, everything but the assistant's messages). None: there is no mask, all tokens are targets.
     """
 
     file: str
     tokens: int
     sha256: str
+    index_sha256: str
     mask_sha256: str | None = None
-    index_sha256: str | None = None
 
     @property
     def digests(self) -> dict[str, str]:
         """SHA-256 of each file of the shard."""
-        digests = {self.file: self.sha256, self.mask_file: self.mask_sha256, self.index_file: self.index_sha256}
-        return {file: digest for file, digest in digests.items() if digest is not None}
+        mask = {} if self.mask_sha256 is None else {self.mask_file: self.mask_sha256}
+        return {self.file: self.sha256, self.index_file: self.index_sha256, **mask}
 
     @property
     def index_file(self) -> str:
@@ -165,25 +166,32 @@ class Manifest:
         path = folder / MANIFEST_FILE
         if not is_prepared(folder):
             raise DataError(f"{folder} is not a prepared dataset: it has no {MANIFEST_FILE}", "mlxlm prepare")
-        content = read_bytes(path, _MAX_BYTES, DataError)
-        fields = parse_json_object(content, str(path), DataError, "preparing the data again")
-        reader = _FieldReader(path, fields)
-        if reader.get("version", int) != VERSION:
-            raise DataError(f"{path}: version {fields['version']} is not {VERSION}", "preparing the data again")
-        if reader.get("dtype", str) not in DTYPES:
-            raise DataError(f"{path}: dtype '{fields['dtype']}' is not one of {', '.join(DTYPES)}")
-        return cls(
-            fingerprint=reader.get("fingerprint", str),
-            vocab_size=reader.count("vocab_size"),
-            dtype=fields["dtype"],
-            validation_split=reader.get("validation_split", str),
-            num_conversations=reader.count("num_conversations"),
-            sources=reader.get("sources", list),
-            parts=_read_parts(reader),
-            validation=_read_split(reader.object("validation")),
-            dedup=_read_dedup(reader),
-            skipped=reader.count("skipped"),
-        )
+        hint = "preparing the data again"
+        fields = parse_json_object(read_bytes(path, _MAX_BYTES, DataError), str(path), DataError, hint)
+        try:
+            if (version := _value(fields.get("version"), int, "version")) != VERSION:
+                raise ValueError(f"field 'version' is {version}, not {VERSION}")
+            manifest = _value(fields, Manifest, "")
+            manifest._check()
+        except ValueError as error:
+            raise DataError(f"{path}: {error}", hint) from None
+        return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for values that can't be right, and divide the weights by their sum."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype '{self.dtype}' is not one of {', '.join(DTYPES)}")
+        if not self.parts:
+            raise ValueError("field 'parts' is empty")
+        for part, weight in zip(self.parts, normalize_weights([part.weight for part in self.parts]), strict=True):
+            part.weight = weight
+        splits = {f"parts[{i}].train": part.train for i, part in enumerate(self.parts)}
+        for name, split in (*splits.items(), ("validation", self.validation)):
+            if sum(shard.tokens for shard in split.shards) != split.tokens:
+                raise ValueError(f"field '{name}.tokens' is not the sum of the shards' tokens")
+            for i, shard in enumerate(split.shards):
+                if not shard.file or Path(shard.file).name != shard.file:
+                    raise ValueError(f"field '{name}.shards[{i}].file' is not a plain file name")
 
 
 def normalize_weights(weights: Sequence[float]) -> list[float]:
@@ -202,84 +210,22 @@ def normalize_weights(weights: Sequence[float]) -> list[float]:
     return shares
 
 
-class _FieldReader:
-    """Typed access to an untrusted JSON object; errors name the file and the field."""
+def _value(value: Any, kind: Any, name: str) -> Any:
+    """Convert a JSON value to `kind`: a dataclass, a list, an optional value, a string or a number that isn't negative.
 
-    def __init__(self, path: Path, fields: Any, prefix: str = ""):
-        self._path = path
-        self._prefix = prefix
-        if not isinstance(fields, dict):
-            raise DataError(f"{path}: {prefix.rstrip('.') or 'the content'} is not a JSON object")
-        self._fields = fields
-
-    def get(self, name: str, kind: type) -> Any:
-        value = self._fields.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.error(name, f"is missing or not {kind.__name__}")
-        return value
-
-    def optional(self, name: str, kind: type) -> Any:
-        return None if self._fields.get(name) is None else self.get(name, kind)
-
-    def count(self, name: str) -> int:
-        if (value := self.get(name, int)) < 0:
-            raise self.error(name, "is negative")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self._fields.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise self.error(name, "is missing or not a positive number")
-        return float(value)
-
-    def object(self, name: str) -> _FieldReader:
-        return _FieldReader(self._path, self._fields.get(name), f"{self._prefix}{name}.")
-
-    def objects(self, name: str) -> list[_FieldReader]:
-        rows = enumerate(self.get(name, list))
-        return [_FieldReader(self._path, row, f"{self._prefix}{name}[{i}].") for i, row in rows]
-
-    def error(self, name: str, problem: str) -> DataError:
-        return DataError(f"{self._path}: field '{self._prefix}{name}' {problem}", "preparing the data again")
-
-
-def _read_parts(reader: _FieldReader) -> list[TrainPart]:
-    rows = reader.objects("parts")
-    if not rows:
-        raise reader.error("parts", "is empty")
-    try:
-        weights = normalize_weights([row.number("weight") for row in rows])
-    except ValueError as error:
-        raise reader.error("parts", f"has bad weights: {error}") from None
-    return [
-        TrainPart(row.get("name", str), weight, _read_split(row.object("train")))
-        for row, weight in zip(rows, weights, strict=True)
-    ]
-
-
-def _read_dedup(reader: _FieldReader) -> DedupStats | None:
-    if reader.optional("dedup", dict) is None:
-        return None
-    stats = reader.object("dedup")
-    return DedupStats(stats.number("threshold"), *map(stats.count, ("documents", "exact", "near", "bytes")))
-
-
-def _read_split(reader: _FieldReader) -> SplitInfo:
-    shards = [_read_shard(row) for row in reader.objects("shards")]
-    split = SplitInfo(reader.count("tokens"), reader.count("documents"), reader.count("bytes"), shards)
-    if sum(shard.tokens for shard in shards) != split.tokens:
-        raise reader.error("tokens", "is not the sum of the shards' tokens")
-    return split
-
-
-def _read_shard(reader: _FieldReader) -> Shard:
-    shard = Shard(
-        file=reader.get("file", str),
-        tokens=reader.count("tokens"),
-        sha256=reader.get("sha256", str),
-        mask_sha256=reader.optional("mask_sha256", str),
-        index_sha256=reader.get("index_sha256", str),
-    )
-    if not shard.file or Path(shard.file).name != shard.file:
-        raise reader.error("file", "is not a plain file name")
-    return shard
+    Raises:
+        ValueError: It has another type; the message has the field's `name`.
+    """
+    if isinstance(kind, UnionType):  # a type or None
+        return None if value is None else _value(value, get_args(kind)[0], name)
+    expected = dict if is_dataclass(kind) else (int, float) if kind is float else get_origin(kind) or kind
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise ValueError(f"field '{name}' is missing or not {getattr(expected, '__name__', 'a number')}")
+    if isinstance(value, dict):
+        prefix = name and f"{name}."
+        return kind(**{key: _value(value.get(key), hint, prefix + key) for key, hint in get_type_hints(kind).items()})
+    if isinstance(value, list):
+        return [_value(item, get_args(kind)[0], f"{name}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ValueError(f"field '{name}' is negative")
+    return value

@@ -89,6 +89,7 @@ class MinHashLSH:
         self._rows = max((r for r in range(1, 33) if (1 - threshold**r) ** (NUM_HASHES // r) <= _MAX_MISSED), default=1)
         self._bands = NUM_HASHES // self._rows
         self._count = 0
+        self._signatures = np.empty((0, NUM_HASHES), np.uint16)
         self._digests: set[bytes] = set()
         self._allocate(1024)
 
@@ -123,8 +124,7 @@ class MinHashLSH:
 
     def _allocate(self, capacity: int) -> None:
         signatures = np.empty((capacity, NUM_HASHES), np.uint16)
-        if self._count:
-            signatures[: self._count] = self._signatures
+        signatures[: self._count] = self._signatures
         self._signatures = signatures
         self._next = np.zeros((capacity, self._bands), np.uint32)  # the previous text in the same bucket, + 1
         self._heads = np.zeros((self._bands, capacity), np.uint32)  # the last text in each bucket, + 1

@@ -136,7 +136,7 @@ class BestFitPacking:
         patterns = first_fit_decreasing(np.bincount(rest, minlength=self._length + 1))
         return _PackedBlock(starts, stops, np.cumsum(full), rest, patterns, np.cumsum([p.repeats for p in patterns]))
 
-    def _draw_order(self, epoch: int, block: int) -> tuple[tuple[np.ndarray, int], np.ndarray]:
+    def _draw_order(self, epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys for the order of the rows of a block, and its documents by the length of their last piece."""
         rest = self._block(block).rest
         order = np.random.default_rng([self._seed, self._source, epoch, block]).permutation(len(rest))

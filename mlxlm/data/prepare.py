@@ -6,21 +6,21 @@ import copy
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 
-from mlxlm.data.bad_input import BadInput
+from mlxlm.data.bad_input import BadInput, OnBad
 from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.document_reader import DocumentReader
 from mlxlm.data.manifest import MANIFEST_FILE, Manifest, TrainPart
 from mlxlm.data.options import DataOptions, source_name
 from mlxlm.data.shards import ShardWriter
+from mlxlm.data.sources import read_documents, spool_streams
 from mlxlm.data.split import ValidationSplit, min_documents_to_split, validation_draws
 from mlxlm.data.text import Advance, Document
-from mlxlm.data.tokenize import Chunk, tokenize
+from mlxlm.data.tokenize import Chunk, check_role, tokenize
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import atomic_new_folder
@@ -84,17 +84,32 @@ def prepare(
 def training_texts(data: DataOptions, *, seed: int = 0, progress: Advance | None = None) -> Iterator[str]:
     """The text that `prepare` trains on with the same arguments, in pieces: for training a tokenizer.
 
-    Sources are read twice, as far as `ValidationSplit` needs it, so they can't be stdin or pipes.
+    `ValidationSplit` reads the first documents of each source twice, so sources can't be stdin or pipes.
     """
-    reader = DocumentReader(None, data.text_column)
     fraction = 0 if data.validation else data.validation_fraction
     for _, _, paths in _parts(data):
-        split = ValidationSplit(lambda paths=paths: reader(paths, BadInput(data.on_bad_input)), fraction, seed)
-        for held_out, document in split(reader(paths, BadInput(data.on_bad_input), progress)):
+        split = ValidationSplit(_read(data, paths, BadInput(data.on_bad_input)), fraction, seed)
+        for held_out, document in split(_read(data, paths, BadInput(data.on_bad_input), progress)):
             contents = (content for _, content in document.messages or ())
             for piece in itertools.chain(document.pieces, contents):
                 if not held_out:
                     yield piece
+
+
+def _read(
+    data: DataOptions, paths: Sequence[str | Path], on_bad: OnBad, progress: Advance | None = None
+) -> Generator[Document, None, None]:
+    """Yield documents as `read_documents` does. Conversations with an unknown role are bad input."""
+    for document in read_documents(
+        paths, stdin=data.stdin, advance=progress, text_column=data.text_column, on_bad=on_bad
+    ):
+        try:
+            for role, _ in document.messages or ():
+                check_role(role, document.location)
+        except DataError as error:
+            on_bad(error)
+        else:
+            yield document
 
 
 def _parts(data: DataOptions) -> list[tuple[str, float, Sequence[str | Path]]]:
@@ -120,7 +135,6 @@ class _Builder:
     ):
         self._data, self._tokenizer, self._folder, self._stack = data, tokenizer, folder, stack
         self._shard_tokens, self._encode, self._progress = shard_tokens, encode, progress
-        self._read_documents = DocumentReader(data.stdin, data.text_column)
         self._bad_input = BadInput(data.on_bad_input)
         self._duplicate_filter = None if data.dedup is None else DuplicateFilter(data.dedup)
         self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -138,12 +152,12 @@ class _Builder:
             self.add(paths, train)
             self._split_kinds.add("files")
         elif self._encode is not None:
-            self._encode_and_split(paths, train, fraction, seed)
+            self._encode_and_split(self._encoded_documents(paths, self._encode), train, fraction, seed)
             self._split_kinds.add("documents")
         else:
             if fraction:  # the first documents are read twice
-                paths = self._read_documents.spool_streams(paths, self._folder, self._stack)
-            split = ValidationSplit(lambda: self._preview(paths), fraction, seed)
+                paths = spool_streams(paths, self._data.stdin, self._folder, self._stack)
+            split = ValidationSplit(self._preview(paths), fraction, seed)
             self._tokenize_and_split(split, paths, train)
             self._split_kinds.add(split.kind)
         self._parts.append(TrainPart(name, weight, train.finish()))
@@ -155,7 +169,7 @@ class _Builder:
         if self._encode is None:
             chunks = tokenize(self._documents(paths), self._tokenizer)
         else:
-            chunks = itertools.chain.from_iterable(self._encoded_documents(paths))
+            chunks = itertools.chain.from_iterable(self._encoded_documents(paths, self._encode))
         for chunk in chunks:
             writer.add(*chunk)
 
@@ -170,7 +184,7 @@ class _Builder:
             sources=[source_name(path) for path in (*self._data.sources, *self._data.validation)],
             parts=self._parts,
             validation=self.validation.finish(),
-            dedup=self._duplicate_filter and self._duplicate_filter.stats,
+            dedup=self._duplicate_filter.stats if self._duplicate_filter else None,
             skipped=self._bad_input.skipped,
         )
         write_json(self._folder / MANIFEST_FILE, manifest.to_dict())
@@ -194,10 +208,13 @@ class _Builder:
                 writer = self.validation if held_out.popleft() else train
             writer.add(*chunk)
 
-    def _encode_and_split(self, paths: Sequence[str | Path], train: ShardWriter, fraction: float, seed: int) -> None:
+    def _encode_and_split(
+        self, documents: Iterable[list[Chunk]], train: ShardWriter, fraction: float, seed: int
+    ) -> None:
         writers = (self.validation if held_out else train for held_out in validation_draws(fraction, seed))
-        enough, pending = min_documents_to_split(fraction), []
-        for chunks in self._encoded_documents(paths):
+        enough = min_documents_to_split(fraction)
+        pending: list[list[Chunk]] = []
+        for chunks in documents:
             pending.append(chunks)
             if len(pending) >= enough:
                 enough = 0
@@ -208,10 +225,10 @@ class _Builder:
             _write(pending[: len(pending) - held_out], itertools.repeat(train))
             _write(pending[len(pending) - held_out :], itertools.repeat(self.validation))
 
-    def _encoded_documents(self, paths: Sequence[str | Path]) -> Iterator[list[Chunk]]:
+    def _encoded_documents(self, paths: Sequence[str | Path], encode: Encode) -> Iterator[list[Chunk]]:
         for document in self._documents(paths):
             try:
-                chunks = list(self._encode(document))
+                chunks = list(encode(document))
             except DataError as error:
                 self._num_conversations -= document.messages is not None
                 self._bad_input(error)
@@ -222,7 +239,7 @@ class _Builder:
         """Read documents, without duplicates, and count them. Raises DataError if there are none."""
         document, dedup = None, self._duplicate_filter
         previously_read = dedup.stats.documents if dedup else 0
-        documents = self._read_documents(paths, self._bad_input, self._progress)
+        documents = _read(self._data, paths, self._bad_input, self._progress)
         for document in dedup(documents) if dedup else documents:
             self._num_conversations += document.messages is not None
             yield document
@@ -233,9 +250,9 @@ class _Builder:
             skipped = f": all {count} lines were skipped as bad input" if count else ""
             raise DataError(f"there is no text in the sources{skipped}", "files with some text")
 
-    def _preview(self, paths: Sequence[str | Path]) -> Iterator[Document]:
+    def _preview(self, paths: Sequence[str | Path]) -> Generator[Document, None, None]:
         """What `_documents` will yield, without counting."""
-        documents = self._read_documents(paths, copy.copy(self._bad_input))
+        documents = _read(self._data, paths, copy.copy(self._bad_input))
         return documents if self._duplicate_filter is None else copy.deepcopy(self._duplicate_filter)(documents)
 
 

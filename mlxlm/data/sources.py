@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryDirectory
+from typing import IO, Any, BinaryIO
 
 import zstandard
 
@@ -58,7 +61,7 @@ def read_documents(
     """
     advance = advance or (lambda _: None)
     for path, explicit in _files(paths):
-        if path == STDIN:
+        if path is None:
             if stdin is None:
                 raise DataError("there is no stdin to read", "a file")
             yield from text_document(stdin, "stdin", advance, explicit, on_bad)
@@ -76,16 +79,9 @@ def read_documents(
                 yield from text_document(stream, name, lambda _: None, explicit, on_bad)
 
 
-def read_texts(
-    paths: Sequence[str | Path],
-    *,
-    stdin: IO[bytes] | None = None,
-    advance: Advance | None = None,
-    text_column: str | None = None,
-    on_bad: OnBad = raise_error,
-) -> Iterator[str]:
+def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:
     """Yield the text of `read_documents` in pieces, with the messages of conversations: for training tokenizers."""
-    for document in read_documents(paths, stdin=stdin, advance=advance, text_column=text_column, on_bad=on_bad):
+    for document in read_documents(paths, **options):
         yield from document.pieces
         for _, content in document.messages or ():
             yield content
@@ -101,30 +97,46 @@ def unseekable_source(paths: Sequence[str | Path]) -> str | None:
     return None
 
 
+def spool_streams(
+    paths: Sequence[str | Path], stdin: IO[bytes] | None, folder: Path, stack: ExitStack
+) -> list[str | Path]:
+    """Copy stdin and named pipes into `folder`, until `stack` is closed; returns the paths to read instead."""
+    spooled: list[str | Path] = []
+    for path in paths:
+        source = stdin if str(path) == STDIN else None
+        if source is not None or Path(path).is_fifo():
+            copy = Path(stack.enter_context(TemporaryDirectory(dir=folder)), "stdin" if source else Path(path).name)
+            with nullcontext(source) if source else open(path, "rb") as stream, copy.open("wb") as file:
+                shutil.copyfileobj(stream, file, READ_BYTES)
+            path = copy
+        spooled.append(path)
+    return spooled
+
+
 def total_bytes(paths: Sequence[str | Path]) -> int | None:
     """Bytes on disk that `read_documents(paths)` reads; None if stdin is among them."""
-    files = [path for path, _ in _files(paths)]
-    if STDIN in files:
-        return None
-    return sum(map(_size, files))
+    total = 0
+    for path, _ in _files(paths):
+        if path is None:
+            return None
+        with os_errors_as(DataError, "read", path):
+            total += path.stat().st_size
+    return total
 
 
-def _size(path: str | Path) -> int:
-    with os_errors_as(DataError, "read", path):
-        return os.path.getsize(path)
+def _files(paths: Sequence[str | Path]) -> Iterator[tuple[Path | None, bool]]:
+    """Files of `paths` in order, None for stdin, each with whether it must have text.
 
-
-def _files(paths: Sequence[str | Path]) -> Iterator[tuple[str | Path, bool]]:
-    """Files of `paths` in order, each with whether the user or a saved dataset names it, so that it must have text."""
+    A file must if the user or a saved dataset names it.
+    """
     for path in paths:
         if str(path) == STDIN:
-            yield STDIN, True
+            yield None, True
         elif (path := Path(path)).is_dir():
-            is_empty = True
+            file = None
             for file, explicit in _folder(path):
-                is_empty = False
                 yield file, explicit
-            if is_empty:
+            if file is None:
                 kinds = f"{', '.join(_COMPRESSIBLE)} (also as .gz or .zst), {' or '.join(TABLE_SUFFIXES)} files"
                 raise DataError(f"no text in {path}", f"a folder with {kinds}")
         elif path.exists():
@@ -173,10 +185,10 @@ class _CountingReader(io.RawIOBase):
         return n
 
 
-def _decompressed(stream: IO[bytes], path: Path) -> IO[bytes]:
+def _decompressed(stream: BinaryIO, path: Path) -> BinaryIO:
     suffix = path.suffix.lower()
     if suffix == ".gz":
-        return gzip.GzipFile(fileobj=stream)
+        return io.BufferedReader(gzip.GzipFile(fileobj=stream), READ_BYTES)
     if suffix == ".zst":
         reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
         return io.BufferedReader(reader, READ_BYTES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -23,8 +23,7 @@ class ValidationSplit:
     never cut.
 
     Args:
-        read: Returns an iterator over all documents. It is called once, to see whether there are few; those are read to
-            their end.
+        preview: All documents, to see whether there are few; those are read to their end. It is closed.
         fraction: Share to hold out.
         seed: Draws the documents.
 
@@ -32,17 +31,17 @@ class ValidationSplit:
         kind: "documents", or "tail" if a document can be cut.
     """
 
-    def __init__(self, read: Callable[[], Iterator[Document]], fraction: float, seed: int):
+    def __init__(self, preview: Generator[Document, None, None], fraction: float, seed: int):
         self._fraction, self._seed = fraction, seed
         enough = min_documents_to_split(fraction)
-        with closing(read()) as documents:
+        with closing(preview) as documents:
             self._sizes = [_num_bytes(document) for document in itertools.islice(documents, enough)]
         self.kind = "documents" if len(self._sizes) == enough else "tail"
         total = sum(self._sizes)
         self._tail_start = total - max(1, round(fraction * total))
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[bool, Document]]:
-        """Yield the documents of `read`, each with whether it is held out; a document that is cut comes as two."""
+        """Yield the same documents again, each with whether it is held out; a document that is cut comes as two."""
         if self.kind == "documents":
             yield from zip(validation_draws(self._fraction, self._seed), documents, strict=False)
             return

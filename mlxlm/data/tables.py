@@ -69,7 +69,7 @@ def _parquet(path: Path, text_column: str | None) -> Iterator[tuple[str, list[An
             yield column, _cells(batch.column(0)), min(1.0, done / rows)
 
 
-def _arrow(pyarrow, source, path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
+def _arrow(pyarrow: Any, source: Any, path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
     """Read the file format, or the stream format that `save_to_disk` writes."""
     size = max(1, source.size())
     if source.read(6) == b"ARROW1":
@@ -108,7 +108,7 @@ def _column(schema: Any, path: Path, text_column: str | None) -> str:
 
 
 @contextmanager
-def _table_errors(path: Path, pyarrow) -> Iterator[None]:
+def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
     """Turn pyarrow's errors for damaged files into a DataError that names the file."""
     try:
         yield
@@ -124,7 +124,7 @@ def _table_errors(path: Path, pyarrow) -> Iterator[None]:
         raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
 
 
-def _pyarrow(path: Path):
+def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError:

@@ -6,6 +6,8 @@ import pytest
 from mlxlm.data import TokenDataset
 from mlxlm.utils.errors import DataError
 
+NO_TOKENS = {"tokens": 0, "documents": 0, "bytes": 0, "shards": []}
+
 
 def test_slices_are_the_tokens(prepared, byte_level):
     data = TokenDataset.open(prepared, "train")
@@ -52,15 +54,15 @@ def test_shards_that_were_cut_or_lost(prepared):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "version 1 is not 3"),
+        ({"version": 1}, "field 'version' is 1, not 3"),
         ({"version": None}, "field 'version'"),
         ({"dtype": "float32"}, "dtype 'float32'"),
         ({"vocab_size": -1}, "field 'vocab_size' is negative"),
         ({"vocab_size": True}, "field 'vocab_size'"),
         ({"fingerprint": 3}, "field 'fingerprint'"),
-        ({"validation": []}, "validation is not a JSON object"),
+        ({"validation": []}, "field 'validation' is missing or not dict"),
         ({"parts": []}, "field 'parts' is empty"),
-        ({"parts": [{"name": "a", "weight": 0, "train": {}}]}, "field 'parts' has bad weights: a weight is 0.0"),
+        ({"parts": [{"name": "a", "weight": 0, "train": NO_TOKENS}]}, "a weight is 0, it must be a positive number"),
         ({"parts": [{"name": "a", "weight": "1"}]}, r"field 'parts\[0\].weight' is missing or not a"),
         ({"validation": {"tokens": 1, "documents": 1, "bytes": 1, "shards": []}}, "'validation.tokens' is not the sum"),
         (

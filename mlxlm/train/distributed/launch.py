@@ -85,7 +85,7 @@ class LaunchedProcesses:
                 time.sleep(0.05)
                 timeout = _SECONDS_AFTER_RANK_0 if 0 in self.exit_codes else _SECONDS_AFTER_OTHERS
                 if self._last_exit is not None and time.monotonic() - self._last_exit > timeout:
-                    self._kill_all(signal.SIGKILL)
+                    self._kill_all()
             for reader in readers:
                 reader.join(timeout=5)
 
@@ -103,13 +103,11 @@ class LaunchedProcesses:
         if signal_number == signal.SIGHUP and self._num_signals:
             return
         self._num_signals += 1
-        if self._num_signals > 2:
-            self._kill_all(signal.SIGKILL)
-        elif 0 in self._pids:
+        if self._num_signals > 2 or 0 not in self._pids:
+            self._kill_all()
+        else:
             with suppress(ProcessLookupError):
                 os.kill(self._pids[0], signal.SIGINT if signal_number == signal.SIGINT else signal.SIGTERM)
-        else:
-            self._kill_all(signal.SIGTERM)
 
     def _forward(self, source: IO[bytes], target: IO[bytes]) -> None:
         """Copy output to `target`, except MLX's messages and the reports of the processes."""
@@ -130,9 +128,9 @@ class LaunchedProcesses:
             self.exit_codes[int(rank)] = int(number)
             self._last_exit = time.monotonic()
 
-    def _kill_all(self, signal_number: int) -> None:
+    def _kill_all(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal_number)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _mlx_launch(hostfile: str, sharing: int) -> list[str]:

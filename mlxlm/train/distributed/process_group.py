@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +23,12 @@ import numpy as np
 import psutil
 
 from mlxlm import __version__
-from mlxlm.backend.mlx import eval_arrays, mx, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import eval_arrays, mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.train.distributed.heartbeat import Heartbeat, RankLostError, accept_ranks, connect_to_rank0
 from mlxlm.utils import bounded_reads
 from mlxlm.utils.errors import MlxlmError, PlatformError
 
 HEARTBEAT_TIMEOUT = 20.0  # seconds of silence: longer than a machine that swaps is away
-_JOIN_TIMEOUT = 120.0  # seconds: Python and MLX start slowly from a network drive
 _HANG_TIMEOUT = 5.0  # seconds in which a collective must fail after a rank was lost
 _POLL_SECONDS = 0.2
 _MESSAGE_BYTES = 1 << 25  # summed at a time, as in MLX's average_gradients
@@ -104,7 +102,7 @@ class ProcessGroup:
         return tree
 
     def broadcast(self, tree: Any) -> Any:
-        """Return rank 0's arrays on every rank, to the bit. All trees have the same names, shapes and dtypes."""
+        """Return rank 0's arrays on every rank. All trees have the same names, shapes and dtypes."""
         return tree
 
     def broadcast_object(self, value: Any = None) -> Any:
@@ -137,13 +135,6 @@ def join_process_group(
     backend = detect_backend()
     if backend is None:
         return ProcessGroup()
-    late = PlatformError(
-        f"the other processes of the run have not come within {_JOIN_TIMEOUT:g} seconds",
-        "looking at their messages; a firewall that lets the machines reach each other",
-    )
-    timer = threading.Timer(_JOIN_TIMEOUT, on_hang, [late])
-    timer.daemon = True
-    timer.start()
     try:
         group = mx.distributed.init(strict=True, backend=backend)
         return _DistributedGroup(group, backend, on_hang, heartbeat_timeout) if group.size() > 1 else ProcessGroup()
@@ -152,8 +143,6 @@ def join_process_group(
             f"MLX's {backend} backend can't connect the processes of the run: {error}",
             "mlx.launch --backend ring, and addresses at which the machines reach each other",
         ) from None
-    finally:
-        timer.cancel()
 
 
 class _DistributedGroup(ProcessGroup):
@@ -177,15 +166,26 @@ class _DistributedGroup(ProcessGroup):
 
     def all_reduce(self, tree: Any) -> Any:
         eval_arrays(tree)
-        return self._all_sum(tree, lambda x: x)
+        flat = sorted(tree_flatten(tree), key=lambda item: str(item[1].dtype))
+        results: list[tuple[str, mx.array]] = []
+        with self._collective():
+            while flat:
+                dtype, size, count = flat[0][1].dtype, 0, 0
+                while count < len(flat) and flat[count][1].dtype == dtype and size < _MESSAGE_BYTES:
+                    size += flat[count][1].nbytes
+                    count += 1
+                names, arrays = zip(*flat[:count], strict=True)
+                flat = flat[count:]
+                message = mx.concatenate([array.reshape(-1) for array in arrays])
+                total = mx.distributed.all_sum(message, group=self._group)
+                pieces = mx.split(total, np.cumsum([array.size for array in arrays])[:-1].tolist())
+                pieces = [piece.reshape(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+                mx.eval(pieces)
+                results += zip(names, pieces, strict=True)
+        return tree_unflatten(results)
 
     def broadcast(self, tree: Any) -> Any:
-        def bits(array: mx.array) -> mx.array:
-            array = array.view(mx.uint8)
-            return array if self.rank == 0 else mx.zeros_like(array)
-
-        eval_arrays(tree)
-        return self._all_sum(tree, bits)
+        return self.all_reduce(tree if self.rank == 0 else tree_map(mx.zeros_like, tree))
 
     def broadcast_object(self, value: Any = None) -> Any:
         if self.rank > 0:
@@ -201,26 +201,6 @@ class _DistributedGroup(ProcessGroup):
             if problem := self._heartbeat.problem(wait=_POLL_SECONDS):
                 raise RankLostError(problem)
         return values
-
-    def _all_sum(self, tree: Any, prepare: Callable[[mx.array], mx.array]) -> Any:
-        """Sum arrays over all ranks, several in one message."""
-        flat = sorted(tree_flatten(tree), key=lambda item: str(item[1].dtype))
-        results: list[tuple[str, mx.array]] = []
-        with self._collective():
-            while flat:
-                dtype, size, count = flat[0][1].dtype, 0, 0
-                while count < len(flat) and flat[count][1].dtype == dtype and size < _MESSAGE_BYTES:
-                    size += flat[count][1].nbytes
-                    count += 1
-                names, arrays = zip(*flat[:count], strict=True)
-                flat = flat[count:]
-                message = mx.concatenate([prepare(array.reshape(-1)) for array in arrays])
-                total = mx.distributed.all_sum(message, group=self._group).view(dtype)
-                pieces = mx.split(total, np.cumsum([array.size for array in arrays])[:-1].tolist())
-                pieces = [piece.reshape(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
-                mx.eval(pieces)
-                results += zip(names, pieces, strict=True)
-        return tree_unflatten(results)
 
     @contextmanager
     def _collective(self) -> Iterator[None]:

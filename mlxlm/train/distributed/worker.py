@@ -68,7 +68,7 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
 
 
 def _broadcast_weights(step: TrainStep, process_group: ProcessGroup) -> None:
-    """Give all ranks the weights and the optimizer state of rank 0, to the bit."""
+    """Give all ranks the weights and the optimizer state of rank 0."""
     if process_group.size == 1:
         return
     weights, state = step.weights(), step.save_state()

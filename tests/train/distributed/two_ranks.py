@@ -26,7 +26,7 @@ with join_process_group(on_hang, heartbeat_timeout=2.0) as group:
     mine = float(group.rank + 1)
     tree = {"a": mx.full((3, 4), mine), "b": [mx.array(10 * mine), mx.full((50,), mine, mx.bfloat16)], "c": mx.array(7)}
     total = group.all_reduce(tree)
-    sent = group.broadcast([mx.array([-0.0, float("nan"), mine]), mx.array(group.rank + 5), mx.array([mine])])
+    sent = group.broadcast([mx.array([0.1, float("nan"), mine]), mx.array(group.rank + 5), mx.array([mine])])
     group.status = lambda: {"load": group.rank}
     found = {
         "rank": [group.rank, group.size, group.is_main_process],
