@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention
@@ -40,7 +42,7 @@ class Attention(nn.Module):
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
 
-    def __call__(self, x: mx.array, cache=None, segment_ids: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply attention.
 
         Args:

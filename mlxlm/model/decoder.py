@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
@@ -60,17 +61,17 @@ class Backbone(nn.Module):
             residual = residual + self.embed_positions(positions + self.position_offset).astype(residual.dtype)
         return self.dropout(self.embed_layernorm(residual) if "embed_layernorm" in self else residual)
 
-    def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Return the hidden states `[B, T, hidden]` after the final norm. See `Decoder` for the arguments."""
         if cache and segment_ids is not None:
             raise ValueError("segment_ids can't be used with a cache")
         residual, hidden_states = self.embed(tokens, cache[0].offset if cache else 0, segment_ids), None
-        if self.grad_checkpoint and self.training and not cache:
-            for layer in self.layers:
-                residual, hidden_states = checkpointed_layer(layer, residual, hidden_states, segment_ids)
-            return self.final_norm(residual, hidden_states)
+        checkpointed = self.grad_checkpoint and self.training and not cache
         for layer, layer_cache in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            residual, hidden_states = layer(residual, hidden_states, layer_cache, segment_ids)
+            if checkpointed:
+                residual, hidden_states = checkpointed_layer(layer, residual, hidden_states, segment_ids)
+            else:
+                residual, hidden_states = layer(residual, hidden_states, layer_cache, segment_ids)
         return self.final_norm(residual, hidden_states)
 
     def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
@@ -93,14 +94,13 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0, layers: int | None = None):
         super().__init__()
         self.config = config
-        self.final_logit_softcap = (
-            None if config.final_logit_softcapping is None else float(config.final_logit_softcapping)
-        )
+        softcap = config.final_logit_softcapping
+        self.final_logit_softcap = None if softcap is None else float(softcap)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def __call__(self, tokens: mx.array, cache=None, *, segment_ids: mx.array | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Compute the logits.
 
         Args:
@@ -121,11 +121,8 @@ class Decoder(nn.Module):
         """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""
         tied = self.config.tie_word_embeddings
         logits = self.model.embed_tokens.as_linear(x) if tied else self.lm_head(x)
-        return (
-            logits
-            if self.final_logit_softcap is None
-            else self.final_logit_softcap * mx.tanh(logits / self.final_logit_softcap)
-        )
+        softcap = self.final_logit_softcap
+        return logits if softcap is None else softcap * mx.tanh(logits / softcap)
 
     @property
     def head_weight(self) -> mx.array:
@@ -146,18 +143,6 @@ class Decoder(nn.Module):
     def supports_batching(self) -> bool:
         """Whether sequences of different lengths can be batched: not if RoPE depends on the length."""
         return (self.config.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope")
-
-    def num_parameters(self) -> int:
-        """Return the number of parameters, counted before quantization."""
-        return self.config.parameter_count()
-
-    def flops_per_token(self, context: int, training: bool = False) -> int:
-        """See `ModelConfig.flops_per_token`."""
-        return self.config.flops_per_token(context, training)
-
-    def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
-        """See `ModelConfig.kv_bytes_per_token`."""
-        return self.config.kv_bytes_per_token(bytes_per_value)
 
     def init_weights(self, seed: int) -> None:
         """Initialize the weights from `seed`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
@@ -26,7 +28,7 @@ def lookup(table: mx.array, tokens: mx.array) -> mx.array:
 
 
 @lookup.vjp
-def _lookup_vjp(primals, cotangent, _output):
+def _lookup_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
     table, tokens = primals
     flat, rows = tokens.flatten(), cotangent.reshape(-1, table.shape[1])
     total = mx.zeros_like(table)
@@ -45,14 +47,16 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, longest: int, size: int):
         super().__init__()
-        self._longest, self._size, self._table = longest, size, None
+        self._longest, self._size = longest, size
+
+    @cached_property
+    def _table(self) -> mx.array:
+        dims = np.arange(self._size)  # in float64: at position 8000 a float32 angle is wrong by 5e-4
+        angles = np.arange(self._longest)[:, None] / 10_000.0 ** ((dims - dims % 2) / self._size)
+        return mx.array(np.where(dims % 2, np.cos(angles), np.sin(angles)).astype(np.float32))
 
     def __call__(self, positions: mx.array) -> mx.array:
         """Look up int `[..., T]`: `[..., T, hidden]`, float32."""
-        if self._table is None:  # in float64: at position 8000 a float32 angle is wrong by 5e-4
-            dims = np.arange(self._size)
-            angles = np.arange(self._longest)[:, None] / 10_000.0 ** ((dims - dims % 2) / self._size)
-            self._table = mx.array(np.where(dims % 2, np.cos(angles), np.sin(angles)).astype(np.float32))
         return self._table[positions]
 
 

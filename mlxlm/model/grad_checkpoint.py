@@ -19,36 +19,30 @@ def checkpointed_layer(
     """
     key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
     names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
-    inputs = [residual] if hidden_states is None else [residual, hidden_states]
-    fixed = [x for x in (segment_ids, key) if x is not None]
+    inputs = (residual, hidden_states, segment_ids, key)
+    count = len(names) + (1 if hidden_states is None else 2)  # arrays with a gradient
 
-    def forward(differentiable: list[mx.array], others: list[mx.array]) -> list[mx.array]:
-        others = list(others)
+    def forward(*arrays: mx.array) -> tuple[mx.array, ...]:
+        rest = iter(arrays[len(names) :])
+        own_residual, own_hidden_states, ids, own_key = (None if x is None else next(rest) for x in inputs)
         before = layer.trainable_parameters()
-        layer.update(tree_unflatten(list(zip(names, differentiable, strict=False))))
-        where = None if segment_ids is None else others.pop(0)
-        layer.dropout.set_key(others[0] if others else None)
-        arrays = differentiable[len(names) :]
-        out = layer(arrays[0], arrays[1] if len(arrays) > 1 else None, None, where)
+        layer.update(tree_unflatten(list(zip(names, arrays, strict=False))))
+        layer.dropout.set_key(own_key)
+        out = layer(own_residual, own_hidden_states, None, ids)
         layer.dropout.set_key(None)
         layer.update(before)
-        return [x for x in out if x is not None]
+        return tuple(x for x in out if x is not None)
 
-    count = len(names) + len(inputs)
-
-    @mx.custom_function
-    def run(*arrays):
-        return tuple(forward(list(arrays[:count]), list(arrays[count:])))
+    run = mx.custom_function(forward)
 
     @run.vjp
-    def run_vjp(primals, cotangents, _outputs):
-        cotangents = list(cotangents) if isinstance(cotangents, tuple | list) else [cotangents]
-        primals = mx.depends(list(primals), cotangents)
+    def run_vjp(primals: list[mx.array], cotangents: list[mx.array], _outputs: list[mx.array]) -> tuple[mx.array, ...]:
+        primals = mx.depends(list(primals), list(cotangents))
         others = primals[count:]
-        _, gradients = mx.vjp(lambda *xs: forward(list(xs), others), primals[:count], cotangents)
+        _, gradients = mx.vjp(lambda *xs: forward(*xs, *others), primals[:count], list(cotangents))
         # Free what the weights' gradients need before the layer below starts.
         below = mx.depends(gradients[len(names) :], gradients[: len(names)])
         return (*gradients[: len(names)], *below, *(mx.zeros_like(x) for x in others))
 
-    out = run(*weights, *inputs, *fixed)
+    out = run(*weights, *(x for x in inputs if x is not None))
     return out if len(out) == 2 else (out[0], None)

@@ -27,7 +27,7 @@ def project(x: mx.array, weight: mx.array) -> mx.array:
 
 
 @project.vjp
-def _project_vjp(primals, cotangent, _output):
+def _project_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
     x, weight = primals
     # In this order, the arrays that only the weight's gradient needs are freed first.
     weight_gradient = eval_point(cotangent.reshape(-1, weight.shape[0]).T @ x.reshape(-1, weight.shape[1]))

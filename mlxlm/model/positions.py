@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
 from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths
@@ -23,8 +25,9 @@ class RotaryEmbedding:
         self.dims, self.base = config.rotary_dims, float(config.rope_theta)
         self.longest = config.max_position_embeddings
         scaling = config.rope_scaling or {"rope_type": "default"}
-        self.rope_type, self.scaling_factor = scaling["rope_type"], scaling.get("factor")
-        self.longrope_threshold = config.longrope_original_length
+        self.rope_type: str = scaling["rope_type"]
+        self.scaling_factor: float = scaling.get("factor") or 1.0
+        self.longrope_threshold = config.longrope_original_length or 0
         self.wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling))  # None: those of the base
         self.long_wavelengths = None
         if self.rope_type == "longrope":
@@ -41,7 +44,7 @@ class RotaryEmbedding:
         """Whether `shift_keys` works: not with "dynamic" scaling, which rotated earlier keys by another base."""
         return self.rope_type != "dynamic"
 
-    def __call__(self, queries: mx.array, keys: mx.array, cache=None) -> tuple[mx.array, mx.array]:
+    def __call__(self, queries: mx.array, keys: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
         """Rotate queries and keys `[B, H, T, D]` for the positions that follow those in the cache."""
         offset = 0 if cache is None else cache.offset
         base, wavelengths = self._waves(offset, queries.shape[2], cache) if self.varies else self._fixed
@@ -49,16 +52,18 @@ class RotaryEmbedding:
             queries = queries * self.query_scale.astype(queries.dtype)
         return self._rotate(queries, offset, base, wavelengths), self._rotate(keys, offset, base, wavelengths)
 
-    def shift_keys(self, keys: mx.array, by: int, cache=None) -> mx.array:
+    def shift_keys(self, keys: mx.array, by: int, cache: Any = None) -> mx.array:
         """Rotate cached keys `[B, H, n, D]` for positions that are `by` later."""
         base, wavelengths = self._waves(0, by, cache) if self.varies else self._fixed
         B, H, n, D = keys.shape
         return self._rotate(keys.reshape(B, H * n, 1, D), by, base, wavelengths).reshape(keys.shape)
 
-    def _rotate(self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None):
+    def _rotate(
+        self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None
+    ) -> mx.array:
         return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
 
-    def _waves(self, offset: int | mx.array, count: int, cache) -> tuple[float | None, mx.array | None]:
+    def _waves(self, offset: int | mx.array, count: int, cache: Any) -> tuple[float | None, mx.array | None]:
         """Return base and wavelengths, one of which is None, for `count` tokens at `offset`.
 
         Raises:
@@ -78,7 +83,7 @@ class RotaryEmbedding:
             return None, self.long_wavelengths
         return self._fixed
 
-    def _reached(self, length: int, cache) -> int:
+    def _reached(self, length: int, cache: Any) -> int:
         """Return the length that the sequence will reach: the longest possible if the cache doesn't know."""
         if cache is None:
             return length

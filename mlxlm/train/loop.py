@@ -212,9 +212,9 @@ class Trainer:
         # Under a causal mask a token attends to half of the sequence, on average.
         flops_per_token = self.run.config.flops_per_token(settings.max_seq_length // 2, training=True)
         yield Started(
-            self.first, steps, self.model.num_parameters(), settings.tokens_per_step, self.step_batches.epoch_at(steps),
-            flops_per_token, self.step_batches.epochs(steps), self.step_batches.dropped_fraction,
-            self.step_batches.padding,
+            self.first, steps, self.run.config.parameter_count(), settings.tokens_per_step,
+            self.step_batches.epoch_at(steps), flops_per_token, self.step_batches.epochs(steps),
+            self.step_batches.dropped_fraction, self.step_batches.padding,
         )  # fmt: skip
         self.deadline.record_time(None)  # building and loading the model
         warnings = [*self.throttle.unsupported(), self.environment_warning]

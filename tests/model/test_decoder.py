@@ -65,7 +65,7 @@ def test_parameter_count_and_names_are_those_of_the_arrays():
     for changes in ({}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}):
         model, config = make(num_key_value_heads=2, **changes)
         arrays = dict(tree_flatten(model.parameters()))
-        assert model.num_parameters() == sum(a.size for a in arrays.values()) == config.parameter_count()
+        assert sum(a.size for a in arrays.values()) == config.parameter_count()
     assert "model.layers.0.self_attn.q_proj.weight" in arrays and "lm_head.weight" in arrays
 
 
