@@ -20,10 +20,10 @@ def unpacked_shapes(
         CheckpointError: Names `source` and a layer whose parts don't belong together, or a tensor that is not
             floating-point.
     """
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        packed = bool(quantization) and f"{layer}.scales" in tensors
+        packed = quantization and f"{layer}.scales" in tensors
         if packed and part in ("scales", "biases") and f"{layer}.weight" in tensors:
             continue
         if packed and part == "weight":
@@ -41,20 +41,20 @@ def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) ->
     result = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        if f"{layer}.scales" in tensors:
-            if part in ("scales", "biases"):
-                continue
-            if part == "weight":
-                tensor = _dequantized(layer, tensors, module_quantization(quantization, layer))
-        result[name] = tensor
+        scales = tensors.get(f"{layer}.scales")
+        settings = module_quantization(quantization, layer)
+        if scales is None or settings is None or part not in ("weight", "scales", "biases"):
+            result[name] = tensor
+        elif part == "weight":
+            result[name] = _dequantized(tensor, scales, tensors.get(f"{layer}.biases"), settings)
     return result
 
 
 def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any]) -> None:
     """Replace the layers of `module` that have scales in `tensors` below `prefix` by MLX's quantized layers."""
 
-    def predicate(name: str, _module: nn.Module):
-        return module_quantization(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else False
+    def predicate(name: str, _module: nn.Module) -> dict[str, Any] | None:
+        return module_quantization(quantization, prefix + name) if f"{prefix}{name}.scales" in tensors else None
 
     nn.quantize(module, class_predicate=predicate)
 
@@ -65,14 +65,14 @@ def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str,
     if plan is None:
         raise CheckpointError(f"{source}: {layer} has scales, but config.json says that it is not quantized")
     bits, group_size, mode = plan["bits"], plan["group_size"], plan["mode"]
-    names = ("weight", "scales", "biases") if mode == "affine" else ("weight", "scales")
-    parts = [tensors.get(f"{layer}.{part}") for part in names]
-    if any(part is None or len(part.shape) != 2 for part in parts) or (
-        mode != "affine" and f"{layer}.biases" in tensors
-    ):
+    names = ["weight", "scales", "biases"] if mode == "affine" else ["weight", "scales"]
+    parts = {
+        part: tensors[f"{layer}.{part}"] for part in ("weight", "scales", "biases") if f"{layer}.{part}" in tensors
+    }
+    if list(parts) != names or any(len(part.shape) != 2 for part in parts.values()):
         expected = ", ".join(names[:-1]) + f" and {names[-1]}"
         raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions")
-    packed, *rest = parts
+    packed, *rest = parts.values()
     rows, words = packed.shape
     width = words * 32 // bits
     dtype = rest[0].dtype
@@ -90,16 +90,16 @@ def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str,
     return rows, width
 
 
-def _dequantized(layer: str, tensors: LazyTensors, plan: dict[str, Any]) -> LazyTensor:
-    packed, scales, biases = (tensors.get(f"{layer}.{part}") for part in ("weight", "scales", "biases"))
-
+def _dequantized(
+    packed: LazyTensor, scales: LazyTensor, biases: LazyTensor | None, settings: dict[str, Any]
+) -> LazyTensor:
     def read() -> mx.array:
         if biases is None:
-            return mx.dequantize(packed.read(), scales.read(), None, **plan, dtype=mx.float32)
+            return mx.dequantize(packed.read(), scales.read(), None, **settings, dtype=mx.float32)
         # With 16-bit scales, MLX would round each weight to 16 bits.
         parts = (part.read().astype(mx.float32) for part in (scales, biases))
-        return mx.dequantize(packed.read(), *parts, **plan)
+        return mx.dequantize(packed.read(), *parts, **settings)
 
-    shape = (packed.shape[0], packed.shape[1] * 32 // plan["bits"])
-    nbytes = sum(part.nbytes for part in (packed, scales, biases) if part is not None)
+    shape = (packed.shape[0], packed.shape[1] * 32 // settings["bits"])
+    nbytes = packed.nbytes + scales.nbytes + (biases.nbytes if biases else 0)
     return LazyTensor(shape, mx.float32, packed.stored_dtype, nbytes, read)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensors, dtype_sizes
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
@@ -73,8 +71,4 @@ def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, d
 
 def _dtype(tensors: LazyTensors) -> str:
     """The floating-point dtype with the most bytes, by PyTorch's name."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors.values():
-        if mx.issubdtype(tensor.dtype, mx.floating):
-            sizes[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "float32"
+    return next((name for name, _ in dtype_sizes(tensors.values()).most_common() if "float" in name), "float32")

@@ -33,10 +33,6 @@ class LayerwiseModel:
         """Number of layers."""
         return self.config.num_hidden_layers
 
-    def embed(self, tokens: mx.array) -> HiddenState:
-        """Tokens int `[B, T]` -> the state before the first layer."""
-        return next(self.embeddings([tokens]))
-
     def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
         """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""
         model = Decoder(self.config, layers=0).model
@@ -64,17 +60,3 @@ class LayerwiseModel:
         if norm is not None:
             load_submodule(norm, self._top_tensors, "model.norm", self.config.quantization)
         return lambda residual, hidden_states: add_norm(norm, residual, hidden_states)[1]
-
-    def logits(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
-        """The state after the last layer -> logits `[B, T, V]`."""
-        return self.head()(residual, hidden_states)
-
-    def run(self, tokens: mx.array, on_layer: Callable[[int, HiddenState], None] | None = None) -> mx.array:
-        """Tokens int `[B, T]` -> logits `[B, T, V]`; calls `on_layer(index, state)` after each layer."""
-        state = self.embed(tokens)
-        for index in range(self.num_layers):
-            state = self.load_layer(index)(*state)
-            mx.eval(state)  # before the next layer is read
-            if on_layer is not None:
-                on_layer(index, state)
-        return self.logits(*state)

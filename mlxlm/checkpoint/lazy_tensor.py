@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mlxlm.backend.mlx import mx
@@ -56,6 +57,14 @@ def lazy_tensor(value: mx.array) -> LazyTensor:
     """Wrap an array, evaluated or not."""
     name = str(value.dtype).removeprefix("mlx.core.")
     return LazyTensor(tuple(value.shape), value.dtype, name, value.nbytes, lambda: value)
+
+
+def dtype_sizes(tensors: Iterable[LazyTensor]) -> Counter[str]:
+    """Bytes in the file by dtype ("bfloat16")."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
+    return sizes
 
 
 def with_read_progress(tensors: LazyTensors, on_progress: Callable[[int, int], None]) -> dict[str, LazyTensor]:

@@ -45,7 +45,7 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
         return load_with_mlx_lm(checkpoint)
     config = checkpoint.config
     model = Decoder(config)
-    _load_weights(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
+    load_submodule(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
     return model, config
 
 
@@ -77,7 +77,11 @@ def load_float32_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
 
 
 def load_submodule(
-    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None = None
+    module: nn.Module,
+    tensors: LazyTensors,
+    prefix: str,
+    quantization: Mapping[str, Any] | None,
+    fits_float32: bool = True,
 ) -> None:
     """Load the weights of one part of a decoder.
 
@@ -88,13 +92,9 @@ def load_submodule(
         tensors: Tensors of the whole decoder.
         prefix: Where the part is: "model.layers.3", or "" for all of it.
         quantization: The configuration's `quantization`.
+        fits_float32: If False, weights keep their dtype and quantization on a CPU, too.
     """
-    _load_weights(module, tensors, f"{prefix}." if prefix else "", quantization, fits_float32=True)
-
-
-def _load_weights(
-    module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any] | None, fits_float32: bool
-) -> None:
+    prefix = f"{prefix}." if prefix else ""
     part = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     if quantization and ON_CPU and fits_float32:
         part = dequantize_tensors(part, quantization)
@@ -115,9 +115,8 @@ def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:
     more time.
     """
     try:
-        values = eval_in_parallel(lambda t=tensor: as_float32(t.read()) for tensor in tensors.values())
+        values = eval_in_parallel(tensor.transform(as_float32).read for tensor in tensors.values())
         return dict(zip(tensors, values, strict=True))
     except RuntimeError as error:
-        raise CheckpointError(
-            f"the weights can't be read: {error}", "a file that no other program is writing"
-        ) from None
+        hint = "a file that no other program is writing"
+        raise CheckpointError(f"the weights can't be read: {error}", hint) from None

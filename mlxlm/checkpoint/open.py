@@ -108,10 +108,9 @@ def _open_folder(path: Path) -> AnyCheckpoint:
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
     values = _add_eos_ids(values, location.root / "generation_config.json")
     weights = location.weights
-    format, source = "safetensors", safetensors
-    if not safetensors.has_weights(weights) and pytorch.has_weights(weights):
-        format, source = "pytorch", pytorch
-    tensors = source.folder_tensors(weights)
+    is_pytorch = not safetensors.has_weights(weights) and pytorch.has_weights(weights)
+    format = "pytorch" if is_pytorch else "safetensors"
+    tensors = (pytorch if is_pytorch else safetensors).folder_tensors(weights)
 
     def tokenizer() -> Tokenizer:
         return load_tokenizer(location.root)

@@ -194,7 +194,7 @@ def _tensor(archive: _Archive, name: str, view: TensorView) -> LazyTensor:
 
     def read() -> mx.array:
         with os_errors_as(CheckpointError, "read", path):
-            flat = np.fromfile(path, source, extent, offset=begin)
+            flat: np.ndarray = np.fromfile(path, source, extent, offset=begin)
         if flat.size != extent:
             raise CheckpointError(f"{path} is truncated: record {record} is cut off")
         values = np.lib.stride_tricks.as_strided(flat, shape, [stride * itemsize for stride in strides])

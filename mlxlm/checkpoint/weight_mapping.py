@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
@@ -22,7 +24,7 @@ def to_decoder_weights(
         CheckpointError: Names `source` and a tensor whose number of rows is wrong.
     """
     by_name = {mapping.name: mapping for mapping in weight_mappings}
-    cache: dict[str, list[mx.array]] = {}  # the unread parts of one fused tensor
+    cache: dict[str, list[mx.array | None]] = {}  # the unread parts of one fused tensor
     result = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -35,7 +37,7 @@ def to_decoder_weights(
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
                 raise CheckpointError(f"{source}: {name} {problem}")
-            whole = whole.transform(lambda value, heads=mapping.interleaved: _pairs_to_halves(value, heads))
+            whole = whole.transform(partial(_reorder, shape=(mapping.interleaved, -1, 2)))
         if len(mapping.modules) == 1:
             result[f"{mapping.modules[0]}.{parameter}"] = whole
             continue
@@ -45,10 +47,8 @@ def to_decoder_weights(
                 f" ({', '.join(m.rpartition('.')[2] for m in mapping.modules)})"
             )
         for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
-            result[f"{part}.{parameter}"] = LazyTensor(
-                (rows, *whole.shape[1:]), whole.dtype, whole.stored_dtype, whole.nbytes * rows // whole.shape[0],
-                _part_reader(cache, name, i, whole.read, mapping),
-            )  # fmt: skip
+            read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[0]
+            result[f"{part}.{parameter}"] = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
     return result
 
 
@@ -69,14 +69,15 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         target = f"{mapping.name}.{parameter}"
         if target in result:
             continue
-        parts = [tensors.get(f"{part}.{parameter}") for part in mapping.modules]
-        if any(part is None or part.shape[1:] != tensor.shape[1:] or part.dtype != tensor.dtype for part in parts):
+        parts = [tensors[part] for module in mapping.modules if (part := f"{module}.{parameter}") in tensors]
+        alike = all(part.shape[1:] == tensor.shape[1:] and part.dtype == tensor.dtype for part in parts)
+        if len(parts) < len(mapping.modules) or not alike:
             raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which have different shapes or dtypes")
         if len(parts) > 1 and tuple(part.shape[0] for part in parts) != mapping.rows:
             raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which need {mapping.rows} rows")
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
-            whole = whole.transform(lambda value, heads=mapping.interleaved: _halves_to_pairs(value, heads))
+            whole = whole.transform(partial(_reorder, shape=(mapping.interleaved, 2, -1)))
         result[target] = _transpose(whole, mapping, parameter)
     return result
 
@@ -88,7 +89,7 @@ def _transpose(tensor: LazyTensor, mapping: WeightMapping, parameter: str) -> La
 
 
 def _part_reader(
-    cache: dict[str, list[mx.array]], name: str, index: int, read: Callable[[], mx.array], mapping: WeightMapping
+    cache: dict[str, list[mx.array | None]], name: str, index: int, read: Callable[[], mx.array], mapping: WeightMapping
 ) -> Callable[[], mx.array]:
     def part() -> mx.array:
         parts = cache.get(name)
@@ -104,7 +105,7 @@ def _part_reader(
     return part
 
 
-def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array]:
+def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array | None]:
     tail = whole.shape[1:]
     grouped = whole.reshape(mapping.groups, -1, *tail)
     ends, end = [], 0
@@ -122,15 +123,10 @@ def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
         return mx.concatenate(grouped, axis=1).reshape(-1, *tail)
 
     rows = sum(part.shape[0] for part in parts)
-    return LazyTensor((rows, *tail), parts[0].dtype, parts[0].stored_dtype, sum(part.nbytes for part in parts), read)
+    return replace(parts[0], shape=(rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
 
 
-def _pairs_to_halves(value: mx.array, heads: int) -> mx.array:
-    """Reorder each head's rows from rotary pairs to the first of each pair, then the second."""
+def _reorder(value: mx.array, shape: tuple[int, int, int]) -> mx.array:
+    """Swap the last two of `shape`, which splits the rows: (heads, pairs, 2) or (heads, 2, pairs)."""
     tail = value.shape[1:]
-    return value.reshape(heads, -1, 2, *tail).swapaxes(1, 2).reshape(-1, *tail)
-
-
-def _halves_to_pairs(value: mx.array, heads: int) -> mx.array:
-    tail = value.shape[1:]
-    return value.reshape(heads, 2, -1, *tail).swapaxes(1, 2).reshape(-1, *tail)
+    return value.reshape(*shape, *tail).swapaxes(1, 2).reshape(-1, *tail)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.lazy_tensor import with_read_progress
+from mlxlm.checkpoint.lazy_tensor import dtype_sizes, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.convert.metadata import Check
-from mlxlm.convert.output_formats import dtype_names, writer_for
+from mlxlm.convert.output_formats import GGUFWriter, writer_for
 from mlxlm.convert.verify import Progress, verify
 from mlxlm.utils.errors import ArgumentError, CheckpointError
 from mlxlm.utils.files import check_not_exists
@@ -109,16 +109,17 @@ def convert(
             backends = writer.backends if cross_check else ()
             checks = verify(checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
+    sizes = dtype_sizes(written.tensors.values())
     parameters = sum(math.prod(tensor.shape) for tensor in writer.tensors.values())
     return ConversionReport(
         source=str(source),
         source_format=checkpoint.format,
         path=str(out),
         format=writer.format,
-        dtype=writer.type_name or dtype_names(written.tensors.values()),
+        dtype=writer.outtype if isinstance(writer, GGUFWriter) else ", ".join(name for name, _ in sizes.most_common()),
         parameters=parameters,
         bytes=size,
-        bits_per_weight=8 * sum(tensor.nbytes for tensor in written.tensors.values()) / parameters,
+        bits_per_weight=8 * sizes.total() / parameters,
         seconds=time.monotonic() - started,
         checks=checks,
         warnings=[*files.warnings, *_backend_warnings(checks)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from mlxlm.checkpoint.layerwise import LAYER_PREFIX, LayerwiseModel
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.convert import reference_backends
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check
+from mlxlm.convert.reference_backends import BackendOutput, BackendRejected, BackendUnavailable
 from mlxlm.convert.tensor_diff import to_float32
 from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_activation_mismatch, resolve_model_type
 from mlxlm.generation import Context, generate_tokens
@@ -67,15 +67,13 @@ def cross_check(
             failed[backend] = error
         on_progress(f"running {backend}", 1, 1)
     agrees = "transformers" in checks and checks["transformers"].result != "skipped"
-    for backend, error in failed.items():
-        if not agrees and not _same_of_source(
-            backend, source, ids, start, isinstance(error, reference_backends.BackendRejected)
-        ):
-            raise error
+    for backend, failure in failed.items():
+        refused = isinstance(failure, BackendRejected)
+        if not agrees and not _same_of_source(backend, source, ids, start, refused):
+            raise failure
         reason = "transformers agrees with mlxlm" if agrees else "the same happens with the source"
-        result = "refused" if isinstance(error, reference_backends.BackendRejected) else "differs"
-        said = error.message.removeprefix(f"{label}: ").removeprefix(f"{backend} ").removeprefix("can't read it: ")
-        checks[backend] = Check(backend, result, f"{said}; {reason}")
+        problem = failure.message.removeprefix(f"{label}: ").removeprefix(f"{backend} ").removeprefix("can't read it: ")
+        checks[backend] = Check(backend, "refused" if refused else "differs", f"{problem}; {reason}")
     return [checks[backend] for backend in backends]
 
 
@@ -90,18 +88,15 @@ def cross_check_one(
 ) -> Check:
     """Run one program; raises CheckpointError if its tokens differ, BackendRejected if it can't read the output."""
     if backend != "llama.cpp" and resolve_model_type(written.config).model_type == MLXLM_MODEL_TYPE:
-        return Check(backend, "skipped", compatibility_warning(written.config))
+        return Check(backend, "skipped", compatibility_warning(written.config) or "")
     if backend == "mlx_lm" and (reason := mlx_lm_activation_mismatch(written.config)):
         return Check(backend, "differs", reason)  # even if its greedy tokens happen to be equal
     try:
-        own = {"llama.cpp": {"text": SAMPLE_TEXT}, "transformers": {"hidden": True}}.get(backend, {})
-        output = reference_backends.run_backend(backend, written.path, ids, start, **own)
-    except reference_backends.BackendUnavailable as reason:
-        return Check(backend, "skipped", _shown(str(reason), written.path, label))
-    except reference_backends.BackendRejected as error:
-        raise reference_backends.BackendRejected(
-            f"{label}: {_shown(error.message, written.path, label)}", _HINT
-        ) from None
+        output = reference_backends.run_backend(backend, written.path, ids, start)
+    except BackendUnavailable as error:
+        return Check(backend, "skipped", _final_name(str(error), label))
+    except BackendRejected as error:
+        raise BackendRejected(f"{label}: {_final_name(error.message, label)}", _HINT) from None
     quantized = any(tensor.stored_dtype in _BLOCKS for tensor in written.tensors.values())
     allowed = output.logit_std * (_TIE_QUANTIZED if quantized and backend == "llama.cpp" else _TIE[backend])
     ours, count = ids[start:], len(ids) - start
@@ -120,7 +115,7 @@ def cross_check_one(
 
 
 def _check_tokenization(
-    backend: str, source: Checkpoint, output: reference_backends.BackendOutput, label: str, tokens_may_differ: bool
+    backend: str, source: Checkpoint, output: BackendOutput, label: str, tokens_may_differ: bool
 ) -> str:
     """Compare how the program and the source's tokenizer tokenize a text, if the program did."""
     if output.text_ids is None:
@@ -141,11 +136,8 @@ def _check_tokenization(
     )
 
 
-def _shown(text: str, path: Path, label: str) -> str:
+def _final_name(text: str, label: str) -> str:
     """A program's message with the output's final name instead of the temporary one."""
-    for name in dict.fromkeys((str(Path(path).resolve()), str(path), Path(path).name)):
-        if ".partial" in name:
-            text = text.replace(name, label)
     return re.sub(r"[^\s'\"]*\.partial(/[^\s'\"]*)?", label, text)
 
 
@@ -160,9 +152,9 @@ def _same_of_source(backend: str, source: Checkpoint, ids: list[int], start: int
             return False
         ours = greedy_tokens(to_float32(source), ids[:start], len(ids) - start)
         output = reference_backends.run_backend(backend, source.path, [*ids[:start], *ours], start)
-    except reference_backends.BackendUnavailable:
+    except BackendUnavailable:
         return False
-    except reference_backends.BackendRejected:
+    except BackendRejected:
         return refused
     return not all(gap <= _TIE[backend] * output.logit_std for gap in output.logit_gaps)
 
@@ -181,17 +173,13 @@ def greedy_tokens(
 
 def _first_layer(written: Checkpoint, ids: list[int], theirs: list[list[float]]) -> str:
     """The first layer after which a program has another hidden state at the last position."""
-    ours: list[Any] = []
-
-    def keep(_index: int, state) -> None:
-        ours.append(np.array(add_norm(None, *state)[0][0, -1].astype(mx.float32)))
-
-    stages = LayerwiseModel(to_float32(written))
-    inputs = mx.array([ids[:-1]])
-    embedded = np.array(stages.embed(inputs)[0][0, -1].astype(mx.float32))
-    mx.eval(stages.run(inputs, on_layer=keep))
-    names = ["model.embed_tokens", *(f"{LAYER_PREFIX}.{index}" for index in range(stages.num_layers))]
-    for name, mine, other in zip(names, [embedded, *ours], theirs, strict=False):
-        if not np.linalg.norm(mine - np.array(other)) <= 1e-3 * np.linalg.norm(mine):
+    model = LayerwiseModel(to_float32(written))
+    [state] = model.embeddings([mx.array([ids[:-1]])])
+    for index, other in enumerate(theirs):
+        if index:
+            state = model.load_layer(index - 1)(*state)
+        ours = np.array(add_norm(None, *state)[0][0, -1])
+        if not np.linalg.norm(ours - np.array(other)) <= 1e-3 * np.linalg.norm(ours):
+            name = f"{LAYER_PREFIX}.{index - 1}" if index else "model.embed_tokens"
             return f"; the first layer that differs is {name}"
     return "; all layers but the last are equal"

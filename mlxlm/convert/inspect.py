@@ -90,7 +90,8 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
         problem, limits = _of_mlx_lm(checkpoint)
     parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    plan = dict(_quantization(config, checkpoint.hf_config) or {})
+    quantization = config.quantization if config else get_quantization_config(checkpoint.hf_config)
+    plan = dict(quantization) if isinstance(quantization, Mapping) else {}
     layer_overrides = {name: entry for name, entry in plan.items() if isinstance(entry, Mapping | bool)}
     default = {name: entry for name, entry in plan.items() if name not in layer_overrides}
     tokenizer, warnings = _tokenizer(checkpoint, config)
@@ -131,11 +132,6 @@ def _of_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[str | None, list[str]]:
     return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
 
 
-def _quantization(config: ModelConfig | None, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    found = get_quantization_config(values) if config is None else config.quantization
-    return found if isinstance(found, Mapping) else None
-
-
 def _types(checkpoint: AnyCheckpoint) -> dict[str, tuple[int, int]]:
     """Stored types, the one with most bytes first."""
     found: dict[str, tuple[int, int]] = {}
@@ -150,55 +146,43 @@ def _tokenizer(checkpoint: AnyCheckpoint, config: ModelConfig | None) -> tuple[T
         tokenizer = checkpoint.load_tokenizer()
     except TokenizerError as error:
         return None, [str(error)]
-    names = tokenizer.special_token_names
+    names, size = tokenizer.special_token_names, tokenizer.vocab_size
+    ends = names.get("bos"), names.get("eos")
     facts = TokenizerInfo(
-        tokenizer_type=tokenizer.tokenizer_type,
-        vocab_size=tokenizer.vocab_size,
-        special_tokens=tokenizer.special_tokens,
-        bos_token=names.get("bos"),
-        eos_token=names.get("eos"),
-        chat_template=tokenizer.chat_template is not None,
+        tokenizer.tokenizer_type, size, tokenizer.special_tokens, *ends, tokenizer.chat_template is not None
     )
-    if config is not None and tokenizer.vocab_size > config.vocab_size:
-        counts = f"{tokenizer.vocab_size} tokens and the model {config.vocab_size}"
-        return facts, [f"the tokenizer has {counts}: it can't be used"]
-    return facts, []
+    if config is None or size <= config.vocab_size:
+        return facts, []
+    return facts, [f"the tokenizer has {size} tokens and the model {config.vocab_size}: it can't be used"]
 
 
 def _architecture(c: ModelConfig) -> dict[str, str]:
+    norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
+    parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
+    biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias}
+    caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
+    windows = sum(c.window(i) is not None for i in range(c.num_hidden_layers))
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c),
         "feed-forward": f"{c.intermediate_size}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
-        "norms": _norms(c),
+        "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",
         "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
+        "biases": " and ".join(name for name, value in biases.items() if value),
+        "window": f"{c.sliding_window} tokens in {windows} of {c.num_hidden_layers} layers" if windows else "",
+        "soft caps": ", ".join(f"{name} at {cap:g}" for name, cap in caps.items() if cap),
     }
-    biases = [name for name, there in (("attention", c.attention_bias), ("feed-forward", c.mlp_bias)) if there]
-    if biases:
-        parts["biases"] = " and ".join(biases)
-    if c.sliding_window:
-        local = (c.layer_types or ("sliding_attention",) * c.num_hidden_layers).count("sliding_attention")
-        parts["window"] = f"{c.sliding_window} tokens in {local} of {c.num_hidden_layers} layers"
-    caps = (("attention scores", c.attn_logit_softcapping), ("logits", c.final_logit_softcapping))
-    if any(cap for _, cap in caps):
-        parts["soft caps"] = ", ".join(f"{name} at {cap:g}" for name, cap in caps if cap)
-    return parts
+    return {name: text for name, text in parts.items() if text}
 
 
 def _attention(c: ModelConfig) -> str:
     heads, kv = c.num_attention_heads, c.num_key_value_heads
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
-    normed = {"head": ", each query and key normalised", "projection": ", queries and keys normalised"}
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{normed.get(c.qk_norm, '')}"
-
-
-def _norms(c: ModelConfig) -> str:
-    kind = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
-    beside = ", both sublayers beside each other" if c.parallel_residual else ""
-    return f"{kind} {c.layer_norms.description}{beside}, epsilon {c.rms_norm_eps:g}"
+    norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}"
 
 
 def _positions(c: ModelConfig) -> str:
@@ -207,9 +191,7 @@ def _positions(c: ModelConfig) -> str:
     text = f"rotary, base {c.rope_theta:g}"
     if c.partial_rotary_factor != 1:
         text += f", {100 * c.partial_rotary_factor:g} % of a head"
-    scaling = c.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        factor = scaling.get("factor")
-        text += f", {kind} scaling" + (f" by {factor:g}" if isinstance(factor, int | float) else "")
+    if c.rope_scaling:
+        factor = c.rope_scaling.get("factor")
+        text += f", {c.rope_scaling['rope_type']} scaling" + (f" by {factor:g}" if factor else "")
     return text

@@ -61,35 +61,31 @@ def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[
     Raises:
         CheckpointError: Something was lost or changed that the format can represent.
     """
-    before, after = _tokenizer(source), None
-    if before is not None:
-        try:
-            after = written.load_tokenizer()
-        except TokenizerError as error:
-            raise CheckpointError(f"{label}: its tokenizer can't be read: {error.message}") from None
-    sides = _Side(source, before), _Side(written, after)
-    return [_check_tokenizer(*sides, label), _check_configuration(*sides, label)]
+    try:
+        before = source.load_tokenizer()
+    except TokenizerError:
+        skipped = Check("tokenizer", "skipped", "the source has none that mlxlm can read")
+        return [skipped, _check_configuration(_Side(source, None), _Side(written, None), label)]
+    try:
+        after = written.load_tokenizer()
+    except TokenizerError as error:
+        raise CheckpointError(f"{label}: its tokenizer can't be read: {error.message}") from None
+    checked = _check_tokenizer(before, after, written.format, label)
+    return [checked, _check_configuration(_Side(source, before), _Side(written, after), label)]
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A checkpoint and its tokenizer, read once; None for one that mlxlm can't read."""
+    """A checkpoint and its tokenizer; None if the source has none that mlxlm can read."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
 
     @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
-
-    @property
     def ends(self) -> frozenset[int]:
         """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
-        own = self.id("eos")
-        return self.config.eos_ids | (frozenset() if own is None else {own})
-
-    def id(self, role: str) -> int | None:
-        return None if self.tokenizer is None else getattr(self.tokenizer, f"{role}_id")
+        own = None if self.tokenizer is None else self.tokenizer.eos_id
+        return self.checkpoint.config.eos_ids | (frozenset() if own is None else {own})
 
 
 def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
@@ -110,15 +106,13 @@ def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
     return Check("configuration", "in part", f"the format can't represent {lost}")
 
 
-def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:
-    before = source.tokenizer
-    if before is None:
-        return Check("tokenizer", "skipped", "the source has none that mlxlm can read")
+def _check_tokenizer(before: Tokenizer, after: Tokenizer, format: str, label: str) -> Check:
     lost = []
-    if written.checkpoint.format == "llama2.c":
+    if format == "llama2.c":
         lost = ["chat template"] if before.chat_template else []
-        lost += [f"{role} token" for role in _ROLES if source.id(role) is not None and written.id(role) is None]
-    for problem in _problems(source, written):
+        ids = ((role, getattr(before, f"{role}_id"), getattr(after, f"{role}_id")) for role in _ROLES)
+        lost += [f"{role} token" for role, was, now in ids if was is not None and now is None]
+    for problem in _tokenizer_problems(before, after):
         if not any(name in problem for name in lost):
             raise CheckpointError(f"{label}: its tokenizer differs from the source's: {problem}")
     kept = f"equal ids of {len(_TEXTS)} texts and special tokens"
@@ -127,8 +121,7 @@ def _check_tokenizer(source: _Side, written: _Side, label: str) -> Check:
     return Check("tokenizer", "equal", kept + (", equal chat template" if before.chat_template else ""))
 
 
-def _problems(source: _Side, written: _Side) -> Iterator[str]:
-    before, after = source.tokenizer, written.tokenizer
+def _tokenizer_problems(before: Tokenizer, after: Tokenizer) -> Iterator[str]:
     for text in _TEXTS:
         ids, others = before.encode(text), after.encode(text)
         if ids != others:
@@ -138,7 +131,7 @@ def _problems(source: _Side, written: _Side) -> Iterator[str]:
         if before.decode(ids) != after.decode(ids):
             yield f"the tokens of {text[:16]!r} decode to another text"
     for role in _ROLES:
-        was, now = source.id(role), written.id(role)
+        was, now = getattr(before, f"{role}_id"), getattr(after, f"{role}_id")
         if was is not None and was != now:
             yield f"the {role} token is {now} and was {was}"
     for text, id in before.special_tokens.items():
@@ -150,7 +143,7 @@ def _problems(source: _Side, written: _Side) -> Iterator[str]:
 
 def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
     """Fields whose two values mean the same."""
-    a, b = source.config, written.config
+    a, b = source.checkpoint.config, written.checkpoint.config
     if all(a.window(i) == b.window(i) for i in range(a.num_hidden_layers)):
         yield from ("sliding_window", "layer_types")
     if _biases(a) == _biases(b):
@@ -165,7 +158,7 @@ def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
             yield name
     for role in ("bos", "eos", "pad"):
         name = f"{role}_token_id"
-        if getattr(a, name) is None and getattr(b, name) == source.id(role):
+        if getattr(a, name) is None and getattr(b, name) == getattr(source.tokenizer, f"{role}_id", None):
             yield name  # a format with one field for it has the tokenizer's
 
 
@@ -196,10 +189,3 @@ def _near(a: mx.array | None, b: mx.array | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and mx.allclose(a, b, rtol=10 * _NEAR, atol=0).item()
-
-
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    try:
-        return checkpoint.load_tokenizer()
-    except TokenizerError:
-        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.bits import fits_float16, max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, dtype_sizes
 from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS, check_tokenizer, copy_tokenizer
 from mlxlm.convert.tensor_diff import dequantized_tensors
 from mlxlm.utils.errors import ArgumentError, CheckpointError, ConfigError
@@ -21,7 +20,7 @@ from mlxlm.utils.formatting import group_layers_by_value
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
-_OUTTYPE_OF = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
+_OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _OTHER_SUFFIXES = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # names of files that no writer makes
 # Why a matrix of a GGUF file is of another type than the outtype.
 _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
@@ -51,7 +50,6 @@ class Writer:
         format: Name of the format, as in `Checkpoint.format` or "huggingface".
         backends: Other programs that read the format, names in `reference_backends.REQUIRED_PACKAGES`.
         tensors: The tensors to write, not quantized, by the decoder's names.
-        type_name: Type of the file's weights if the format has one, else None.
     """
 
     format: ClassVar[str]
@@ -63,7 +61,6 @@ class Writer:
         self.checkpoint, self.out = checkpoint, out
         self.config = checkpoint.config.with_changes(quantization=None)
         self.tensors: LazyTensors = dequantized_tensors(checkpoint)
-        self.type_name: str | None = None
 
     @classmethod
     def check_arguments(cls, dtype: str | None, outtype: str | None) -> None:
@@ -96,7 +93,7 @@ class HuggingFaceWriter(Writer):
         super().__init__(checkpoint, out)
         check_tokenizer(checkpoint)
         if dtype or checkpoint.config.quantization or checkpoint.format not in FOLDER_FORMATS:
-            target = DTYPES[dtype] if dtype else _main_dtype(checkpoint)
+            target = DTYPES[dtype or _main_dtype(checkpoint)]
             self.tensors = {name: _cast(name, tensor, target) for name, tensor in self.tensors.items()}
 
     def atomic_output(self) -> AbstractContextManager[Path]:
@@ -120,12 +117,12 @@ class GGUFWriter(Writer):
     def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
         super().__init__(checkpoint, out)
         self.tokenizer = checkpoint.load_tokenizer()
-        self.type_name = outtype or _OUTTYPE_OF[_main_dtype(checkpoint)]
+        self.outtype = outtype or _OUTTYPE_OF[_main_dtype(checkpoint)]
 
     def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
         """Write the file."""
         path = folder / self.out.name
-        result = gguf.write(path, self.config, tensors, self.tokenizer, self.type_name)
+        result = gguf.write(path, self.config, tensors, self.tokenizer, self.outtype)
         notes = [
             f"kept in {other}: {names} ({_OTHER_TYPE_REASONS[other]})"
             for other, names in group_layers_by_value(result.other_types).items()
@@ -165,29 +162,14 @@ def writer_for(out: Path) -> type[Writer]:
     return _WRITERS.get(out.suffix.lower(), HuggingFaceWriter)
 
 
-def dtype_names(tensors: Iterable[LazyTensor]) -> str:
-    """The dtypes of tensors, the one with most bytes first: "bfloat16, float32"."""
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("mlx.core.")
-        sizes[name] = sizes.get(name, 0) + tensor.nbytes
-    return ", ".join(sorted(sizes, key=sizes.get, reverse=True))
-
-
-def _main_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+def _main_dtype(checkpoint: Checkpoint) -> str:
     """The dtype of most weights of a checkpoint; if it is quantized, of most of its scales, else float16."""
-    sizes = dict.fromkeys(DTYPES.values(), 0)
-    quantized = False
-    for tensor in checkpoint.tensors.values():
-        if tensor.stored_dtype in UNQUANTIZED_DTYPES and tensor.dtype in sizes:
-            sizes[tensor.dtype] += tensor.nbytes
-        else:
-            quantized = True
-    if quantized:
-        sizes[mx.float32] = 0  # vectors: GGUF files keep them in float32 whatever the model's dtype
-        if not any(sizes.values()):
-            return mx.float16
-    return max(sizes, key=sizes.get)
+    tensors = checkpoint.tensors.values()
+    unquantized = [tensor for tensor in tensors if tensor.stored_dtype in UNQUANTIZED_DTYPES]
+    sizes = dtype_sizes(unquantized)
+    if len(unquantized) < len(tensors):
+        del sizes["float32"]  # vectors: GGUF files keep them in float32 whatever the model's dtype
+    return sizes.most_common(1)[0][0] if sizes else "float16"
 
 
 def _cast(name: str, tensor: LazyTensor, dtype: mx.Dtype) -> LazyTensor:

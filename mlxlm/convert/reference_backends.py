@@ -7,29 +7,32 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mlxlm.convert.metadata import SAMPLE_TEXT
 from mlxlm.utils.errors import CheckpointError
 
 # Modules that each needs.
 REQUIRED_PACKAGES = {"mlx_lm": ("mlx_lm",), "transformers": ("torch", "transformers"), "llama.cpp": ("llama_cpp",)}
 _SECONDS = 900
 # Phrases in errors about an unsupported architecture or a missing library, as opposed to a broken file.
-_UNKNOWN = (
-    "not supported", "does not recognize this architecture", "unrecognized model", "unrecognized configuration class",
-    "no module named", "requires the", "not implemented",
-    "unknown model architecture",
-)  # fmt: skip
+_UNKNOWN = re.compile(
+    "not supported|does not recognize this architecture|unrecognized (model|configuration class)|no module named"
+    "|requires the|not implemented|unknown model architecture",
+    re.IGNORECASE,
+)
 
 # The process's code: it uses our search path, so that nothing is imported from the current folder.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mlxlm.convert.reference_backends import main; main()"
-)
+_IMPORT_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+_CHILD = _IMPORT_PATH + "from mlxlm.convert.reference_backends import main; main()"
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class BackendOutput:
         tokens: The most likely next token at each position.
         logit_gaps: By how much the logit of the text's token is below that of the most likely one.
         logit_std: Standard deviation of the logits over the vocabulary.
-        hidden: Hidden states at the last position after the embedding and each layer but the last, if requested.
-        text_ids: The program's tokens of a text, if requested.
+        hidden: Hidden states at the last position after the embedding and each layer but the last; of transformers.
+        text_ids: The program's tokens of SAMPLE_TEXT; of llama.cpp.
     """
 
     tokens: list[int]
@@ -59,9 +62,7 @@ class BackendRejected(CheckpointError):
     """The program supports the architecture but can't read the files."""
 
 
-def run_backend(
-    backend: str, path: Path, ids: Sequence[int], start: int, hidden: bool = False, text: str | None = None
-) -> BackendOutput:
+def run_backend(backend: str, path: Path, ids: Sequence[int], start: int) -> BackendOutput:
     """Run a program on tokens, and compare its predictions with `ids[start:]`.
 
     Args:
@@ -69,8 +70,6 @@ def run_backend(
         path: The model.
         ids: Tokens.
         start: The first position to predict.
-        hidden: Whether to return hidden states; transformers only.
-        text: A text to tokenize; llama.cpp only.
 
     Raises:
         BackendRejected: It can't read the files.
@@ -79,7 +78,7 @@ def run_backend(
     missing = [name for name in REQUIRED_PACKAGES[backend] if importlib.util.find_spec(name) is None]
     if missing:
         raise BackendUnavailable(f"{' and '.join(missing)} not installed")
-    request = {"backend": backend, "path": str(path), "ids": list(ids), "start": start, "hidden": hidden, "text": text}
+    request = {"backend": backend, "path": str(path), "ids": list(ids), "start": start}
     command = [sys.executable, "-c", _CHILD, json.dumps([folder for folder in sys.path if folder])]
     try:
         done = subprocess.run(
@@ -89,7 +88,7 @@ def run_backend(
         raise BackendUnavailable(f"it took longer than {_SECONDS} seconds") from None
     if done.returncode:
         reason = _reason(backend, done.stderr) or f"exit code {done.returncode}"
-        if any(phrase in reason.lower() for phrase in _UNKNOWN):
+        if _UNKNOWN.search(reason):
             raise BackendUnavailable(reason[:200])
         raise BackendRejected(f"{backend} can't read it: {reason[:300]}")
     return BackendOutput(**json.loads(done.stdout.splitlines()[-1]))
@@ -107,26 +106,16 @@ def _reason(backend: str, stderr: str) -> str:
 
 def main() -> None:
     """The process of one program: reads a request as JSON from stdin, writes a BackendOutput as JSON to stdout."""
-    print(json.dumps(_answer(json.load(sys.stdin))))
-
-
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    import numpy as np
-
+    request = json.load(sys.stdin)
     run = {"mlx_lm": _mlx_lm, "transformers": _transformers, "llama.cpp": _llama_cpp}[request["backend"]]
-    logits, found = run(request["path"], request["ids"][:-1], request)
+    logits, others = run(request["path"], request["ids"][:-1])
     rows = np.asarray(logits[request["start"] - 1 :], dtype=np.float32)
-    own = rows[np.arange(len(rows)), request["ids"][request["start"] :]]
-    return {
-        "tokens": rows.argmax(-1).tolist(),
-        "logit_gaps": (rows.max(-1) - own).tolist(),
-        "logit_std": float(rows.std(-1).mean()),
-        **found,
-    }
+    text_logits = rows[np.arange(len(rows)), request["ids"][request["start"] :]]
+    gaps = (rows.max(-1) - text_logits).tolist()
+    print(json.dumps(asdict(BackendOutput(rows.argmax(-1).tolist(), gaps, float(rows.std(-1).mean()), **others))))
 
 
-def _mlx_lm(path: str, ids: list[int], _request: dict[str, Any]):
-    import numpy as np
+def _mlx_lm(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
     from mlx_lm.utils import load_model
 
     from mlxlm.backend.mlx import mx
@@ -136,30 +125,26 @@ def _mlx_lm(path: str, ids: list[int], _request: dict[str, Any]):
     return np.array(model(mx.array([ids]))[0].astype(mx.float32)), {}
 
 
-def _transformers(path: str, ids: list[int], request: dict[str, Any]):
+def _transformers(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
     import torch
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=False, local_files_only=True
     )
     with torch.no_grad():
-        out = model(torch.tensor([ids]), output_hidden_states=request["hidden"], use_cache=False)
+        out = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     # The last hidden state is normalized.
-    states = [state[0, -1].tolist() for state in out.hidden_states[:-1]] if request["hidden"] else None
-    return out.logits[0].numpy(), {"hidden": states}
+    return out.logits[0].numpy(), {"hidden": [state[0, -1].tolist() for state in out.hidden_states[:-1]]}
 
 
-def _llama_cpp(path: str, ids: list[int], request: dict[str, Any]):
+def _llama_cpp(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
     import llama_cpp
-    import numpy as np
 
-    model = llama_cpp.Llama(
-        path, n_ctx=len(ids) + 8, n_batch=len(ids) + 8, n_gpu_layers=0, logits_all=True,
-        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-    )  # fmt: skip
+    options = {"n_ctx": len(ids) + 8, "n_batch": len(ids) + 8, "n_gpu_layers": 0, "logits_all": True}
+    kv_type = llama_cpp.GGML_TYPE_F32
+    model = llama_cpp.Llama(path, type_k=kv_type, type_v=kv_type, **options)
     model.eval(ids)
-    text = request["text"]
-    text_ids = None if text is None else model.tokenize(text.encode(), add_bos=True, special=False)
+    text_ids = model.tokenize(SAMPLE_TEXT.encode(), add_bos=True, special=False)
     return np.array(model.scores[: len(ids)]), {"text_ids": text_ids}

@@ -66,27 +66,31 @@ def verify(
     checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
     checks += check_metadata(source, written, label)
     ids = comparison_tokens(source)
-    said = compare(wide, written_wide, [ids], progress=lambda done, total: on_progress("comparing logits", done, total))
-    checks.append(_check_logits(said, rounded, label))
+    comparison = compare(
+        wide, written_wide, [ids], progress=lambda done, total: on_progress("comparing logits", done, total)
+    )
+    checks.append(_check_logits(comparison, rounded, label))
     reason = _too_large(written)
     if reason:
         return [*checks, *(Check(name, "skipped", reason) for name in ("greedy tokens", *backends))]
     room, window = _room(written.config), written.config.sliding_window
     start = max(1, min(16, room // 2, len(ids) // 2, (window or room) // 2))
     count = min(NUM_GREEDY_TOKENS, room - start)
-    theirs = greedy_tokens(
-        wide, ids[:start], count, lambda done: on_progress("comparing greedy tokens", done, 2 * count)
-    )
-    ours = greedy_tokens(
-        written_wide, ids[:start], count, lambda n: on_progress("comparing greedy tokens", count + n, 2 * count)
-    )
-    same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b), count)
+
+    def greedy(checkpoint: Checkpoint, done: int) -> list[int]:
+        def report(n: int) -> None:
+            on_progress("comparing greedy tokens", done + n, 2 * count)
+
+        return greedy_tokens(checkpoint, ids[:start], count, report)
+
+    before, after = greedy(wide, 0), greedy(written_wide, count)
+    same = next((i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b), count)
     if exact and same < count:
-        raise CheckpointError(f"{label}: greedy token {same + 1} is {ours[same]} and was {theirs[same]}")
+        raise CheckpointError(f"{label}: greedy token {same + 1} is {after[same]} and was {before[same]}")
     detail = f"all {count}" if same == count else f"{same} of {count} before rounding decides for another one"
     checks.append(Check("greedy tokens", "equal" if same == count else "within rounding", detail))
-    # mlx_lm and llama.cpp run some families without their window: what they are asked about is no longer.
-    text = [*ids[:start], *ours][: max(window or room, 2)]
+    # mlx_lm and llama.cpp run some families without their sliding window, so the text must fit in it.
+    text = [*ids[:start], *after][: max(window or room, 2)]
     return [*checks, *cross_check(source, written, label, backends, text, start, on_progress, tokens_may_differ)]
 
 
@@ -103,9 +107,8 @@ def comparison_tokens(checkpoint: Checkpoint) -> list[int]:
 def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, on_progress: Progress) -> set[str]:
     """The types that weights were rounded to, empty if all are equal; CheckpointError for any other change."""
     before, after = dequantized_tensors(source), dequantized_tensors(written)
-    if (
-        source.config.tie_word_embeddings and not written.config.tie_word_embeddings
-    ):  # some formats have no tied embeddings
+    # Some formats have no tied embeddings.
+    if source.config.tie_word_embeddings and not written.config.tie_word_embeddings:
         before = {**before, "lm_head.weight": before["model.embed_tokens.weight"]}
     unmatched = [name for name in before if name not in after] + [name for name in after if name not in before]
     if unmatched:
@@ -149,14 +152,14 @@ def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
     return _NORMS_PLUS_ONE if near else None
 
 
-def _check_logits(said: Comparison, rounded: set[str], label: str) -> Check:
+def _check_logits(comparison: Comparison, rounded: set[str], label: str) -> Check:
     limit = max((MAX_KL.get(kind, MAX_KL["F32"]) for kind in rounded), default=MAX_KL["F32"])
-    detail = f"KL {said.kl:.2g} nats/token, top-1 agreement {100 * said.top1_agreement:.1f} %"
-    if said.identical:
-        return Check("logits", "equal", f"to the bit over {said.tokens} tokens")
-    if said.kl > limit or (not rounded and said.first_different_layer):
+    detail = f"KL {comparison.kl:.2g} nats/token, top-1 agreement {100 * comparison.top1_agreement:.1f} %"
+    if comparison.identical:
+        return Check("logits", "equal", f"to the bit over {comparison.tokens} tokens")
+    if comparison.kl > limit or (not rounded and comparison.first_different_layer):
         # Without rounding, sums are in the same order: what differs is the configuration.
-        first = said.first_different_layer or next(iter(said.worst_layers(1)), "the output head")
+        first = comparison.first_different_layer or next(iter(comparison.worst_layers(1)), "the output head")
         raise CheckpointError(f"{label}: its logits differ from the source's, from {first} on ({detail})")
     return Check("logits", "within rounding", detail)
 

@@ -42,28 +42,19 @@ def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, family):
     model.init_weights(0)
     model.eval()
     tokens = mx.random.randint(0, config.vocab_size, (2, 17), key=mx.random.key(1))
-    seen = []
-    logits = LayerwiseModel(in_memory(config, model)).run(
-        tokens, on_layer=lambda index, state: seen.append((index, state))
-    )
-    assert mx.array_equal(logits, model(tokens))
-    assert [index for index, _ in seen] == [0, 1, 2]
-    residual, hidden_states = model.model.embed(tokens), None
-    for layer, (_, (their_stream, their_update)) in zip(model.layers, seen, strict=True):
-        residual, hidden_states = layer(residual, hidden_states)
-        assert mx.array_equal(residual, their_stream) and mx.array_equal(hidden_states, their_update)
+    layerwise = LayerwiseModel(in_memory(config, model))
+    [state] = layerwise.embeddings([tokens])
+    expected = model.model.embed(tokens), None
+    for index, layer in enumerate(model.layers):
+        state, expected = layerwise.load_layer(index)(*state), layer(*expected)
+        assert all(mx.array_equal(a, b) for a, b in zip(state, expected, strict=True))
+    assert mx.array_equal(layerwise.head()(*state), model(tokens))
 
 
 def test_memory_does_not_grow_with_the_number_of_layers():
     def peak(layers: int) -> int:
-        config = ModelConfig(
-            hidden_size=256,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            intermediate_size=1024,
-            vocab_size=64,
-            tie_word_embeddings=True,
-        )
+        sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024, "vocab_size": 64}
+        config = ModelConfig(num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
         shapes = {name: value.shape for name, value in tree_flatten(Decoder(config).parameters())}
         tensors = {
             name: LazyTensor(shape, mx.float32, "F32", 0, lambda shape=shape: mx.full(shape, 0.01))
@@ -72,7 +63,11 @@ def test_memory_does_not_grow_with_the_number_of_layers():
         model = LayerwiseModel(Checkpoint("here", "safetensors", {}, tensors, None, config))
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(model.run(mx.zeros((1, 8), dtype=mx.int32)))
+        [state] = model.embeddings([mx.zeros((1, 8), dtype=mx.int32)])
+        for index in range(layers):
+            state = model.load_layer(index)(*state)
+            mx.eval(state)
+        mx.eval(model.head()(*state))
         return mx.get_peak_memory() - before
 
     few, many = peak(2), peak(12)

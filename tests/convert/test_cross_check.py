@@ -61,7 +61,7 @@ def answering(monkeypatch, answer) -> None:
     monkeypatch.setattr(
         cross_check.reference_backends,
         "run_backend",
-        lambda backend, path, ids, start, **_: answer(backend, path, ids, start),
+        answer,
     )
 
 
@@ -164,9 +164,9 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
     stand_in(
         monkeypatch,
         "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'logit_gaps': [0.0],"
-        " 'logit_std': 1.0, 'text_ids': [len(request['text'])]}))",
+        " 'logit_std': 1.0, 'text_ids': [4]}))",
     )
-    found = reference_backends.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2, text="four")
+    found = reference_backends.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2)
     assert found == reference_backends.BackendOutput([3], [0.0], 1.0, text_ids=[4])
 
 
