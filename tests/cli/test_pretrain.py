@@ -45,12 +45,15 @@ def endless_run(text_file, out, steps=100_000):
     return ["pretrain", text_file, "--preset", "0.3m", "--out", out, *QUICK[2:], "--steps", steps]
 
 
+def read_until(process, beginning):
+    """Read messages up to the first line that begins with this."""
+    assert any(line.startswith(beginning) for line in process.stderr)
+
+
 def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, text_file, start):
     process = start(*endless_run(text_file, tmp_path / "my run"))
-    for line in process.stderr:
-        if line.startswith("step 1/"):
-            break
-    os.kill(process.pid, signal.SIGINT)
+    read_until(process, "step 1/")
+    process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait(60) == 0
     assert len(list((tmp_path / "my run/checkpoints").iterdir())) == 1
@@ -64,11 +67,11 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, text_file,
 
 def test_sigterm_saves_and_later_hangups_are_ignored(tmp_path, text_file, start):
     process = start(*endless_run(text_file, tmp_path / "run"))
-    for line in process.stderr:
-        if line.startswith("step 1/"):
-            break
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGHUP):
-        os.kill(process.pid, number)
+    read_until(process, "step 1/")
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "SIGTERM: finishing")  # signals that arrive together are handled by number
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
         time.sleep(0.02)  # otherwise two equal signals become one
     rest = process.stderr.read()
     assert process.wait(60) == 0 and "--resume" in rest
@@ -105,11 +108,14 @@ def test_a_warmup_without_steps(text_file, tmp_path):
 
 
 def test_options_without_effect_are_wrong_usage(text_file, tmp_path, capsys):
-    for idle in (
-        ["--sample-prompt", "x"], ["--decay-fraction", "0.3"], ["--tokenizer", "t", "--vocab-size", "9"],
-        ["--validation", "v", "--validation-fraction", "0.1"], ["--preset", "1m", "--config", "c"],
-    ):  # fmt: skip
-        assert _run(["pretrain", str(text_file), "--out", str(tmp_path / "run"), *idle]) == 2
+    for unused in (
+        "--sample-prompt x",
+        "--decay-fraction 0.3",
+        "--tokenizer t --vocab-size 9",
+        "--validation v --validation-fraction 0.1",
+        "--preset 1m --config c",
+    ):
+        assert _run(["pretrain", str(text_file), "--out", str(tmp_path / "run"), *unused.split()]) == 2
         assert "would have no effect" in capsys.readouterr().err
 
 
