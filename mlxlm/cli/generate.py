@@ -101,27 +101,20 @@ def generate(
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
+    from mlxlm.generation import Request, TextStream
+
+    request = Request(ids, options, eos_token_ids)
     if flags["num_samples"] > 1:
         from mlxlm.cli.generate_samples import print_samples
-        from mlxlm.generation import Request
 
-        request = Request(ids, options, eos_token_ids)
         output = {"as_json": flags["as_json"], "verbose": flags["verbose"]}
         print_samples(lm, request, flags["num_samples"], kv, batch_size=flags["batch_size"], **output)
         return
-    from mlxlm.generation import TextStream
-
-    context = _context(lm, kv, flags["prompt_cache_file"])
-    save = partial(context.save, flags["prompt_cache_file"], lm, replace=True) if flags["prompt_cache_file"] else None
-    make_stream = partial(
-        TextStream,
-        lm,
-        ids,
-        options,
-        context=context,
-        eos_token_ids=eos_token_ids,
-        speculation=speculation and speculation(),
-    )
+    cache_file = flags["prompt_cache_file"]
+    context = _context(lm, kv, cache_file)
+    save = partial(context.save, cache_file, lm, replace=True) if cache_file else None
+    decoder = speculation and speculation()
+    make_stream = partial(TextStream, lm, request, context=context, speculation=decoder)
     result = _print_one(make_stream, lm, len(ids), save, flags["as_json"])
     if flags["verbose"]:
         _print_statistics(result)
