@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.state import cache_arrays, set_cache_arrays
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import file_header, write_tensors
+from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import atomic_new_file, atomic_write
 
@@ -86,11 +88,12 @@ def load_prompt_cache(path: Path | str, caches: Sequence[KVCache]) -> tuple[list
     path = Path(path)
     tensors, metadata = _header(path)
     identity = _identity(path, metadata)
-    ids, dropped = tensors.pop(_IDS, None), _numbers(metadata.get("dropped"))
+    ids, dropped = tensors.pop(_IDS, None), _parse(metadata, "dropped")
     if ids is None or ids.dtype != mx.int32 or len(ids.shape) != 1 or not ids.shape[0]:
         raise CheckpointError(f"{path} has no token IDs", _RECREATE_HINT)
-    if dropped is None or len(dropped) != len(caches):
-        layers_of_file = "no layers" if dropped is None else f"caches of {len(dropped)} layers"
+    valid = isinstance(dropped, list) and all(is_int_at_least(n, 0) and n < 2**31 for n in dropped)
+    if not valid or len(dropped) != len(caches):
+        layers_of_file = f"caches of {len(dropped)} layers" if valid else "no layers"
         problem = f"{path} has {layers_of_file}, but the model has {len(caches)}"
         raise CheckpointError(problem, "the model that it was made with")
     layers: dict[str, dict[str, LazyTensor]] = {str(layer): {} for layer in range(len(caches))}
@@ -129,18 +132,15 @@ def _header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
 
 
 def _identity(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    try:
-        identity = json.loads(metadata.get("identity", ""))
-    except (ValueError, RecursionError):
-        identity = None
+    identity = _parse(metadata, "identity")
     if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
         raise CheckpointError(f"{path} doesn't say which model it was made with", _RECREATE_HINT)
     return identity
 
 
-def _numbers(text: str | None) -> list[int] | None:
+def _parse(metadata: Mapping[str, str], name: str) -> Any:
+    """A value of the header, from JSON; None if it is missing or malformed."""
     try:
-        numbers = json.loads(text or "")
+        return json.loads(metadata.get(name, ""))
     except (ValueError, RecursionError):
         return None
-    return numbers if isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**31 for n in numbers) else None

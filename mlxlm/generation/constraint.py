@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.json_schema import explain_schema_error, to_llguidance_schema
+from mlxlm.generation.llguidance_tokenizer import llguidance_tokenizer
 from mlxlm.generation.options import SamplingOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.json_files import parse_json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_CACHED_GRAMMARS = 8  # per tokenizer: the rows of one request share one
 _HINTS = {
     "json_schema": "a schema without it",
     "regex": r"a regular expression such as [0-9]+, with \ before special characters, as in \(",
@@ -56,7 +57,7 @@ class Grammar:
     def compile(
         cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> Grammar | None:
-        """Compile `options.constraint`; None without one. Cached per tokenizer.
+        """Compile `options.constraint`; None without one. Cached.
 
         Args:
             options: The options with the constraint.
@@ -75,35 +76,7 @@ class Grammar:
         if not tokenizer.has_byte_tokens:
             reason = "the text of this tokenizer's tokens depends on their neighbors"
             raise GenerationError(f"{name} isn't supported with this model: {reason}", f"the same without {name}")
-        grammars = _grammars.setdefault(tokenizer, {})
-        key = vocab_size, frozenset(eos_token_ids), options.json_schema, options.regex, options.choice
-        if key not in grammars:
-            if len(grammars) == _MAX_CACHED_GRAMMARS:
-                del grammars[next(iter(grammars))]
-            grammars[key] = cls._compile(options, name, tokenizer, vocab_size, eos_token_ids)
-        return grammars[key]
-
-    @classmethod
-    def _compile(
-        cls, options: SamplingOptions, name: str, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
-    ) -> Grammar:
-        import llguidance
-
-        with _library_errors(name):
-            llg_tokenizer = _llg_tokenizer(tokenizer, vocab_size, eos_token_ids)
-            dummy_prefix = tokenizer.strips_dummy_prefix
-            grammar = _llg_grammar(options, dummy_prefix)
-            # llguidance's own limits bound time and memory; its verbose errors show the state of the parser.
-            limits = llguidance.LLParserLimits(verbose_errors=False)
-            initial = llguidance.LLMatcher(llg_tokenizer, grammar, log_level=0, limits=limits)
-            if not initial.is_error():
-                initial.compute_bitmask()  # some errors only occur here, since parts are built lazily
-        problem = initial.get_error()
-        if problem.startswith("NoExtension") or not problem and initial.is_stopped() and not initial.is_accepting():
-            raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
-        if problem:
-            raise _generation_error(name, problem)
-        return cls(initial, name, llg_tokenizer, dummy_prefix)
+        return _compile(name, getattr(options, name), tokenizer, vocab_size, frozenset(eos_token_ids))
 
     def matcher(self) -> Matcher:
         """A matcher for one text, at its beginning."""
@@ -195,8 +168,29 @@ def apply_token_bitmask(logits: mx.array, token_bitmasks: Sequence[np.ndarray]) 
     return mx.where(bits.reshape(len(token_bitmasks), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
 
 
-def _llg_grammar(options: SamplingOptions, dummy_prefix: bool) -> str:
-    """The grammar for llguidance, as JSON.
+@lru_cache(maxsize=8)  # the rows of one request share a grammar
+def _compile(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> Grammar:
+    import llguidance
+
+    with _library_errors(name):
+        llg_tokenizer = llguidance_tokenizer(tokenizer, vocab_size, eos_token_ids)
+        dummy_prefix = tokenizer.strips_dummy_prefix
+        grammar = _llguidance_grammar(name, value, dummy_prefix)
+        # llguidance's own limits bound time and memory; its verbose errors show the state of the parser.
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        initial = llguidance.LLMatcher(llg_tokenizer, grammar, log_level=0, limits=limits)
+        if not initial.is_error():
+            initial.compute_bitmask()  # some errors only occur here, since parts are built lazily
+    problem = initial.get_error()
+    if problem.startswith("NoExtension") or not problem and initial.is_stopped() and not initial.is_accepting():
+        raise GenerationError(f"{name}: no text matches it", "a constraint that some text matches")
+    if problem:
+        raise _generation_error(name, problem)
+    return Grammar(initial, name, llg_tokenizer, dummy_prefix)
+
+
+def _llguidance_grammar(name: str, value: Any, dummy_prefix: bool) -> str:
+    """The grammar for llguidance, as JSON, of the option `name`.
 
     With `dummy_prefix`, the tokenizer strips one space from the front of a text. The tokens then have to begin with
     one, like those of a text that it encodes.
@@ -204,13 +198,13 @@ def _llg_grammar(options: SamplingOptions, dummy_prefix: bool) -> str:
     from llguidance import regex_to_lark
 
     body: dict[str, Any]
-    if isinstance(options.json_schema, str):
-        body = {"json_schema": to_llguidance_schema(json.loads(options.json_schema))}
-    elif options.regex is not None:
-        body = {"lark_grammar": f"start: /{regex_to_lark(options.regex, 'd')}/"}
+    if name == "json_schema":
+        body = {"json_schema": to_llguidance_schema(json.loads(value))}
+    elif name == "regex":
+        body = {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}
     else:
         # One regular expression, which has no limit of alternatives; characters by their code points.
-        texts = ("".join(f"\\x{{{ord(character):X}}}" for character in text) for text in options.choice)
+        texts = ("".join(f"\\x{{{ord(character):X}}}" for character in text) for text in value)
         body = {"lark_grammar": f"start: /{'|'.join(texts)}/"}
     grammars = [{"name": "text", **body}]
     if dummy_prefix:
@@ -218,76 +212,12 @@ def _llg_grammar(options: SamplingOptions, dummy_prefix: bool) -> str:
     return json.dumps({"grammars": grammars})
 
 
-class _TokenizerWrapper:
-    """The interface that llguidance expects of a tokenizer."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: list[int]):
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, eos_ids, eos_ids[0]
-        self._tokenizer = weakref.proxy(tokenizer)  # llguidance keeps this object for as long as the tokenizer lives
-        self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text}
-        self._max_length = max(map(len, tokens), default=0)
-
-    def __call__(self, text: str) -> list[int]:
-        """Encode text that must follow: with the tokenizer, unless that normalizes it, else greedily."""
-        ids, content = self._tokenizer.encode(text, continues=True), text.encode("utf-8")
-        if b"".join(self.tokens[id] for id in ids) == content:
-            return ids
-        ids, start = [], 0
-        while start < len(content):
-            ends = range(min(len(content), start + self._max_length), start, -1)
-            end = next((end for end in ends if content[start:end] in self._ids), None)
-            if end is None:  # no token has this byte: llguidance finds that nothing can follow
-                break
-            ids.append(self._ids[content[start:end]])
-            start = end
-        return ids
-
-
-_grammars: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, Grammar]] = weakref.WeakKeyDictionary()
-_llg_tokenizers: weakref.WeakKeyDictionary[Tokenizer, dict[Hashable, LLTokenizer]] = weakref.WeakKeyDictionary()
-
-
-def _llg_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> LLTokenizer:
-    """The tokenizer for llguidance. Cached, since making one takes 0.2 s for 32,000 tokens."""
-    import llguidance
-
-    cached = _llg_tokenizers.setdefault(tokenizer, {})
-    key = vocab_size, frozenset(eos_token_ids)
-    if key not in cached:
-        eos_ids = sorted(id for id in eos_token_ids if id < vocab_size)
-        tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
-        for id in eos_ids:
-            tokens[id] = b""
-        if not eos_ids:  # llguidance needs one: an id beyond the logits
-            eos_ids = [vocab_size]
-            tokens.append(b"")
-        wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids)
-        cached[key] = llguidance.LLTokenizer(wrapper, eos_token=eos_ids)
-    return cached[key]
-
-
 def _json_problem(text: str) -> str | None:
-    """A problem that llguidance doesn't prevent; None if there is none.
-
-    Keys that a schema doesn't name can occur twice, and parsers then keep one of them.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> None:
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"it has the key {json.dumps(key[:40])} twice")
-            seen.add(key)
-
+    """A problem that llguidance doesn't prevent, such as a repeated key; None if there is none."""
     try:
-        json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
-    except RecursionError:
-        return "it is nested too deeply to be parsed"
-    except ValueError as error:
-        return str(error)
+        parse_json(text.encode(), "it", GenerationError, strict=True)
+    except GenerationError as error:
+        return error.message
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from functools import lru_cache
 
 import numpy as np
 
@@ -73,11 +73,8 @@ def mask_breakers(tokens: mx.array, breakers: mx.array | None) -> mx.array:
     return mx.where(breakers[mx.clip(tokens, 0, len(breakers) - 1)], -1, tokens)
 
 
-_masks: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], mx.array]] = weakref.WeakKeyDictionary()
-
-
 def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> mx.array | None:
-    """Which tokens contain one of `dry_sequence_breakers`. Cached per tokenizer; computed in a second or less.
+    """Which tokens contain one of `dry_sequence_breakers`. Cached; computed in a second or less.
 
     Returns:
         bool `[vocab_size + 1]`; the last entry, for ids without a token, is False. None if DRY or its breakers are off.
@@ -89,12 +86,10 @@ def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> m
         return None
     if tokenizer is None:
         raise GenerationError("dry_sequence_breakers need a tokenizer", "dry_sequence_breakers=()")
-    masks = _masks.setdefault(tokenizer, {})
-    if options.dry_sequence_breakers not in masks:
-        masks[options.dry_sequence_breakers] = _breaker_mask(options.dry_sequence_breakers, tokenizer)
-    return masks[options.dry_sequence_breakers]
+    return _breaker_mask(options.dry_sequence_breakers, tokenizer)
 
 
+@lru_cache(maxsize=8)
 def _breaker_mask(breakers: tuple[str, ...], tokenizer: Tokenizer) -> mx.array:
     texts = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
     for name, id in tokenizer.special_tokens.items():

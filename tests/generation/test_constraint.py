@@ -203,7 +203,7 @@ def test_json_with_a_repeated_key_has_a_constraint_error(lm, pattern):
     for seed in range(2):
         text, sampler = random_text(lm.tokenizer, options, seed)
         assert sampler.matcher.finished and len(json.loads(text)) < least
-        assert re.fullmatch(r'json_schema: it has the key "[abx]" twice', sampler.matcher.constraint_error)
+        assert re.fullmatch(r'json_schema: it has "[abx]" twice', sampler.matcher.constraint_error)
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
     assert random_text(lm.tokenizer, options, 0)[1].matcher.constraint_error is None
 
@@ -215,21 +215,12 @@ def test_json_too_deep_to_be_parsed_has_a_constraint_error(lm):
     for text in "[]":
         for _ in range(3000):
             matcher.consume(lm.tokenizer.encode(text, continues=True)[0])
-    assert matcher.finished and matcher.constraint_error == "json_schema: it is nested too deeply to be parsed"
+    assert matcher.finished and "json_schema: it can't be read: maximum recursion depth" in matcher.constraint_error
 
 
-def test_grammars_are_cached(lm, monkeypatch):
-    compile = Grammar._compile.__func__
-    calls = []
-    monkeypatch.setattr(Grammar, "_compile", classmethod(lambda cls, *a: calls.append(a) or compile(cls, *a)))
-    options = [GenerationOptions(choice=("once", str(n))) for n in range(20)]
-    first, again = (compiled(options[0], lm.tokenizer)[0] for _ in range(2))
-    assert first is again and len(calls) == 1
-    for other in options:
-        compiled(other, lm.tokenizer)
-    assert len(calls) == 20
-    compiled(options[0], lm.tokenizer)  # the oldest has made room
-    assert len(calls) == 21
+def test_grammars_are_cached(lm):
+    options = GenerationOptions(choice=("once", "twice"))
+    assert compiled(options, lm.tokenizer)[0] is compiled(options, lm.tokenizer)[0]
 
 
 def test_batched_rows_with_different_constraints(lm):
