@@ -54,8 +54,6 @@ class KVCache:
         self._first = 0  # index of the first position that the last update returned
         self._last_start = 0  # largest of `_starts` at the time of the last update
 
-    # Size and positions
-
     @property
     def rows(self) -> int:
         """Batch size B; 1 before the first token."""
@@ -101,16 +99,13 @@ class KVCache:
         """Number of tokens in the longest row."""
         return self._end - min(self._starts, default=0)
 
-    # Updates
-
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array | QuantizedKV, mx.array | QuantizedKV]:
         """Append keys and values `[B, H_kv, T, D]`.
 
         Returns:
-            Keys and values `[B, H_kv, S, D]` that the new positions can see, including themselves, as `QuantizedKV`
-            if quantized.
+            Those that the new positions can see, themselves included, `[B, H_kv, S, D]`; `QuantizedKV` if quantized.
 
         Raises:
             GenerationError: T is more than `max_update_size`, or the model is not the one that filled the cache.
@@ -227,8 +222,6 @@ class KVCache:
         self._end -= first
         return capacity
 
-    # Trimming
-
     def can_trim(self, n: int) -> bool:
         """Whether the last `n` tokens of every row can be removed: not if the tokens before them were dropped."""
         bound = self.rotation or self.window
@@ -242,10 +235,7 @@ class KVCache:
         return not any(self._dropped)
 
     def trim(self, n: int) -> int:
-        """Remove the last `n` tokens of every row, at most as many as the shortest row has.
-
-        Returns:
-            The number of removed tokens.
+        """Remove the last `n` tokens of every row, at most as many as the shortest row has, and return their number.
 
         Raises:
             GenerationError: The tokens before them were dropped. The cache is unchanged.
@@ -257,8 +247,6 @@ class KVCache:
         n = min(max(n, 0), self._end - max(self._starts, default=self._end))
         self._end -= n
         return n
-
-    # Rows
 
     @classmethod
     def merge(cls, rows: Sequence[KVCache]) -> KVCache:
@@ -302,11 +290,8 @@ class KVCache:
 
     def _empty_like(self) -> KVCache:
         """An empty cache with the same settings."""
-        return type(self)(
-            rotation=self.rotation, window=self.window, key_bits=self.key_bits, value_bits=self.value_bits
-        )
-
-    # State
+        settings = {name: getattr(self, name) for name in ("rotation", "window", "key_bits", "value_bits")}
+        return type(self)(**settings)
 
     @property
     def state(self) -> tuple[mx.array, ...]:

@@ -190,7 +190,7 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read_schema(schema: str) -> str:
     """JSON text as it is, or the content of the file of this name."""
-    from mlxlm.generation.options import MAX_SCHEMA_CHARS
+    from mlxlm.generation.option_checks import MAX_SCHEMA_CHARS
     from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 
     if schema.lstrip().startswith("{") or schema in ("true", "false"):

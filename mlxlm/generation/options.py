@@ -1,66 +1,22 @@
-"""Sampling and generation options, and their validation."""
+"""Sampling and generation options."""
 
 from __future__ import annotations
 
 import json
-import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from mlxlm.config.numbers import is_int_at_least
+from mlxlm.generation.option_checks import (
+    CHECKS,
+    MAX_SCHEMA_CHARS,
+    is_utf8,
+    logit_bias_problems,
+    schema_problems,
+    string_problems,
+)
 from mlxlm.utils.errors import GenerationError
-
-MAX_LOGPROBS = 1000
-MAX_PENALTY_WINDOW = 1 << 14  # tokens that a penalty looks back on
-MAX_SCHEMA_CHARS = 1 << 20  # of a schema, of a regular expression, and of all choices together
-
-
-def _real(low: float, high: float, *, above: bool = False, also: float | None = None) -> Callable[[Any], bool]:
-    """Check for a number from `low` (above it, if `above`) to `high`, or equal to `also`."""
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return False
-        return value == also or low <= value <= high and not (above and value == low)
-
-    return check
-
-
-def _integer(low: int, high: float = math.inf, *, none: bool = False) -> Callable[[Any], bool]:
-    """Check for an integer from `low` to `high`, or None if `none`."""
-    return lambda value: (none and value is None) or (is_int_at_least(value, low) and value <= high)
-
-
-_WINDOW = _integer(1, MAX_PENALTY_WINDOW), f"a whole number from 1 to {MAX_PENALTY_WINDOW}"
-_PENALTY = _real(-100, 100), "0 for off, or a bit more, such as 0.5"
-
-# Per option: whether a value is valid, and what would be.
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    # Below 0.001 the scaled logits exceed float32, and sampling is greedy anyway.
-    "temperature": (_real(0.001, 100, also=0), "0 for greedy, or 0.001 to 100"),
-    "top_k": (_integer(0), "a positive whole number, or 0 for off"),
-    "top_p": (_real(0, 1, above=True), "above 0 and at most 1, such as 0.9"),
-    "min_p": (_real(0, 1), "0 to 1, such as 0.05"),
-    "typical_p": (_real(0, 1, above=True), "above 0 and at most 1, such as 0.9"),
-    "xtc_probability": (_real(0, 1), "0 to 1, such as 0.5"),
-    "xtc_threshold": (_real(0, 1, above=True), "above 0, such as 0.1; above 0.5 is off"),
-    "repetition_penalty": (_real(0.01, 100), "1 for off, or a bit more, such as 1.1"),
-    "repetition_context_size": _WINDOW,
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "dry_multiplier": (_real(0, 100), "0 for off, or a bit more, such as 0.8"),
-    "dry_base": (_real(1, 100), "1 to 100, such as 1.75"),
-    "dry_allowed_length": _WINDOW,
-    "dry_penalty_last_n": _WINDOW,
-    "seed": (_integer(0, 2**64 - 1, none=True), "a whole number from 0 to 2^64 - 1"),
-    "logprobs": (
-        _integer(0, MAX_LOGPROBS, none=True),
-        f"0 for the chosen token's, or up to {MAX_LOGPROBS} of the likeliest",
-    ),
-    "max_tokens": (_integer(1, none=True), "a positive whole number, such as 256"),
-}
 
 
 @dataclass(frozen=True)
@@ -172,18 +128,16 @@ class SamplingOptions:
         return [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, ())]
 
     def _problems(self) -> Iterator[str]:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            valid, hint = _CHECKS.get(option.name, (None, ""))
-            if valid and not valid(value):
-                yield f"{option.name} is {value!r} ({hint})"
+        for name, (is_valid, hint) in CHECKS.items():
+            if not is_valid(value := getattr(self, name, None)):
+                yield f"{name} is {value!r} ({hint})"
         if self.temperature == 0:
             # Both can remove the likeliest token, and greedy decoding has no randomness to choose another one by.
             for name, off in (("typical_p", 1), ("xtc_probability", 0)):
                 if getattr(self, name) != off:
                     yield f"{name} needs a temperature above 0 (such as 0.7)"
-        yield from _string_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
-        yield from _logit_bias_problems(self.logit_bias)
+        yield from string_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
+        yield from logit_bias_problems(self.logit_bias)
         yield from self._constraint_problems()
 
     def _constraint_problems(self) -> Iterator[str]:
@@ -191,10 +145,10 @@ class SamplingOptions:
         if len(names) > 1:
             yield f"{' and '.join(names)} exclude each other (only one of them)"
         if self.json_schema is not None:
-            yield from _schema_problems(self.json_schema)
-        if self.regex is not None and not (isinstance(self.regex, str) and self.regex and _is_utf8(self.regex)):
+            yield from schema_problems(self.json_schema)
+        if self.regex is not None and not (isinstance(self.regex, str) and self.regex and is_utf8(self.regex)):
             yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
-        problems = list(_string_problems("a choice", self.choice))
+        problems = list(string_problems("a choice", self.choice))
         yield from problems
         texts = [self.regex if isinstance(self.regex, str) else "", "" if problems else "".join(self.choice)]
         if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
@@ -219,21 +173,7 @@ class GenerationOptions(SamplingOptions):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        yield from _string_problems("a stop string", self.stop)
-
-
-def _string_problems(what: str, texts: Sequence[Any]) -> Iterator[str]:
-    if invalid := [text for text in texts if not isinstance(text, str)]:
-        yield f"{what} is {invalid[0]!r} (a string)"
-    elif "" in texts:
-        yield f"{what} is empty (one character or more)"
-    elif invalid := [text for text in texts if not _is_utf8(text)]:
-        yield f"{what} is {invalid[0]!r} (characters that UTF-8 can encode)"
-
-
-def _is_utf8(text: str) -> bool:
-    """False for the lone surrogates that a shell makes of bytes that aren't UTF-8."""
-    return text.encode("utf-8", "ignore").decode() == text
+        yield from string_problems("a stop string", self.stop)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -250,7 +190,7 @@ def _python_number(value: Any) -> Any:
 def _parse_logit_bias(value: Any) -> Any:
     """{id: bias} from a mapping (JSON's keys are strings) or from "id=bias" strings.
 
-    Invalid entries are kept for `_logit_bias_problems`; two biases for one id as a tuple.
+    Invalid entries are kept for `logit_bias_problems`; two biases for one id as a tuple.
     """
     if isinstance(value, Mapping):
         pairs = list(value.items())
@@ -272,44 +212,8 @@ def _number(value: Any, kind: type) -> Any:
         return value
 
 
-def _logit_bias_problems(logit_bias: Any) -> Iterator[str]:
-    if not isinstance(logit_bias, Mapping):
-        yield f"logit_bias is {logit_bias!r} (ids and numbers, such as {{42: -100}})"
-        return
-    for token, bias in logit_bias.items():
-        if not is_int_at_least(token, 0) or token >= 2**31:
-            yield f"logit_bias has the token {token!r} (an id, such as 42)"
-        elif isinstance(bias, tuple):
-            yield f"logit_bias has the token {token} twice (one number for each)"
-        elif not _real(-10_000, 10_000)(bias):
-            yield f"logit_bias of token {token} is {bias!r} (-10000 to 10000, such as -100)"
-
-
 def _to_json(schema: Mapping[str, Any] | bool) -> Any:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return schema  # reported by `_schema_problems`
-
-
-def _schema_problems(schema: Any) -> Iterator[str]:
-    try:
-        if not isinstance(schema, str):
-            not_json = isinstance(schema, Mapping)
-            raise ValueError("it has values that JSON can't represent" if not_json else f"it is {schema!r}")
-        if len(schema) > MAX_SCHEMA_CHARS:
-            raise ValueError(f"it has more than {MAX_SCHEMA_CHARS} characters")
-        # llguidance accepts less than Python, and its errors point into a text other than this one.
-        value = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
-        if not isinstance(value, dict | bool):
-            raise ValueError("it is not an object")
-        if not _is_utf8(json.dumps(value, ensure_ascii=False)):
-            raise ValueError("it has half of a surrogate pair")
-    except (ValueError, RecursionError) as error:
-        yield f'json_schema is not a JSON schema: {error} (such as {{"type": "object"}})'
-
-
-def _finite(number: str) -> float:
-    if not math.isfinite(value := float(number)):
-        raise ValueError(f"it has {number[:20]}, which is not a finite number")
-    return value
+        return schema  # reported by `schema_problems`

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from mlxlm.generation.logprobs import TokenLogprobs
-    from mlxlm.generation.speculative import SpeculationStats
+from mlxlm.generation.draft_length import MEASURING
+from mlxlm.generation.logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "eos", "length", "context", "constraint"]
 
@@ -47,6 +46,35 @@ class Timings:
     prompt_tokens_per_second: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int
+
+
+@dataclass
+class SpeculationStats:
+    """Statistics of one text.
+
+    Attributes:
+        proposed: Drafted tokens.
+        accepted: How many of them were accepted.
+        rounds: Forward passes over drafts.
+        num_redecoded: Tokens that were too close to the runner-up, and were decoded again in a plain step.
+        reason: Why nothing is being drafted; None if something is.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    num_redecoded: int = 0
+    reason: str | None = MEASURING
+
+    @property
+    def active(self) -> bool:
+        """Whether tokens are being drafted."""
+        return self.reason is None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The fraction of drafted tokens that were accepted; None before there were any."""
+        return self.accepted / self.proposed if self.proposed else None
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from array import array
 from io import StringIO
-from typing import TYPE_CHECKING
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.request import Request
-from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
+from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, SpeculationStats, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    from mlxlm.generation.logprobs import TokenLogprobs
-    from mlxlm.generation.speculative import SpeculationStats
 
 
 class TokenSequence:

@@ -13,9 +13,10 @@ from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE
 from mlxlm.generation.context import UNLIMITED, Context
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
-from mlxlm.generation.draft_length import MEASURING, DraftLengthController
+from mlxlm.generation.draft_length import DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
 from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.result import SpeculationStats
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -29,35 +30,6 @@ MARGINS = dict.fromkeys((mx.float32, mx.float16, mx.bfloat16), 0.002) if ON_CPU 
 # A quantized cache rounds a difference to another step: measured 0.002 in float32, 0.01 in float16, 0.04 in bfloat16.
 QUANTIZED_MARGINS = {mx.float32: 0.03 if ON_CPU else 0.1, **_HALF}
 MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
-
-
-@dataclass
-class SpeculationStats:
-    """Statistics of one text.
-
-    Attributes:
-        proposed: Drafted tokens.
-        accepted: How many of them were accepted.
-        rounds: Forward passes over drafts.
-        num_redecoded: Tokens that were too close to the runner-up, and were decoded again in a plain step.
-        reason: Why nothing is being drafted; None if something is.
-    """
-
-    proposed: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    num_redecoded: int = 0
-    reason: str | None = MEASURING
-
-    @property
-    def active(self) -> bool:
-        """Whether tokens are being drafted."""
-        return self.reason is None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """The fraction of drafted tokens that were accepted; None before there were any."""
-        return self.accepted / self.proposed if self.proposed else None
 
 
 class SpeculativeDecoder:

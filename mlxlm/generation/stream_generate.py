@@ -13,12 +13,12 @@ from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request
-from mlxlm.generation.result import GenerationChunk, GenerationResult
+from mlxlm.generation.result import GenerationChunk, GenerationResult, SpeculationStats
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
-    from mlxlm.generation.speculative import SpeculationStats, SpeculativeDecoder
+    from mlxlm.generation.speculative import SpeculativeDecoder
 
 
 def generate(lm: LoadedModel, prompt: str | Sequence[int], **arguments: Any) -> GenerationResult:

@@ -16,7 +16,7 @@ from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError
-from tests.generation.reference_decoding import PROMPT, greedy, naive
+from tests.generation.reference_decoding import PROMPT, greedy, mlx_lm_model, naive
 
 KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
 
@@ -308,13 +308,9 @@ def test_files_of_other_models_are_refused(lm, tmp_path):
 
 @pytest.mark.parametrize("kv", [KVOptions.of(size=16), KVOptions.of(bits="8,4"), KVOptions.of(size=24, bits=8)])
 def test_architectures_of_mlx_lm_with_these_caches(kv):
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-    rest = {"attention_bias": False, "mlp_bias": False, "max_position_embeddings": 128, "tie_word_embeddings": False}
-    mx.random.seed(1)
-    model_class, arguments = utils._get_classes({"model_type": "helium"})
-    model = model_class(arguments.from_dict({"model_type": "helium", **sizes, **heads, **rest}))
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    rest = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    model = mlx_lm_model("helium", **heads, **rest, max_position_embeddings=128)
     context = Context(model, kv)
     wanted = list(generate_tokens(Context(model, kv), PROMPT * 4, greedy, 20))
     assert list(generate_tokens(context, PROMPT * 4, greedy, 20, prefill_step_size=5)) == wanted

@@ -5,7 +5,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Context, device_memory, generate_tokens
 from mlxlm.generation.device_memory import CLEAR_CACHE_INTERVAL
-from tests.generation.reference_decoding import PROMPT, greedy, naive
+from tests.generation.reference_decoding import PROMPT, STATE_SPACE, greedy, mlx_lm_model, naive
 
 
 class Counting:
@@ -121,14 +121,7 @@ def test_an_exception_between_chunks_keeps_what_was_read(lm):
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
 def test_architectures_of_mlx_lm(kind):
     """Sliding windows and recurrent states, also with a common prefix."""
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
-    window = {"sliding_window": 8, "sliding_window_pattern": 2}
-    state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
-    mx.random.seed(1)
-    model_class, arguments = utils._get_classes({"model_type": kind})
-    model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
+    model = mlx_lm_model(kind, **STATE_SPACE, sliding_window=8, sliding_window_pattern=2)
     wanted = naive(model, PROMPT, 12)
     context = Context(model)
     assert list(generate_tokens(context, PROMPT, greedy, 12, prefill_step_size=4)) == wanted

@@ -8,8 +8,8 @@ from mlxlm.generation import Context, LoadedModel, generate_tokens
 from mlxlm.generation.drafters import DraftModel
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import Oracle, always, exact
+from tests.generation.reference_decoding import PROMPT
 
-PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 CACHES = {
     "full": KVOptions(),
     "rotating": KVOptions(size=36, keep=4),

@@ -15,8 +15,7 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import Oracle, always, exact, perturbed
-
-PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
+from tests.generation.reference_decoding import PROMPT, STATE_SPACE, mlx_lm_model
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +133,7 @@ def test_constraints(soft, constraint):
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
 def test_architectures_of_mlx_lm(lm, kind):
     """A sliding window that fills up, and states that can't be taken back: no guesses there, and the same text."""
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 300}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
-    window = {"sliding_window": 24, "sliding_window_pattern": 2}
-    state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
-    mx.random.seed(1)
-    model_class, arguments = utils._get_classes({"model_type": kind})
-    model = model_class(arguments.from_dict({"model_type": kind, **sizes, **heads, **window, **state}))
+    model = mlx_lm_model(kind, **STATE_SPACE, sliding_window=24, sliding_window_pattern=2)
     foreign = LoadedModel(model, lm.tokenizer, lm.config, lm.path)
     options = {"temperature": 0.5, "seed": 1, "max_tokens": 40}
     _, wanted = text(foreign, None, **options)
