@@ -116,27 +116,21 @@ def min_rows(config: ModelConfig, values: Mapping[str, Any]) -> int:
     return cores if one > _CORE_UTILIZATION * all_cores else 1
 
 
-def validation_settings(benchmark: Probe, seconds: float, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with settings for validation, if they have none, in a run of `seconds`.
-
-    It validates as often as the time allows, see `Deadline`, on no more tokens than two validations have time for.
-    """
-    settings = TrainSettings.provisional(values)
-    batch = settings.batch_size * settings.max_seq_length
-    max_tokens = settings.eval_tokens
-    if benchmark.validation:
-        max_tokens = int(VALIDATION_FRACTION / 2 * seconds / benchmark.validation) * batch
-    eval_tokens = max(batch, min(TrainSettings.eval_tokens, max_tokens))
-    return {"eval_every": None, "save_every": 0, "eval_tokens": eval_tokens, **values}
-
-
 def time_limit_settings(
     benchmark: Probe, budget: Budget, values: Mapping[str, Any], validation_tokens: int
 ) -> dict[str, Any]:
-    """Return `values` with the time limit, the steps that fit into it, and settings for validation."""
+    """Return `values` with the time limit, the steps that fit into it, and settings for validation if they have none.
+
+    A run validates as often as the time allows, see `Deadline`, on no more tokens than two validations have time for.
+    """
     seconds = budget.seconds_left()
-    values = validation_settings(benchmark, seconds, {**values, "time_limit": seconds})
+    values = {"eval_every": None, "save_every": 0, **values, "time_limit": seconds}
     settings = TrainSettings.provisional(values)
+    if "eval_tokens" not in values and benchmark.validation:
+        batch = settings.batch_size * settings.max_seq_length
+        max_tokens = int(VALIDATION_FRACTION / 2 * seconds / benchmark.validation) * batch
+        values["eval_tokens"] = max(batch, min(TrainSettings.eval_tokens, max_tokens))
+        settings = TrainSettings.provisional(values)
     return {**values, "steps": benchmark.steps_in(seconds * budget.duty_cycle / 100, settings, validation_tokens)}
 
 

@@ -41,27 +41,14 @@ class CheckpointSaver:
         step: The training step, whose weights and optimizer state are saved.
         log: Flushed before each checkpoint, so that no checkpoint is newer than the log.
         state: The state of the run at the start, which needs no saving.
-        free: Returns the free bytes of a disk.
-        now: Clock, in seconds.
 
     Attributes:
         saved_step: The last step that is saved; 0 if none is.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        step: TrainStep,
-        log: RunLog,
-        *,
-        state: TrainState = _NEW_RUN,
-        free: Callable[[Path], int] = free_disk_bytes,
-        now: Callable[[], float] = time.monotonic,
-    ):
-        self.saved_step = state.step
-        self._saved_steps = state.steps  # the number of steps that the last checkpoint plans
-        self._last_attempt = state.elapsed
-        self._run, self._step, self._log, self._free, self._now = run, step, log, free, now
+    def __init__(self, run: Run, step: TrainStep, log: RunLog, state: TrainState = _NEW_RUN):
+        self._run, self._step, self._log = run, step, log
+        self.saved_step, self._saved_steps, self._last_attempt = state.step, state.steps, state.elapsed
         self._needed = checkpoint_bytes(step) + _MARGIN
         if not has_hard_links(run.path):  # the run's model.safetensors is then a copy
             self._needed += sum(array.nbytes for array in step.weights().values())
@@ -72,12 +59,8 @@ class CheckpointSaver:
         settings = self._run.settings
         by_time = settings.save_minutes > 0 and elapsed - self._last_attempt >= 60 * settings.save_minutes
         by_steps = step == steps or (settings.save_every > 0 and step % settings.save_every == 0)
-        return by_steps or by_time or self.retry_due
-
-    @property
-    def retry_due(self) -> bool:
-        """Whether a checkpoint was postponed for which there is room now."""
-        return self._retry_at is not None and self._now() >= self._retry_at and self._missing_bytes() <= 0
+        was_postponed = self._retry_at is not None and time.monotonic() >= self._retry_at
+        return by_steps or by_time or (was_postponed and self._missing_bytes() <= 0)
 
     def save(self, state: TrainState, validated: bool = False) -> CheckpointSaved | CheckpointNotSaved | None:
         """Write the checkpoint of step `state.step`, see `Run.save`.
@@ -93,20 +76,22 @@ class CheckpointSaver:
         """
         if state.step == self.saved_step:
             if validated or state.steps != self._saved_steps:
-                self._update(state, validated)
+                names = ["steps", "elapsed", "next_validation", *(("validation_loss", "best") if validated else ())]
+                self._run.update_state(state.step, {name: getattr(state, name) for name in names})
+                self._saved_steps = state.steps
             return None
         self._last_attempt = state.elapsed
-        if self._free(self._run.path) < self._needed and self._missing_bytes() <= 0:
-            self._run.delete_checkpoints(self._run.expired_checkpoints(upcoming=1))
-        if (free := self._free(self._run.path)) < self._needed:
+        run, free, missing = self._run, free_disk_bytes(self._run.path), self._missing_bytes()
+        if missing > 0:
             reason = f"a checkpoint needs {human_bytes(self._needed)}, {human_bytes(free)} of the disk are free"
-            hint = f"free {human_bytes(self._missing_bytes())} on the disk of {self._run.path}"
-            return self._postpone(state.step, reason, hint)
+            return self._postpone(state.step, reason, f"free {human_bytes(missing)} on the disk of {run.path}")
+        if free < self._needed:
+            run.delete_checkpoints(run.expired_checkpoints(upcoming=1))
         try:
             self._log.flush()
-            path = self._run.save(self._step, state)
+            path = run.save(self._step, state)
         except CheckpointError as error:
-            if not _is_disk_full(error):
+            if getattr(error.__cause__, "errno", None) not in DISK_FULL_ERRNOS:
                 raise
             return self._postpone(state.step, error.message, error.hint or "")
         self.saved_step, self._saved_steps, self._retry_at = state.step, state.steps, None
@@ -139,19 +124,14 @@ class CheckpointSaver:
         yield Resumed(state.step, reason, seconds)
         yield last
 
-    def _update(self, state: TrainState, validated: bool) -> None:
-        names = ["steps", "elapsed", "next_validation", *(("validation_loss", "best") if validated else ())]
-        self._run.update_state(state.step, {name: getattr(state, name) for name in names})
-        self._saved_steps = state.steps
-
     def _missing_bytes(self) -> int:
         """Bytes missing for a checkpoint, even after those are deleted that it would replace."""
         files = [f.stat() for folder in self._run.expired_checkpoints(upcoming=1) for f in folder.iterdir()]
         replaced = sum(f.st_size for f in files if f.st_nlink == 1)  # other files stay under another name
-        return self._needed - self._free(self._run.path) - replaced
+        return self._needed - free_disk_bytes(self._run.path) - replaced
 
     def _postpone(self, step: int, reason: str, hint: str) -> CheckpointNotSaved:
-        self._retry_at = self._now() + _RETRY_SECONDS
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
         return CheckpointNotSaved(step, reason, hint)
 
 
@@ -159,9 +139,3 @@ def checkpoint_bytes(step: TrainStep) -> int:
     """Return the size of a checkpoint, except for some kilobytes of names."""
     arrays = [*step.weights().values(), *step.save_state().values()]
     return sum(array.nbytes for array in arrays)
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    """Whether the disk, or the user's quota, was full."""
-    cause = error.__cause__
-    return getattr(cause, "errno", None) in DISK_FULL_ERRNOS or cause is not None and _is_disk_full(cause)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -169,8 +168,7 @@ def start_finetune(
         problem = f"sequences of {draft.max_seq_length} tokens are longer than the model's context"
         raise ConfigError(problem, f"--max-seq-length {config.max_position_embeddings} or less")
     check_memory(config, draft, preset="")
-    workspace = working_folder(out)
-    try:
+    with working_folder(out) as workspace:
         shards, rows = workspace / "data", RowEncoder(encoder, draft.max_seq_length)
         _prepare_conversations(data, tokenizer, shards, draft.seed, rows, phase)
         num_rows = count_rows(shards, draft)
@@ -188,8 +186,6 @@ def start_finetune(
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
             RunLog(run.log_file).record(rows.event(config.max_position_embeddings), forecast)
         return Run.open(out)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def open_base_model(model: Path | str) -> tuple[Checkpoint, Tokenizer]:

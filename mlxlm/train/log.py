@@ -41,7 +41,7 @@ class RunLog:
             self._record(event)
 
     def _record(self, event: Event) -> None:
-        fields = {name: _plain(value) for name, value in asdict(event).items() if not isinstance(value, Path)}
+        fields = {name: _json_value(value) for name, value in asdict(event).items() if not isinstance(value, Path)}
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
         is_step = isinstance(event, Step)
         now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -101,6 +101,6 @@ class RunLog:
                 yield line, entry
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Replace infinities, which JSON lacks: the perplexity of an untrained model overflows."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

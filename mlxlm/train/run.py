@@ -14,24 +14,16 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from mlxlm.checkpoint.locations import (
-    MODEL_FILE,
-    RUN_FILE,
-    best_checkpoint,
-    checkpoint_step,
-    is_run_folder,
-    list_checkpoints,
-    read_checkpoint_state,
-    validation_loss,
-)
+from mlxlm.checkpoint import huggingface, locations
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.locations import MODEL_FILE, RUN_FILE, best_checkpoint, read_checkpoint_state, validation_loss
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_hashed
 from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config
+from mlxlm.report import LOSS_PLOT_FILE, REPORT_FILE, plot_losses, read_run, write_report
 from mlxlm.report.log_entries import LOG_FILE
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
@@ -90,7 +82,7 @@ class Run:
     def open(cls, path: Path | str) -> Run:
         """Open an existing run. Raises CheckpointError or ConfigError naming the file."""
         path = Path(path)
-        if not is_run_folder(path):
+        if not locations.is_run_folder(path):
             raise CheckpointError(f"{path} is not a run: it has no {RUN_FILE}", "the --out folder of mlxlm pretrain")
         config = load_config(path)
         values = read_json(path / RUN_FILE)
@@ -98,8 +90,7 @@ class Run:
             settings, data, digest = values["settings"], path / values["data"], values["data_digest"]
         except (KeyError, TypeError):
             raise ConfigError(f"{path / RUN_FILE}: it needs settings, data and data_digest") from None
-        settings = TrainSettings.from_dict(settings, str(path / RUN_FILE))
-        return cls(path, config, settings, data, digest)
+        return cls(path, config, TrainSettings.from_dict(settings, str(path / RUN_FILE)), data, digest)
 
     def with_data(self, data: Path) -> Run:
         """Record that the prepared data was moved to the folder `data`, and return the run.
@@ -146,7 +137,7 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return list_checkpoints(self.path)
+        return locations.list_checkpoints(self.path)
 
     def last_good(self) -> Path | None:
         """Return the last checkpoint that was saved while the loss was normal; None if there is none."""
@@ -182,13 +173,16 @@ class Run:
         Everything that may need room on the disk is written before the checkpoint appears.
         """
         target, model = self.path / "checkpoints" / f"step-{state.step}", None
-        weights = to_file_weights(families.weight_mappings(self.config), _lazy_tensors(step.weights()))
+        lazy_weights, lazy_state = (
+            {name: lazy_tensor(x) for name, x in arrays.items()} for arrays in (step.weights(), step.save_state())
+        )
+        weights = to_file_weights(families.weight_mappings(self.config), lazy_weights)
         content = {**state.to_dict(), "settings": self.settings.to_dict(), "environment": step.environment}
         try:
             with atomic_new_folder(target) as folder:
                 digests = {
                     MODEL_FILE: write_hashed(folder / MODEL_FILE, weights, format="pt"),
-                    OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, _lazy_tensors(step.save_state())),
+                    OPTIMIZER_FILE: write_hashed(folder / OPTIMIZER_FILE, lazy_state),
                 }
                 write_json(folder / STATE_FILE, {**content, "sha256": digests})
                 best = best_checkpoint(self.path)
@@ -219,6 +213,13 @@ class Run:
                 checkpoint.rename(hidden)
                 shutil.rmtree(hidden)
 
+    def write_plots(self) -> None:
+        """Write `loss.png` and `report.html`, if a step was logged. Raises CheckpointError if they can't be written."""
+        history = read_run(self.path)
+        if history.steps["step"]:
+            plot_losses(history, self.path / LOSS_PLOT_FILE)
+            write_report([history], self.path / REPORT_FILE, TrainSettings.defaults)
+
     def update_state(self, step: int, changes: dict[str, Any]) -> None:
         """Change entries of the `state.json` of a checkpoint, for example after a validation that came later."""
         path = self.path / "checkpoints" / f"step-{step}" / STATE_FILE
@@ -245,24 +246,22 @@ class Run:
         checkpoints = self.checkpoints()
         if not checkpoints:
             return {}
-        folder = checkpoints[-1]
         try:
-            return self._load(step, folder)
+            return self._load(step, checkpoints[-1])
         except (CheckpointError, ConfigError) as error:
             hint = error.hint
             if len(checkpoints) > 1:
-                hint = f"removing {folder}, after which a resume continues from {checkpoints[-2].name}"
+                hint = f"removing {checkpoints[-1]}, after which a resume continues from {checkpoints[-2].name}"
             raise CheckpointError(error.message, hint) from None
 
     def _load(self, step: TrainStep, folder: Path) -> dict[str, Any]:
-        state = read_json(folder / STATE_FILE)
-        optimizer = folder / OPTIMIZER_FILE
+        state, optimizer = read_json(folder / STATE_FILE), folder / OPTIMIZER_FILE
         file_tensors(optimizer)
         tensors = open_checkpoint(folder).tensors
         try:
             saved = TrainSettings.from_dict(state["settings"], str(folder / STATE_FILE)).to_dict()
             changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
-            if state["step"] != checkpoint_step(folder):
+            if state["step"] != locations.checkpoint_step(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
             _check_digests(folder, state["sha256"])
             # Contiguous, as they were: a product with a transposed view may differ in the last bit.
@@ -272,10 +271,8 @@ class Run:
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{folder} does not fit this run: {error}") from None
         if changed:
-            raise CheckpointError(
-                f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}",
-                "the settings that the run began with, or a new run",
-            )
+            problem = f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}"
+            raise CheckpointError(problem, "the settings that the run began with, or a new run")
         return state
 
 
@@ -287,13 +284,8 @@ def _check_digests(checkpoint: Path, digests: Mapping[str, str]) -> None:
             raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
 
 
-def _lazy_tensors(arrays: Mapping[str, mx.array]) -> dict[str, LazyTensor]:
-    return {name: lazy_tensor(value) for name, value in arrays.items()}
-
-
 def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:
-    content = {"settings": settings.to_dict(), "data": data, "data_digest": digest}
-    write_json(folder / RUN_FILE, content)
+    write_json(folder / RUN_FILE, {"settings": settings.to_dict(), "data": data, "data_digest": digest})
 
 
 def _digest(data: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,8 +97,7 @@ def start_run(
     token_seconds = None if config is None else check_feasible(config, vocab_size, values, budget, phase)
     run_tokenizer = existing or train_tokenizer(data, options, vocab_size, seed, phase)
 
-    workspace = working_folder(out)
-    try:
+    with working_folder(out) as workspace:
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
         config, values, choice = choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
         draft = TrainSettings.provisional(values)
@@ -109,8 +107,6 @@ def start_run(
         num_rows = count_rows(shards, draft)
         final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
         run = Run.create(out, config, final_settings, run_tokenizer, shards, move_data=not prepared)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
     RunLog(run.log_file).record(choice, forecast)
     return run
 

@@ -115,10 +115,11 @@ def write_bytes(path: Path, content: bytes, error_type: type[MlxlmError] = Check
         file.write(content)
 
 
-def working_folder(path: Path) -> Path:
-    """Create a hidden folder next to `path` for temporary files. The caller removes it.
+@contextmanager
+def working_folder(path: Path) -> Iterator[Path]:
+    """Yield a new hidden folder next to `path` for temporary files, and remove it at the end.
 
-    Folders that killed processes left are removed.
+    Folders that killed processes left are removed, too.
 
     Raises:
         CheckpointError: Writing fails.
@@ -127,7 +128,10 @@ def working_folder(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = _hidden_name(path.with_name(f"{path.name}-parts"))  # not that of `atomic_new_folder(path)`
         folder.mkdir()
-    return folder
+    try:
+        yield folder
+    finally:
+        _remove(folder)
 
 
 @contextmanager

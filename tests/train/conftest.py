@@ -1,11 +1,18 @@
 """Runs on a tiny model and a short text."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mlxlm.train import Run, start_run
-from tests.train.training_runs import QUICK
+from tests.train.training_runs import QUICK, finish
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """Don't draw loss.png, which takes longer than the training."""
+    monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +29,21 @@ def new_run(tmp_path, text_file, tiny_config, tokenizer_folder):
         return start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=values)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def stopped_run(tmp_path_factory, make_text, tiny_config, tokenizer_folder) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "text.txt").write_text(make_text(4000), encoding="utf-8")
+    run = start_run(folder / "run", [folder / "text.txt"], tiny_config, tokenizer=tokenizer_folder, settings=QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
+        finish(run, stop_at=15)
+    return run.path
+
+
+@pytest.fixture
+def stopped(stopped_run, tmp_path) -> Run:
+    """A run with checkpoints of steps 10 and 15, of 20."""
+    shutil.copytree(stopped_run, tmp_path / "run")
+    return Run.open(tmp_path / "run")

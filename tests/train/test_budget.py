@@ -1,12 +1,12 @@
-"""Batch, length and validation by the time there is, with a machine of a given speed."""
+"""Batch size, sequence length and validation by the available time, on a machine of known speed."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from mlxlm.families import load_preset, preset_names
-from mlxlm.train import Probe, TrainSettings, budget, start_run
-from mlxlm.train.budget import batch_settings, seconds_per_token, validation_settings
+from mlxlm.train import Budget, Probe, TrainSettings, budget, start_run
+from mlxlm.train.budget import batch_settings, seconds_per_token, time_limit_settings
 from mlxlm.utils.errors import ConfigError
 
 GFLOPS = 60.0
@@ -14,7 +14,7 @@ GFLOPS = 60.0
 
 @pytest.fixture
 def machine(monkeypatch):
-    """It multiplies at 60 GFLOP/s, and trains every model at half of that; the probes that were made."""
+    """A machine that multiplies at 60 GFLOP/s and trains at half of that. The settings of its probes."""
     probes = []
 
     def probe(config, settings):
@@ -28,8 +28,8 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("preset", preset_names())
-@pytest.mark.parametrize("minutes", [1, 3, 10, 60, 600])
-def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, preset, minutes):
+@pytest.mark.parametrize("minutes", [1, 10, 600])
+def test_presets_make_a_thousand_steps_or_are_too_slow(machine, preset, minutes):
     config, seconds = load_preset(preset), 60.0 * minutes
     token_seconds = config.flops_per_token(128, training=True) / (GFLOPS / 2 * 1e9)
     if seconds / token_seconds < 25_600:
@@ -46,14 +46,14 @@ def test_a_preset_makes_a_thousand_steps_where_it_can_or_is_refused(machine, pre
     assert steps <= 6000 or rows == 32
 
 
-def test_what_is_given_stays(machine):
+def test_explicit_settings_are_kept(machine):
     given = {"max_seq_length": 64, "batch_size": 3, "grad_accumulation_steps": 2, "warmup_steps": 10}
     assert batch_settings(load_preset("1m"), 1e6, given) == given
     seconds_per_token(load_preset("1m"), 600.0, given)
     assert machine[0].tokens_per_step == 2 * 64  # not three times two rows
 
 
-def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
+def test_hint_has_a_preset_and_minutes_that_work(machine):
     with pytest.raises(ConfigError, match=r"in 2m00s a model of 1\.1B parameters") as refused:
         seconds_per_token(load_preset("1b"), 120.0, {})
     assert not machine  # the speed of large products says enough: no step of it is tried
@@ -62,7 +62,7 @@ def test_the_refusal_names_a_preset_and_a_time_that_work(machine):
     seconds_per_token(load_preset("1b"), 60.0 * int(minutes.replace(",", "")), {})
 
 
-def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
+def test_steps_that_are_too_long_for_the_time(machine):
     config = load_preset("1m")
     with pytest.raises(
         ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --max-seq"
@@ -78,8 +78,7 @@ def test_a_batch_whose_steps_are_too_long_for_the_time_is_refused(machine):
     seconds_per_token(config, 3.0, {"max_seq_length": 512}, finetuning=True)  # little to learn may be enough
 
 
-def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path, text_file, tokenizer_folder):
-    """Not the preset's vocabulary."""
+def test_benchmark_uses_the_vocabulary_of_the_tokenizer(machine, tmp_path, text_file, tokenizer_folder):
     measured = []
     config = load_preset("0.3m", vocab_size=9999, bos_token_id=9998, eos_token_id=9998)
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +91,7 @@ def test_a_given_tokenizer_says_what_is_measured_and_what_fits(machine, tmp_path
 
 
 @pytest.mark.parametrize("seconds, rows", [({1: 1.0, 4: 1.2}, 4), ({1: 1.0, 4: 1.5}, 1)])
-def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, seconds, rows):
+def test_min_rows(monkeypatch, seconds, rows):
     monkeypatch.setattr(budget, "num_batch_shards", lambda rows: rows)
     monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 4)
     monkeypatch.setattr(budget, "probe", lambda config, settings: SimpleNamespace(step=seconds[settings.batch_size]))
@@ -101,26 +100,30 @@ def test_a_step_has_a_row_for_each_core_where_that_costs_little(monkeypatch, sec
     assert budget.min_rows(load_preset("1m"), {"max_seq_length": 64}) == 1
 
 
-def test_validation_has_a_fortieth_of_the_time_each():
-    found = Probe(compile_seconds=0.0, step=1.0, validation=0.5, memory=1)
-    values = {"batch_size": 2, "max_seq_length": 100, "time_limit": 100.0}
-    form = validation_settings(found, 100.0, values)
-    assert form["eval_tokens"] == 1000 and form["eval_every"] is None and form["save_every"] == 0
-    given = {**values, "eval_tokens": 7, "eval_every": 9, "save_every": 11}
-    assert validation_settings(found, 100.0, given) == given
-    slow = Probe(compile_seconds=0.0, step=1.0, validation=50.0, memory=1)
-    assert validation_settings(slow, 100.0, values)["eval_tokens"] == 200  # a batch at least
-    fast = Probe(compile_seconds=0.0, step=1.0, validation=1e-6, memory=1)
-    assert validation_settings(fast, 100.0, values)["eval_tokens"] == TrainSettings.eval_tokens
+def test_time_limit_settings(monkeypatch):
+    """Each validation takes a fortieth of the time, unless `eval_tokens` or a single batch says otherwise."""
+    monkeypatch.setattr(Budget, "seconds_left", lambda budget: 100.0)
+    values = {"batch_size": 2, "max_seq_length": 100}
+
+    def settings(validation, **more):
+        benchmark = Probe(compile_seconds=0.0, step=1.0, validation=validation, memory=1)
+        return time_limit_settings(benchmark, Budget(minutes=2), {**values, **more}, 10**9)
+
+    expected = {**values, "time_limit": 100.0, "eval_every": None, "save_every": 0, "eval_tokens": 1000}
+    found = settings(0.5)
+    assert found == {**expected, "steps": found["steps"]} and 90 <= found["steps"] <= 100
+    more = {"eval_tokens": 7, "eval_every": 9, "save_every": 11}
+    assert settings(0.5, **more).items() >= more.items()
+    assert settings(50.0)["eval_tokens"] == 200 and settings(1e-6)["eval_tokens"] == TrainSettings.eval_tokens
 
 
-def test_time_that_is_over_before_training_is_refused(tmp_path, text_file, tokenizer_folder):
+def test_no_time_is_left_for_training(tmp_path, text_file, tokenizer_folder):
     with pytest.raises(ConfigError, match="preparing the training took .* of 0s .try: --minutes 1"):
         start_run(tmp_path / "run", [text_file], load_preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_preset_and_minutes_are_all_it_needs(machine, tmp_path, text_file, tokenizer_folder):
+def test_start_with_a_preset_and_minutes(machine, tmp_path, text_file, tokenizer_folder):
     config = load_preset("0.3m")
     run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     settings = run.settings

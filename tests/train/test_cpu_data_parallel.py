@@ -1,4 +1,4 @@
-"""Rows on threads of their own: the sums of the whole batch, the same at every run, whatever a thread does wrong."""
+"""Data parallelism over CPU cores."""
 
 import os
 import signal
@@ -10,9 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from mlxlm.backend import cpu_cores, platform
+from mlxlm.backend import platform
 from mlxlm.backend.blas import Blas, load_blas
-from mlxlm.backend.cpu_cores import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
@@ -25,6 +24,7 @@ from mlxlm.utils.json_files import read_json
 from tests.train.training_runs import contents, finish
 
 pytestmark = pytest.mark.skipif(not ON_CPU or not load_blas().sets_threads, reason="for a CPU and a BLAS with threads")
+
 
 SHAPE = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -141,24 +141,6 @@ def test_products_run_on_one_thread_of_the_blas_meanwhile():
 
     CPUDataParallel(function, {}, 2)([[np.ones((2, 2))]])
     assert seen == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("there", "batch_size", "parts"),
-    [(2, 1, 1), (2, 2, 2), (2, 3, 1), (2, 5, 2), (2, 8, 2), (1, 8, 1), (4, 8, 4), (6, 8, 1), (6, 32, 6), (16, 8, 1)],
-)
-def test_a_batch_is_cut_where_all_cores_have_work_for_most_of_the_time(monkeypatch, there, batch_size, parts):
-    monkeypatch.setattr(platform, "cpu_cores", lambda: there)
-    assert num_batch_shards(batch_size) == parts
-
-
-def test_a_batch_is_not_cut_where_the_threads_of_the_blas_can_not_be_set_or_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(cpu_cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
-    assert num_batch_shards(8) == 1
-    monkeypatch.undo()
-    monkeypatch.setattr(cpu_cores, "ON_CPU", False)
-    assert num_batch_shards(8) == 1
 
 
 def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():

@@ -1,4 +1,4 @@
-"""Runs that end when their time is over: by a clock of the test's, and to the bit whatever interrupts them."""
+"""Runs with a time limit, by a simulated clock."""
 
 import itertools
 import json
@@ -6,12 +6,25 @@ import random
 
 import pytest
 
-from mlxlm.cli.main import _run
-from mlxlm.train import Finished, Run, Step, StepsChanged, Stopped, TrainSettings, repeat_run
+from mlxlm.train import Finished, Run, Step, StepsChanged, Stopped, TrainSettings
 from mlxlm.train.deadline import Deadline
 from mlxlm.train.train_state import TrainState
-from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import contents, finish, read_log
+
+
+class Ticking:
+    """A clock that goes on by some seconds whenever it is asked, the same in every run."""
+
+    def __init__(self, each=0.25):
+        self._count, self._each = itertools.count(), each
+
+    def __call__(self):
+        return next(self._count) * self._each
+
+
+def timed(new_run, name, **settings):
+    return new_run(name, steps=20, time_limit=30.0, eval_every=0, save_every=5, **settings)
+
 
 FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
 
@@ -115,20 +128,6 @@ def test_a_pause_does_not_count_and_an_interruption_neither():
     assert paused.elapsed == 5 and paused.seconds_left == 55
 
 
-class Ticking:
-    """A clock that goes on by some seconds whenever it is asked, the same in every run."""
-
-    def __init__(self, each=0.25):
-        self._count, self._each = itertools.count(), each
-
-    def __call__(self):
-        return next(self._count) * self._each
-
-
-def timed(new_run, name, **settings):
-    return new_run(name, steps=20, time_limit=30.0, eval_every=0, save_every=5, **settings)
-
-
 def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
     run = timed(new_run, "a", lr_schedule="linear", warmup_steps=1)
     events = finish(run, now=Ticking())
@@ -183,39 +182,6 @@ def test_a_validation_that_takes_longer_than_that_comes_once_and_in_time():
     assert checks == 1 and 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
-def test_a_run_with_a_time_limit_is_repeated_from_its_log(new_run, tmp_path, capsys):
-    run = timed(new_run, "original", lr_schedule="linear", eval_tokens=64)
-    first = finish(run, now=Ticking(), stop_at=8)
-    rest = finish(Run.open(run.path), resume=True, now=Ticking())
-    assert any(isinstance(e, StepsChanged) for e in first) and isinstance(rest[-1], Finished)
-    copy = repeat_run(tmp_path / "copy", Run.open(run.path))
-    again = finish(copy, stop_at=5, now=Ticking(each=9.0)) + finish(Run.open(copy.path), resume=True)
-
-    def told(log, kind):
-        return [(e["step"], e.get("steps"), e.get("loss")) for e in log if e["event"] == kind]
-
-    for kind in ("steps_changed", "step", "validation"):
-        assert told(read_log(copy), kind) == told(read_log(run), kind)
-    assert again[-1].step == rest[-1].step
-    assert contents(copy.checkpoints()[-1]) == contents(run.checkpoints()[-1])
-    assert _run(["pretrain", "--repeat", str(run.path), "--out", str(tmp_path / "other"), "--steps", "3"]) == 2
-    assert "--repeat takes --out" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="hasn't finished .try: mlxlm pretrain --resume"):
-        repeat_run(tmp_path / "none", timed(new_run, "unfinished"))
-
-
-def test_only_the_same_data_is_trained_on_again(new_run, tmp_path):
-    run = new_run("original")
-    finish(run)
-    manifest = run.data / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b"{", b"{ ", 1))
-    with pytest.raises(DataError, match="has changed since"):
-        repeat_run(tmp_path / "copy", run)
-    run.data.rename(tmp_path / "moved")
-    with pytest.raises(DataError, match="--resume .* --data FOLDER"):
-        repeat_run(tmp_path / "copy", run)
-
-
 def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypatch, tmp_path):
     """A step that was saved when the pause began, and replanned after it: log and checkpoint agree."""
     run = timed(new_run, "paused", eval_tokens=64)
@@ -226,7 +192,7 @@ def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypa
             yield from self.save()
             paused.append(self.deadline.steps)
 
-    monkeypatch.setattr("mlxlm.train.loop.Trainer.rest", rest)
+    monkeypatch.setattr("mlxlm.train.trainer.Trainer.rest", rest)
     monkeypatch.setattr(Deadline, "_steps_that_fit", lambda self, done, left: 9 if done >= 3 else 40)
     finish(run, now=Ticking(), stop_at=3)
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
@@ -255,19 +221,6 @@ def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
     assert waited and 0 < max(costs) < 1
 
 
-@pytest.mark.parametrize(
-    "repeat_plan", [{}, {"steps_changed": [[1]], "validations": []}, {"steps_changed": [], "validations": ["x"]}]
-)
-def test_a_damaged_plan_is_refused(repeat_plan):
-    with pytest.raises(ConfigError, match="repeat_plan must have"):
-        TrainSettings(steps=1, learning_rate=1.0, repeat_plan=repeat_plan)
-
-
-def test_without_a_time_limit_validation_needs_its_steps():
-    with pytest.raises(ConfigError, match="eval_every is None"):
-        TrainSettings(steps=1, learning_rate=1.0, eval_every=None)
-
-
 def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
     run = timed(new_run, "loaded", eval_tokens=64)
     finish(run, stop_at=5)
@@ -279,7 +232,7 @@ def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
 
     monkeypatch.setattr(Run, "load_checkpoint", slow)
     monkeypatch.setattr(Deadline, "steps_changed", lambda self, _done: costs.append(dict(self._cost)))
-    monkeypatch.setattr("mlxlm.train.loop.Trainer.should_validate", lambda self: self.finished == self.first)
+    monkeypatch.setattr("mlxlm.train.trainer.Trainer.should_validate", lambda self: self.finished == self.first)
     finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
     assert costs and costs[0]["validation"] == 0
 
@@ -293,9 +246,3 @@ def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):
     assert next(e for e in rest if isinstance(e, Step)).steps == planned
     whole = finish(timed(new_run, "d"), now=Ticking())
     assert abs(rest[-1].step - whole[-1].step) <= 0.1 * whole[-1].step
-
-
-@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), "2h"])
-def test_a_limit_is_a_positive_number(limit):
-    with pytest.raises(ConfigError, match="time_limit is .* positive number"):
-        TrainSettings(steps=1, learning_rate=1.0, time_limit=limit)

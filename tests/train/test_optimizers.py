@@ -1,4 +1,4 @@
-"""Each optimizer against its formulas in float64, which weights it moves, and its state."""
+"""Optimizers against their formulas in float64, their state, and default hyperparameters."""
 
 import numpy as np
 import pytest
@@ -6,17 +6,15 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
 from mlxlm.config.optimizers import OPTIMIZERS
-from mlxlm.data import Batch, Manifest
+from mlxlm.data import Batch
 from mlxlm.model import Decoder
-from mlxlm.train import ProcessGroup, TrainSettings, start_run
+from mlxlm.train import TrainSettings
 from mlxlm.train.optimizers import (
     default_learning_rate,
-    default_weight_decay,
     learning_rate_by_size,
     make_optimizer,
 )
 from mlxlm.train.step import TrainStep
-from mlxlm.train.step_batches import StepBatches
 
 RATE = 0.01
 
@@ -160,15 +158,6 @@ def test_the_default_rate_learns(optimizer, tiny_config):
     assert losses[0] > 5 and losses[-1] < 2.5, losses
 
 
-def test_defaults_are_taken_and_can_be_given():
-    for name, defaults in OPTIMIZERS.items():
-        s = TrainSettings(steps=9, learning_rate=RATE, optimizer=name)
-        assert (s.weight_decay, s.beta1, s.beta2) == (defaults.weight_decay, defaults.beta1, defaults.beta2)
-        assert TrainSettings.from_dict(s.to_dict(), "here") == s
-    given = TrainSettings(steps=9, learning_rate=RATE, optimizer="lion", beta1=0.5, weight_decay=0.0)
-    assert (given.weight_decay, given.beta1, given.beta2) == (0.0, 0.5, OPTIMIZERS["lion"].beta2)
-
-
 def test_rates_by_size():
     assert learning_rate_by_size(125 * 10**6) == pytest.approx(6e-4)
     assert learning_rate_by_size(1) == 0.01
@@ -198,26 +187,6 @@ def test_every_weight_of_a_model_has_one_optimizer(tiny_config):
     assert moved.keys() == dict(tree_flatten(model.trainable_parameters())).keys()
     orthogonal = {n for n, o in moved.items() if o is step._optimizer.optimizers[0]}
     assert orthogonal == {n for n in moved if n.endswith("_proj.weight")}
-
-
-def test_a_text_that_is_seen_often_asks_for_more_decay(tmp_path, text_file, tiny_config, tokenizer_folder):
-    assert [default_weight_decay("adamw", passes) for passes in (0.1, 16, 16.1, 100)] == [0.1, 0.1, 1, 1]
-    assert default_weight_decay("adafactor", 100) == 0
-    for name, steps, decay in (("few", 1, 0.1), ("many", 99, 1.0)):
-        settings = {"steps": steps, "batch_size": 32, "max_seq_length": 64, "learning_rate": 1e-3}
-        run = start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-        assert run.settings.weight_decay == decay
-
-
-def test_padding_is_no_text(tmp_path, tiny_config, tokenizer_folder):
-    """Rows that are half padding are not twice as many passes."""
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"word " * 24}{n}"}}\n' for n in range(200)))
-    settings = {"batch_size": 8, "max_seq_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
-    source = tmp_path / "text.jsonl"
-    run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-    manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup())
-    assert step_batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
-    assert run.settings.weight_decay == 0.1
 
 
 def test_norms_after_the_addition_ask_for_less(tiny_config):

@@ -1,4 +1,4 @@
-"""What tests of training share: quick settings, a run driven to its end, what its checkpoints contain."""
+"""What tests of training share: quick settings, training a run to its end, the content of its checkpoints."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ QUICK = {"steps": 20, "batch_size": 4, "max_seq_length": 32, "learning_rate": 3e
 
 
 def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options) -> list:
-    """All events of training `run` to its end, or until a stop is asked for at step `stop_at`."""
+    """All events of training `run` to its end, or until a stop is requested at step `stop_at`."""
     events = []
 
     def should_stop() -> bool:
@@ -27,3 +27,9 @@ def read_log(run: Run) -> list[dict]:
 
 def contents(checkpoint: Path) -> dict[str, bytes]:
     return {name: (checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)

@@ -1,12 +1,11 @@
-"""log.jsonl: what is written, on a full disk too, and what is read back after a crash."""
+"""log.jsonl: entries, full disks, rewinding after a crash."""
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
 
-from mlxlm.report.log_entries import entry_before_start, read_log_entries
+from mlxlm.report.log_entries import read_log_entries
 from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Sample, Step, Validation
 from mlxlm.train.log import RunLog
 from mlxlm.utils.errors import CheckpointError
@@ -16,7 +15,7 @@ def step(n):
     return Step(n, 10, n * 100, 3.5, 1e-3, 0.5, 1000.0, n * 0.1, 2.0, 10**6)
 
 
-def test_an_entry_has_the_event_s_name_and_fields(tmp_path):
+def test_entries(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     odd = "a\u2028b\x85\ud800 </script>\n"
     for event in (step(1), Sample(1, "", odd), CheckpointNotSaved(1, "full", "free 3 GB"), CheckpointSaved(1, tmp_path),
@@ -60,7 +59,7 @@ class FullFile:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_lines_wait_for_room(tmp_path, monkeypatch, number):
+def test_lines_are_kept_while_the_disk_is_full(tmp_path, monkeypatch, number):
     log, disk = RunLog(tmp_path / "log.jsonl"), {"room": 10**6, "error": number}
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *args, **kwargs: FullFile(real(path, *args, **kwargs), disk))
@@ -75,7 +74,7 @@ def test_lines_wait_for_room(tmp_path, monkeypatch, number):
     assert [e["step"] for e in read_log_entries(log.path)] == [1, 2, 3, 3]
 
 
-def test_a_full_disk_is_not_tried_at_each_step(tmp_path, monkeypatch):
+def test_full_disk_is_retried_once_a_second(tmp_path, monkeypatch):
     """All lines that wait are tried together: at each of many steps that would be quadratic work."""
     log, clock, disk = RunLog(tmp_path / "log.jsonl"), [0.0], {"room": 0, "error": errno.ENOSPC}
     opened, real = [], Path.open
@@ -94,23 +93,13 @@ def test_a_full_disk_is_not_tried_at_each_step(tmp_path, monkeypatch):
     assert [e["step"] for e in read_log_entries(log.path)] == list(range(1, 32))
 
 
-def test_rewinding_a_log_with_nothing_to_drop_takes_no_room(tmp_path, monkeypatch):
-    log = RunLog(tmp_path / "log.jsonl")
-    log.record(step(1))
-    log.record(step(2))
-    monkeypatch.setattr("mlxlm.train.log.atomic_write", None)
-    assert log.rewind(2, validated=True) == {"step"}
-    with pytest.raises(TypeError):
-        log.rewind(1, validated=True)
-
-
-def test_another_error_is_one(tmp_path):
+def test_other_errors_are_raised(tmp_path):
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(CheckpointError, match="cannot write .*log.jsonl"):
         RunLog(tmp_path / "log.jsonl").record(step(1))
 
 
-def test_rewinding_keeps_what_is_before_the_checkpoint(tmp_path):
+def test_rewind(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     log.rewind(5, validated=True)  # a run that was killed before its first line
     assert not log.path.exists()
@@ -128,7 +117,17 @@ def test_rewinding_keeps_what_is_before_the_checkpoint(tmp_path):
     assert [e["event"] for e in read_log_entries(log.path)][-1] == "validation"
 
 
-def test_rewinding_keeps_values_that_json_lacks_and_ends_the_last_line(tmp_path):
+def test_rewind_with_nothing_to_remove(tmp_path, monkeypatch):
+    log = RunLog(tmp_path / "log.jsonl")
+    log.record(step(1))
+    log.record(step(2))
+    monkeypatch.setattr("mlxlm.train.log.atomic_write", None)
+    assert log.rewind(2, validated=True) == {"step"}
+    with pytest.raises(TypeError):
+        log.rewind(1, validated=True)
+
+
+def test_rewind_keeps_nan_and_ends_the_last_line(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     lines = [b'{"event": "validation",  "step": 1, "perplexity": NaN}', b'{"event": "step", "step": 1, "loss": 1e999}']
     log.path.write_bytes(b"\n".join([*lines, b'{"event": "step", "step": 2}\n']))
@@ -137,35 +136,3 @@ def test_rewinding_keeps_values_that_json_lacks_and_ends_the_last_line(tmp_path)
     log.path.write_bytes(b"\n".join(lines))
     log.rewind(1, validated=True)
     assert log.path.read_bytes() == b"\n".join([*lines, b""])
-
-
-def test_lines_that_are_no_entries(tmp_path):
-    path = tmp_path / "log.jsonl"
-    good = {"event": "step", "step": 3}
-    lines = [b"", b"null", b"[1]", b'{"event": 3, "step": 1}', b'{"event": "step", "step": "1"}', b'{"step": 1}',
-             b'{"event": "step", "step": -1}', b"\xff\xfe", b"[" * 100_000, json.dumps(good).encode()]  # fmt: skip
-    path.write_bytes(b"\n".join(lines))
-    assert list(read_log_entries(path)) == [good]
-    assert list(read_log_entries(tmp_path / "none.jsonl")) == []
-
-
-def test_what_was_announced_before_a_run(tmp_path):
-    path, good = tmp_path / "log.jsonl", {"event": "forecast", "seconds": 1.5, "steps": 3}
-    wrong = [
-        {"event": "forecast", "seconds": "long", "steps": 3},
-        {"event": "forecast"},
-        {"event": "forecast", "seconds": 1.5, "steps": 0},
-        {"event": "forecast", "seconds": -1.5, "steps": 3},
-    ]
-    entries = [*wrong, good, {"event": "started"}, {"event": "model_size_chosen", "seconds": 1}]  # fmt: skip
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert entry_before_start(path, "forecast", ("seconds", "steps")) == good
-    assert entry_before_start(path, "model_size_chosen", ("seconds",)) is None
-    assert entry_before_start(tmp_path / "none.jsonl", "forecast", ()) is None
-
-
-def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.report.log_entries._MAX_LINE", 1000)
-    (tmp_path / "log.jsonl").write_bytes(b"x" * 2000)
-    with pytest.raises(CheckpointError, match="a line of more than"):
-        list(read_log_entries(tmp_path / "log.jsonl"))

@@ -1,0 +1,211 @@
+"""Training runs: bit-equal resume, stopping, samples, validation, errors."""
+
+import itertools
+import json
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import load_model
+from mlxlm.checkpoint.locations import best_checkpoint
+from mlxlm.data import TrainBatches
+from mlxlm.evaluate import Evaluation
+from mlxlm.report import read_run
+from mlxlm.tokenizer import load
+from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, Validation, train
+from mlxlm.train.events import Failed
+from mlxlm.train.step import TrainStep
+from mlxlm.utils.errors import CheckpointError, DataError, TrainingError
+from tests.train.training_runs import contents, finish, read_log
+
+
+def logged(run: Run, event: str, *fields: str) -> list[tuple]:
+    return [tuple(e[name] for name in ("step", *fields)) for e in read_log(run) if e["event"] == event]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True},
+        {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9},
+    ],
+)
+def test_resume_is_bit_equal(new_run, changes):
+    """20 steps are 10, a resume and 10. The resumed run first does the validation that was due when it was stopped."""
+    whole, parts = new_run("whole", **changes), new_run("parts", **changes)
+    assert isinstance(finish(whole)[-1], Finished)
+    events = finish(parts, stop_at=10)
+    assert events[-1] == Stopped(10, parts.path) and not [e for e in events if isinstance(e, Validation)]
+    with parts.log_file.open("a") as file:
+        file.write('{"event": "step", "step": 11, "tokens": 1, "loss": 9.0}\n{"event": "st')  # of a power cut
+    assert isinstance(finish(Run.open(parts.path), resume=True)[-1], Finished)
+    assert contents(whole.path / "checkpoints/step-20") == contents(parts.path / "checkpoints/step-20")
+    for event in ("step", "validation"):
+        assert logged(whole, event, "loss") == logged(parts, event, "loss")
+    assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+def test_training_lowers_the_loss_and_writes_a_model(new_run):
+    run = new_run("run", steps=30, eval_every=10)
+    validations = [e for e in finish(run) if isinstance(e, Validation)]
+    assert validations[-1].loss < validations[0].loss < np.log(300) + 0.1
+    assert validations[-1].perplexity == pytest.approx(np.exp(validations[-1].loss))
+    manifest = json.loads((run.data / "manifest.json").read_text())["validation"]
+    ratio = manifest["tokens"] / manifest["bytes"]
+    assert validations[-1].bits_per_byte == pytest.approx(validations[-1].loss / np.log(2) * ratio)
+    model, config = load_model(run.path)
+    assert config.vocab_size == 300 and model(mx.array([[1, 2, 3]])).shape == (1, 3, 300)
+    assert {e["event"] for e in read_log(run)} == {"started", "step", "validation", "checkpoint_saved", "finished"}
+
+
+# Losses that are too high or not finite
+
+
+def change_losses(monkeypatch, loss_of):
+    """Replace the loss of step n by `loss_of(n, loss)`."""
+    real, steps = TrainStep.__call__, itertools.count(1)
+
+    def changed(self, batches, rate):
+        loss, norm = real(self, batches, rate)
+        return loss_of(next(steps), loss), norm
+
+    monkeypatch.setattr(TrainStep, "__call__", changed)
+
+
+def test_nan_loss_stops_before_saving(new_run, monkeypatch):
+    run = new_run("run", save_every=5, eval_every=5)
+    change_losses(monkeypatch, lambda step, loss: loss * float("nan") if step == 8 else loss)
+    with pytest.raises(TrainingError, match="stopped at step 8: the loss is nan.*step-5.*learning-rate"):
+        finish(run)
+    assert [c.name for c in run.checkpoints()] == ["step-5"]
+
+
+def test_last_good_checkpoint_is_before_the_loss_rose(new_run, monkeypatch):
+    """Checkpoints that are saved while the loss rises slowly are not good."""
+    run = new_run("run", steps=40, save_every=5, eval_every=0, save_total_limit=1)
+    change_losses(monkeypatch, lambda step, loss: loss * 0 + 4.0 + 0.1 * max(0, step - 10))
+    with pytest.raises(TrainingError, match=r"the loss rose from 4.00 to 5.0.*last good checkpoint is .*step-15"):
+        finish(run)
+    loaded, _ = load_model(run.path / "checkpoints/step-15")
+    assert loaded(mx.array([[1]])).shape == (1, 1, 300)
+
+
+def test_nan_validation_loss_stops_training(new_run, monkeypatch):
+    run, nan = new_run("run", eval_every=2), Evaluation(float("nan"), float("nan"), 9)
+    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: nan)
+    with pytest.raises(TrainingError, match="stopped at step 2: the validation loss is nan"):
+        finish(run)
+    assert run.checkpoints() == []
+
+
+# Other errors
+
+
+def test_errors_are_logged(new_run, monkeypatch):
+    """If the log can't be written either, the first error is raised."""
+    run, real, steps = new_run("run", steps=4), TrainStep.__call__, itertools.count(1)
+
+    def broken(self, batches, rate):
+        if next(steps) >= 3:
+            raise RuntimeError("[malloc] Unable to allocate 99 bytes.")
+        return real(self, batches, rate)
+
+    monkeypatch.setattr(TrainStep, "__call__", broken)
+    with pytest.raises(RuntimeError, match="malloc"):
+        finish(run)
+    last = read_log(run)[-1]
+    assert (last["event"], last["step"]) == ("failed", 3) and last["message"].startswith("out of memory")
+    assert (run.path / "report.html").exists()
+
+    def record(log, event):
+        if isinstance(event, Failed):
+            raise CheckpointError("cannot write")
+
+    monkeypatch.setattr("mlxlm.train.loop.RunLog.record", record)
+    with pytest.raises(RuntimeError, match="malloc"):
+        finish(Run.open(run.path), resume=True)
+
+
+def test_plot_errors_are_warnings(new_run):
+    run = new_run("run", steps=2)
+    (run.path / "report.html").write_text("mine")
+    events = finish(run)
+    assert isinstance(events[-1], TrainingWarning) and "is not a report" in events[-1].message
+    assert read_log(run)[-1]["message"] == events[-1].message
+    assert read_run(run.path).state == "finished"
+
+
+def test_resume_errors(stopped):
+    with pytest.raises(CheckpointError, match="has been trained already"):
+        finish(stopped)
+    train_json = stopped.path / "train.json"
+    values = json.loads(train_json.read_text())
+    train_json.write_text(json.dumps({**values, "settings": {**values["settings"], "batch_size": 2}}))
+    with pytest.raises(CheckpointError, match="other settings than step-15: batch_size"):
+        finish(Run.open(stopped.path), resume=True)
+    train_json.write_text(json.dumps(values))
+    with stopped.locked(), pytest.raises(CheckpointError, match="is being trained by another process"):
+        finish(stopped, resume=True)
+    manifest = stopped.data / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(DataError, match="has changed since"):
+        finish(stopped, resume=True)
+
+
+# Samples
+
+
+def test_sampling_does_not_change_training(new_run):
+    runs = {prompt: new_run(f"run {prompt}", steps=4, dropout=0.1, sample_every=2, sample_tokens=3,
+                            sample_prompt=prompt) for prompt in ("", "The cat")}  # fmt: skip
+    for prompt, run in runs.items():
+        samples = [e for e in finish(run) if isinstance(e, Sample)]
+        assert [(s.step, s.prompt) for s in samples] == [(2, prompt), (4, prompt)]
+    without = new_run("without", steps=4, dropout=0.1)
+    finish(without)
+    models = {(run.path / "checkpoints/step-4/model.safetensors").read_bytes() for run in (without, *runs.values())}
+    assert len(models) == 1
+
+
+def test_resume_samples_once_if_it_was_due(new_run):
+    run = new_run("run", steps=8, eval_every=0, sample_every=4, sample_tokens=3)
+    for stop_at in (4, 0, 8, 8):  # before the sample of step 4, after it, at the end, and with nothing to do
+        finish(Run.open(run.path), resume=True, stop_at=stop_at)
+    finish(Run.open(run.path), resume=True)
+    assert logged(run, "sample") == [(4,), (8,)]
+
+
+# Generators that are closed, and the thread that reads batches
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+def test_restart_before_the_first_checkpoint_logs_steps_once(new_run):
+    run = new_run("run", steps=4)
+    with closing(train(run, load(run.path))) as events:
+        while getattr(next(events), "step", 0) < 2:
+            pass
+        assert prefetch_threads()
+    assert not prefetch_threads()
+    finish(Run.open(run.path))
+    assert logged(run, "step") == [(1,), (2,), (3,), (4,)]
+
+
+def test_read_errors_end_the_run(new_run, monkeypatch):
+    run, real, seen = new_run("run"), TrainBatches.batch, []
+
+    def fails(self, index):
+        if index == 4:
+            raise DataError("the disk is gone")
+        return real(self, index)
+
+    monkeypatch.setattr(TrainBatches, "batch", fails)
+    with pytest.raises(DataError, match="the disk is gone"):
+        for event in train(run, load(run.path)):
+            seen += [event.step] if isinstance(event, Step) else []
+    assert seen == [1, 2, 3, 4] and not prefetch_threads()
