@@ -80,7 +80,7 @@ def load_submodule(
     module: nn.Module,
     tensors: LazyTensors,
     prefix: str,
-    quantization: Mapping[str, Any] | None,
+    quantization: Mapping[str, Any] | None = None,
     fits_float32: bool = True,
 ) -> None:
     """Load the weights of one part of a decoder.
