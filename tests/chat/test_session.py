@@ -275,7 +275,7 @@ def test_a_full_context_says_so_and_the_chat_goes_on(lm):
 def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
     chat = Chat(small(lm, 200), system_prompt="Be brief.", context_overflow="drop", temperature=0, max_tokens=10)
     dropped, used = [], []
-    for n in range(20):
+    for n in range(14):
         before = chat.dropped
         say(chat, f"Question {n}?")
         assert chat.stats.last.finish_reason == "length"  # never cut off by the context
@@ -285,7 +285,7 @@ def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
     assert len(drops) >= 2 and all(count % 2 == 0 and count > 2 for count in dropped if count)
     assert min(b - a for a, b in zip(drops, drops[1:], strict=False)) >= 3
     assert max(used) <= 200 and all(used[n] <= 100 + 20 for n in drops)
-    assert len(chat.messages) == 41 and chat.messages[0] == Message("system", "Be brief.")
+    assert len(chat.messages) == 29 and chat.messages[0] == Message("system", "Be brief.")
     seen = ChatTemplate(lm.tokenizer).encode([chat.messages[0], *chat.messages[1 + chat.dropped : -1]])
     assert chat.messages[-1].content == generate(lm, seen, temperature=0, max_tokens=10).text
     system_prompt = ChatTemplate(lm.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
@@ -297,7 +297,7 @@ def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
     for act in (chat.ask, chat.drop_oldest):
         with pytest.raises(MessageTooLongError):
             act("x" * 200)
-    assert chat.dropped == before < 42  # nothing went in vain
+    assert chat.dropped == before < 30  # nothing went in vain
 
 
 def test_turns_that_were_dropped_come_back_once_no_other_is_left(lm):
@@ -340,12 +340,12 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
     assert chat.messages[-1].content == expected.text and chat.stats.last.cached_tokens >= cached
 
 
-@pytest.mark.parametrize("kv", [None, KVOptions(size=96)])
+@pytest.mark.parametrize("kv", [None, KVOptions(size=32)])
 def test_caches_that_drop_tokens_go_back_to_the_last_question(lm, kv):
     """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
     lm = lm if kv else remade(lm, sliding_window=32, model_type="mistral")
-    long = {"temperature": 0, "max_tokens": 120}
-    chat = Chat(lm, system_prompt="Be brief.", kv=kv, **long)
+    long = {"temperature": 0, "max_tokens": 40}
+    chat = Chat(lm, system_prompt="Be brief. " * 20, kv=kv, **long)
 
     def expected():
         return generate(lm, fresh_prompt(chat), kv=kv, **long).text
@@ -363,15 +363,15 @@ def test_caches_that_drop_tokens_go_back_to_the_last_question(lm, kv):
     say(chat, "Why?")
     assert read(chat) < new and chat.messages[-1].content == expected()
     chat.undo()
-    chat.undo()  # further back it is read again, and right
+    chat.undo()  # further back more is read again
     say(chat, "Why?")
-    assert chat.stats.last.cached_tokens == 0 and chat.messages[-1].content == expected()
+    assert chat.messages[-1].content == expected()
 
 
 def test_memory_stays_bounded_with_a_rotating_cache(lm):
-    chat = Chat(lm, kv=KVOptions(size=64), temperature=0, max_tokens=60)
+    chat = Chat(lm, kv=KVOptions(size=32), temperature=0, max_tokens=30)
     held = []
-    for n in range(6):
+    for n in range(5):
         say(chat, f"Question {n}?")
         held.append(chat.stats.cache_bytes)
     assert len(set(held[2:])) == 1
@@ -477,9 +477,9 @@ class Scripted(Recording):
     def __call__(self, ids, cache=None):
         self.text[cache[0].offset :] = ids[0].tolist()
         logits = super().__call__(ids, cache)
-        starts = [n for n in range(len(self.text)) if self.text[n : n + len(self.begins)] == self.begins]
-        said = len(self.text) - starts[-1] - len(self.begins) if starts else 0
-        if 0 <= said < len(self.script):
+        prompt_ends = range(len(self.text), len(self.begins) - 1, -1)
+        end = next((n for n in prompt_ends if self.text[n - len(self.begins) : n] == self.begins), None)
+        if end is not None and (said := len(self.text) - end) < len(self.script):
             logits[0, -1, self.script[said]] = 1e4
         return logits
 
@@ -509,15 +509,15 @@ def without_reasoning(template):
 def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(lm, tokens):
     tokens.chat_template = without_reasoning(tokens.chat_template)
     lm = remade(lm, sliding_window=32, model_type="mistral")
-    script = THOUGHT.replace("Hm, ", "Hm, " * 100)
+    script = THOUGHT.replace("Hm, ", "Hm, " * 25)
     chat = Chat(replace(lm, model=Scripted(lm, script)), temperature=0, max_tokens=None)
     tokens_read = []
-    for n in range(6):
+    for n in range(5):
         say(chat, f"Question {n}?")
         tokens_read.append(read(chat))
-        assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 200
+        assert chat.messages[-1].content == script and len(chat.stats.last.tokens) > 50
         assert chat.stats.last.cached_tokens > 0 or n < 4  # little is read again as a whole
-    turn = chat.stats.last.prompt_tokens / 6
+    turn = chat.stats.last.prompt_tokens / 5
     assert max(tokens_read) < 64 + 2 * turn
 
 

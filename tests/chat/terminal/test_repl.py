@@ -15,6 +15,9 @@ from types import SimpleNamespace
 import pexpect
 import pytest
 
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal.interrupts import defer_interrupts
+from mlxlm.chat.terminal.stream_answer import stream_answer
 from mlxlm.cli.main import main
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]
@@ -56,7 +59,7 @@ def terminal(model_folder, environment):
         child.close()
 
 
-UNDER_WAY = r"\x1b\[J\x1b\[\?7h\x1b\[\?2026l.{50}"  # the line that is there while the message is read has gone
+ANSWERING = r"\x1b\[J\x1b\[\?7h\x1b\[\?2026l.{50}"  # the line that is there while the message is read has gone
 
 
 def say(chat, line, *answers):
@@ -85,8 +88,8 @@ def messages_in(path):
 
 
 @pytest.fixture
-def piped(model_folder, environment, monkeypatch, capfdbinary):
-    """`piped(text, *arguments)` runs `mlxlm chat` in this process, with `text` on standard input."""
+def run(environment, monkeypatch, capfdbinary):
+    """`run(text, *arguments)` runs `mlxlm chat` in this process, with `text` on standard input."""
     for name in ("XDG_STATE_HOME", "TERM"):
         monkeypatch.setenv(name, environment[name])
 
@@ -94,13 +97,19 @@ def piped(model_folder, environment, monkeypatch, capfdbinary):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         capfdbinary.readouterr()
         with pytest.raises(SystemExit) as stop:
-            main(["chat", str(model_folder), "--temperature", "0", *arguments])
+            main(["chat", *arguments])
         return SimpleNamespace(returncode=stop.value.code or 0, **capfdbinary.readouterr()._asdict())
 
     return run
 
 
-def test_a_conversation(terminal, tmp_path):
+@pytest.fixture
+def piped(run, model_folder):
+    """`run` with the model."""
+    return lambda text, *arguments: run(text, str(model_folder), "--temperature", "0", *arguments)
+
+
+def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     chat = terminal("-n", "12")
     say(chat, "Hello!", "cut off at max_tokens")
     say(chat, "/stats", r"answers: 1, 12 tokens; context: \d+ of 4096 tokens", "0 from the cache")
@@ -123,9 +132,23 @@ def test_a_conversation(terminal, tmp_path):
     assert [m["content"] for m in messages_in(session)][0] == "Hello!" and len(messages_in(session)) == 2
     modes = [p.stat().st_mode & 0o777 for p in (history, session, session.parent)]
     assert modes == [0o600, 0o600, 0o700]
+    chat = terminal("--continue")
+    assert "Continuing after 2 messages" in chat.before
+    say(chat, "/set max_tokens 5")
+    say(chat, "More", "cut off")
+    say(chat, "/set context_overflow drop")
+    leave(chat)
+    assert kept(tmp_path) == [session]
+    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
+    chat = terminal("--continue")
+    say(chat, "/set context", r"context_overflow +drop")
+    (tmp_path / "tiny").rename(tmp_path / "moved")
+    say(chat, f"/model {tmp_path / 'moved'}", "continues with this model")
+    leave(chat)
+    assert json.loads(session.read_text().splitlines()[0])["model"].endswith("moved")
 
 
-def test_settings_system_branches_and_edits(terminal):
+def test_settings_branches_edits_and_abbreviations(terminal):
     chat = terminal("-n", "5")
     say(chat, "/system Be brief.", "system prompt: Be brief.")
     say(chat, "/set temperature 7000", "temperature is 7000.* to 100")
@@ -150,10 +173,6 @@ def test_settings_system_branches_and_edits(terminal):
     chat.expect('>.*""".*/etc.*"""')  # in a block: it is no command
     say(chat, "", "cut off")
     say(chat, "/tokens", r"user +/etc\?")
-
-
-def test_commands_and_settings_can_be_shortened(terminal):
-    chat = terminal("-n", "5")
     say(chat, "/set temp 0.5", r"temperature +0\.5")
     say(chat, "/set top-", r"error: top_ could be top_k or top_p \(try: more of its letters")
     say(chat, "/set top-p 0.9", r"top_p +0\.9")
@@ -163,7 +182,6 @@ def test_commands_and_settings_can_be_shortened(terminal):
     say(chat, "/?", r"/help \[COMMAND\] +show the commands")
     say(chat, "/? quit", r"/exit +leave the chat")
     say(chat, '/sys """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
-    say(chat, "Hello!", "cut off")
     for short in ("/c", "/cl", "/by", "/q"):
         say(chat, short, f"error: there is no command {short} ")
     say(chat, "/clear", "the conversation is removed")
@@ -179,7 +197,7 @@ def test_commands_and_settings_can_be_shortened(terminal):
     chat.expect(pexpect.EOF)
 
 
-def test_sessions_are_saved_and_loaded(terminal, tmp_path):
+def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     chat = terminal("-n", "9")
     say(chat, "Hello!", "cut off")
     saved = tmp_path / "a chat.jsonl"
@@ -198,29 +216,8 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path):
     assert saved.stat().st_mode & 0o777 == 0o600
     assert f"--session '{saved}'" in leave(chat).replace("\r\n", " ")
     assert len(messages_in(saved)) == 6
-    chat = terminal("--session", str(saved), "-n", "9")
-    say(chat, "/show messages", "Hello!", "More", r"And\?")
-
-
-def test_continue_goes_on_with_the_last_conversation_and_its_model(terminal, tmp_path, environment):
-    nothing = subprocess.run([*MLXLM, "chat", "--continue"], env=environment, capture_output=True, text=True)
-    assert nothing.returncode == 1 and "there is no conversation to continue" in nothing.stderr
-    chat = terminal("-n", "5")
-    say(chat, "Hello!", "cut off")
-    leave(chat)
-    chat = terminal("--continue")
-    assert "Continuing after 2 messages" in chat.before
-    say(chat, "More", "cut off")
-    say(chat, "/set context_overflow drop")
-    leave(chat)
-    (session,) = kept(tmp_path)
-    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
-    chat = terminal("--continue")
-    say(chat, "/set context", r"context_overflow +drop")
-    (tmp_path / "tiny").rename(tmp_path / "moved")
-    say(chat, f"/model {tmp_path / 'moved'}", "continues with this model")
-    leave(chat)
-    assert json.loads(session.read_text().splitlines()[0])["model"].endswith("moved")
+    shown = piped(b"/show messages\n", "--session", str(saved)).err.decode()
+    assert re.search(r"(?s)Hello!.*More.*And\?", shown)
 
 
 def test_private_keeps_nothing_but_what_is_saved(terminal, tmp_path):
@@ -234,31 +231,13 @@ def test_private_keeps_nothing_but_what_is_saved(terminal, tmp_path):
     assert not (tmp_path / "state").exists()
 
 
-def test_several_lines(terminal):
-    chat = terminal("-n", "5")
-    chat.send('"""first\rsecond"""\r')
-    chat.expect("cut off")
-    chat.send("\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped\r")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
-    say(chat, "/show messages", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
-
-
-@pytest.mark.parametrize("keys", ["\x07", "\x18\x05"])
-def test_an_external_editor(terminal, keys):
-    chat = terminal("-n", "5")
-    chat.send(f"begun{keys}")
-    chat.expect("begun.*, edited")
-    chat.send("\r")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
-    say(chat, "/show messages", "begun, edited")
-
-
-def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
+def test_the_line_editor(terminal, tmp_path):
     (tmp_path / "a-long-name.jsonl").write_text("")
     chat = terminal("-n", "5")
     chat.send("/bra\t\r")
+    chat.expect("main: 0 turns")
+    chat.expect(PROMPT)
+    chat.send("\x1b[A\r")  # up: the last line again
     chat.expect("main: 0 turns")
     chat.expect(PROMPT)
     chat.send("/set rea\thi\t\r")
@@ -269,53 +248,70 @@ def test_tab_completes_commands_arguments_and_paths(terminal, tmp_path):
     chat.expect(PROMPT)
     chat.send(f"/load {tmp_path}/a-lo\t\r")
     chat.expect(r"error: .*a-long-name.jsonl")
+    chat.expect(PROMPT)
+    for keys in ("\x07", "\x18\x05"):  # an external editor
+        chat.send(f"begun{keys}")
+        chat.expect("begun.*, edited")
+        say(chat, "", "cut off")
+    chat.send('"""first\rsecond"""\r')
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    chat.send("\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped\r")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    say(chat, "/show messages", "begun, edited", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal):
+def stop_answer(chat):
+    chat.sendintr()
+    chat.expect(r"\(stopped\)", timeout=10)
+
+
+def test_the_keyboard_during_an_answer(terminal, tmp_path):
     chat = terminal("-n", "4000", "--no-markdown")
-    for question in ("Hello!", "Again"):
+    for question in ("Hello!", "Again"):  # Ctrl-C stops the answer, not the chat
         chat.send(f"{question}\r")
-        chat.expect(UNDER_WAY)
-        chat.sendintr()
-        chat.expect(r"\(stopped\)", timeout=10)
+        chat.expect(ANSWERING)
+        stop_answer(chat)
         chat.expect(PROMPT)
     say(chat, "/stats", r"answers: 2, \d+ tokens")
     chat.sendintr()
     chat.expect("Ctrl-D leaves the chat")
     chat.expect(PROMPT)
-    leave(chat)
+    chat.send("Hello!\r")  # what is typed before a Ctrl-C is in the next line
+    chat.expect(ANSWERING)
+    chat.send("And now")
+    stop_answer(chat)
+    chat.expect(PROMPT + ".*And now")
+    chat.send(" this\r")
+    chat.expect(ANSWERING)
+    stop_answer(chat)
+    chat.expect(PROMPT)
+    chat.send("Hel\x1alo!\r")  # Ctrl-Z is no part of a message, and the keyboard is quiet again afterwards
+    chat.expect(ANSWERING)
+    modes = termios.tcgetattr(chat.child_fd)
+    modes[3] |= termios.ECHO | termios.ICANON  # as a shell does
+    termios.tcsetattr(chat.child_fd, termios.TCSANOW, modes)
+    os.kill(chat.pid, signal.SIGCONT)
+    assert chat.waitnoecho(10)
+    stop_answer(chat)
+    chat.expect(PROMPT)
+    questions = [m["content"] for m in messages_in(kept(tmp_path)[0])][::2]
+    assert questions == ["Hello!", "Again", "Hello!", "And now this", "Hello!"]
 
 
-def test_what_is_typed_during_an_answer_is_not_lost_and_not_shown_in_it(terminal):
-    chat = terminal("-n", "300")
+def test_what_is_typed_or_pasted_during_an_answer_is_the_next_message(terminal, tmp_path):
+    chat = terminal("-n", "150", "--no-markdown")
     chat.send("Hello!\r")
     chat.expect("\n")
     chat.send("/tokens\r")
     chat.expect("cut off")
     assert "/tokens" not in chat.before
+    assert "\ufffd" in chat.before and "\x07" not in chat.before  # control characters are replaced
     chat.expect("in all")
-
-
-def test_what_is_typed_before_a_ctrl_c_is_in_the_next_line(terminal, tmp_path):
-    chat = terminal("-n", "4000", "--no-markdown")
-    chat.send("Hello!\r")
-    chat.expect(UNDER_WAY)
-    chat.send("And now")
-    chat.sendintr()
-    chat.expect(r"\(stopped\)")
-    chat.expect(PROMPT + ".*And now")
-    chat.send(" this\r")
-    chat.expect(UNDER_WAY)
-    chat.sendintr()
-    chat.expect(r"\(stopped\)")
     chat.expect(PROMPT)
-    assert messages_in(kept(tmp_path)[0])[2]["content"] == "And now this"
-
-
-def test_what_is_pasted_during_an_answer_is_one_message(terminal, tmp_path):
-    chat = terminal("-n", "300", "--no-markdown")
-    chat.send("Hello!\r")
-    chat.expect(UNDER_WAY)
+    chat.send("Again\r")
+    chat.expect(ANSWERING)
     assert re.findall(r"\x1b\[\?2004[hl]", chat.before)[-1].endswith("h")  # the terminal marks what is pasted
     chat.send("\x1b[200~two\nlines\x1b[201~")
     chat.expect("cut off")
@@ -323,42 +319,25 @@ def test_what_is_pasted_during_an_answer_is_one_message(terminal, tmp_path):
     chat.send("\r")
     chat.expect("cut off")
     chat.expect(PROMPT)
-    assert messages_in(kept(tmp_path)[0])[2]["content"] == "two\nlines"
+    assert messages_in(kept(tmp_path)[0])[4]["content"] == "two\nlines"
     assert re.findall(r"\x1b\[\?2004[hl]", leave(chat))[-1].endswith("l")
 
 
-def test_ctrl_z_is_no_part_of_a_message_and_the_keyboard_is_quiet_again_afterwards(terminal, tmp_path):
-    chat = terminal("-n", "4000", "--no-markdown")
-    chat.send("Hel\x1alo!\r")
-    chat.expect(UNDER_WAY)
-    modes = termios.tcgetattr(chat.child_fd)
-    modes[3] |= termios.ECHO | termios.ICANON  # as a shell does it
-    termios.tcsetattr(chat.child_fd, termios.TCSANOW, modes)
-    os.kill(chat.pid, signal.SIGCONT)
-    assert chat.waitnoecho(10)
-    chat.sendintr()
-    chat.expect(r"\(stopped\)")
-    assert messages_in(kept(tmp_path)[0])[0]["content"] == "Hello!"
-
-
-def test_ctrl_c_while_a_long_message_is_read(model_folder, environment):
+def test_ctrl_c_while_a_long_message_is_read(lm, capsys):
     """Between two chunks of the message; `ask` then raises before there is an answer."""
-    script = (
-        "import os, signal\n"
-        "from mlxlm.chat.session import Chat\n"
-        "from mlxlm.chat.terminal.interrupts import defer_interrupts\n"
-        "from mlxlm.chat.terminal.stream_answer import stream_answer\n"
-        "from mlxlm.generation import load\n"
-        f"chat = Chat(load({str(model_folder)!r}))\n"
-        "with defer_interrupts() as stop:\n"
-        "    def begin(on_prefill):\n"
-        "        interrupt = lambda n: (os.kill(os.getpid(), signal.SIGINT), on_prefill(n))\n"
-        "        return chat.ask('Hello! ' * 300, on_prefill=interrupt)\n"
-        "    assert stream_answer(chat, begin, 'dim', True, stop) is None\n"
-        "assert chat.messages == [] and chat.stats.answers == 0\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+    chat = Chat(lm)
+
+    def start(on_prefill):
+        def interrupt(tokens_read):
+            os.kill(os.getpid(), signal.SIGINT)
+            on_prefill(tokens_read)
+
+        return chat.ask("Hello! " * 300, on_prefill=interrupt)
+
+    with defer_interrupts() as stop:
+        assert stream_answer(chat, start, "dim", True, stop) is None
+    assert chat.messages == [] and chat.stats.answers == 0
+    assert capsys.readouterr() == ("\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
@@ -368,7 +347,7 @@ def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
     say(chat, "Hello!", "cut off")
     say(chat, "/set max_tokens 4000")
     chat.send("Again\r")
-    chat.expect(UNDER_WAY)
+    chat.expect(ANSWERING)
     os.kill(chat.pid, number)
     chat.expect(pexpect.EOF)
     chat.close()
@@ -378,14 +357,10 @@ def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
     assert questions == (["Hello!"] if number == signal.SIGKILL else ["Hello!", "Again"])
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_a_hang_up_at_the_prompt(terminal, tmp_path, gone):
+def test_a_terminal_that_disappears_at_the_prompt_loses_nothing(terminal, tmp_path):
     chat = terminal("-n", "5")
     say(chat, "Hello!", "cut off")
-    if gone:
-        chat.ptyproc.fileobj.close()  # the other end of the pseudo-terminal
-    else:
-        os.kill(chat.pid, signal.SIGHUP)
+    chat.ptyproc.fileobj.close()  # the other end of the pseudo-terminal
     deadline = time.monotonic() + 20
     while chat.isalive() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -400,17 +375,40 @@ def pasted(text):
 
 def fill(chat):
     """Talk until the context is full and the chat asks what to do."""
-    say(chat, pasted("word " * 300), "cut off")
+    say(chat, pasted("word " * 150), "cut off")
     for _ in range(2):
-        chat.send(pasted("word " * 500) + "\r")
+        chat.send(pasted("word " * 250) + "\r")
         chat.expect(r"cut off|Drop the oldest turns\? \[y/N\]")
         if "Drop" in chat.after:
             return
         chat.expect(PROMPT)
 
 
-def test_a_full_context_is_cleared_when_asked(terminal):
+def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     chat = terminal("-n", "5")
+    # A message higher than the screen is folded, and the error about it stays visible.
+    chat.setwinsize(12, 60)
+    chat.send("🎈" * 400 + "\r")  # 4 tokens each
+    chat.expect(r"\[400 characters; Ctrl-G opens an editor\]")
+    chat.expect("cut off")
+    chat.expect(PROMPT)
+    assert messages_in(kept(tmp_path)[0])[0]["content"] == "🎈" * 400
+    chat.send("🎈" * 600 + "\r")
+    chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 2048")
+    chat.expect(r"\[600 characters; .*🎈🎈")  # it can be edited
+    drawn = chat.before + chat.after
+    chat.send("\x03")
+    chat.expect(PROMPT)
+    below = deepest = 0  # rows between the error and the cursor
+    for line_end, up in re.findall(r"(\n)|\x1b\[(\d*)A", drawn + chat.before):
+        below += 1 if line_end else -int(up or 1)
+        deepest = max(deepest, below)
+    assert 6 <= deepest < 10
+    say(chat, "/reset", "is removed")
+    chat.setwinsize(40, 160)
+    # A full context is cleared when asked.
     fill(chat)
     chat.send("n\r")
     chat.expect("error: the conversation would have .* /set context_overflow drop")
@@ -422,32 +420,7 @@ def test_a_full_context_is_cleared_when_asked(terminal):
     chat.expect("cut off")
     chat.expect(PROMPT)
     say(chat, "/tokens", "the model no longer sees it")
-
-
-def test_a_message_higher_than_the_screen_is_folded_and_the_error_about_it_stays_visible(terminal, tmp_path):
-    chat = terminal("-n", "5")
-    chat.setwinsize(12, 60)
-    chat.send("🎈" * 400 + "\r")  # 4 tokens each
-    chat.expect(r"\[400 characters; Ctrl-G opens an editor\]")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
-    assert messages_in(kept(tmp_path)[0])[0]["content"] == "🎈" * 400
-    chat.send("🎈" * 1200 + "\r")
-    chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 4096")
-    chat.expect(r"\[1200 characters; .*🎈🎈")  # it can be edited
-    drawn = chat.before + chat.after
-    chat.send("\x03")
-    chat.expect(PROMPT)
-    below = deepest = 0  # rows between the error and the cursor
-    for line_end, up in re.findall(r"(\n)|\x1b\[(\d*)A", drawn + chat.before):
-        below += 1 if line_end else -int(up or 1)
-        deepest = max(deepest, below)
-    assert 6 <= deepest < 10
-    say(chat, "Hello!", "cut off")
-
-
-def test_a_hang_up_while_the_chat_asks_ends_it(terminal):
-    chat = terminal("-n", "5")
+    # A hang-up while the chat asks ends it.
     fill(chat)
     chat.kill(signal.SIGHUP)
     chat.expect(pexpect.EOF)
@@ -455,40 +428,16 @@ def test_a_hang_up_while_the_chat_asks_ends_it(terminal):
     assert chat.exitstatus == 129
 
 
-def test_up_recalls_the_last_line_and_control_characters_are_replaced(terminal):
-    chat = terminal("-n", "300", "--no-markdown")
-    say(chat, "/stats", "answers: 0")
-    chat.send("\x1b[A\r")
-    chat.expect("answers: 0")
-    chat.send("Hello!\r")
-    chat.expect("cut off")
-    assert "\ufffd" in chat.before and "\x07" not in chat.before
-
-
-def test_an_answer_in_a_dumb_terminal_has_no_escapes(terminal):
+def test_a_dumb_terminal_gets_no_escapes_and_a_state_folder_that_cannot_be_written_is_reported(terminal, tmp_path):
+    (tmp_path / "state").write_text("a file where the folder should be")
     chat = terminal("-n", "30", TERM="dumb")
     chat.send("Hello!\r")
+    chat.expect("the history of this chat won't be saved")
     chat.expect(r"Hello!\r*\n")
+    chat.expect("this conversation is not saved: ")
     chat.expect("cut off")
     assert "\x1b" not in chat.before
-
-
-def test_an_error_ends_the_turn_only(terminal):
-    chat = terminal("-n", "5", "--context-overflow", "stop")
-    chat.send(pasted("word " * 1500) + "\r")
-    chat.expect(r"error: the message alone takes \d+ tokens.*tokens less")
-    chat.expect(r"word.*\x1b\[\?25h")  # the message is still there
-    chat.sendintr()
-    chat.expect(PROMPT)
-    say(chat, "Hello!", "cut off")
-    leave(chat)
-
-
-def test_a_history_that_cannot_be_kept_is_said(terminal, tmp_path):
-    (tmp_path / "state").write_text("a file where the folder should be")
-    chat = terminal("-n", "5")
-    assert "the history of this chat won't be saved" in chat.before + chat.after
-    say(chat, "Hello!", "this conversation is not saved: ")
+    chat.expect("> ")
     leave(chat)
 
 
@@ -521,14 +470,12 @@ def test_over_a_pipe_an_error_is_the_exit_code(piped):
         assert done.returncode == 1 and problem in done.err
 
 
-def test_a_session_of_a_model_that_is_not_here_and_its_escapes(model_folder, environment, tmp_path):
+def test_a_session_of_a_model_that_is_not_here_and_its_escapes(run, model_folder, environment, tmp_path):
     """A file from elsewhere neither downloads a model nor drives the terminal."""
     session = tmp_path / "s.jsonl"
     session.write_text(json.dumps({"mlxlm_chat": 1, "model": "no/\x1b]0;x\x07\x9b2J", "options": {"seed": 1}}) + "\n")
-    left_out = subprocess.run(
-        [*MLXLM, "chat", "--session", str(session), "-p", "x"], env=environment, capture_output=True, timeout=60
-    )
-    assert left_out.returncode == 1 and b"isn't on this machine" in left_out.stderr
+    left_out = run(b"", "--session", str(session), "-p", "x")
+    assert left_out.returncode == 1 and b"isn't on this machine" in left_out.err
     child = pexpect.spawn(
         MLXLM[0], [*MLXLM[1:], "chat", str(model_folder), "--session", str(session), "-n", "3", "-p", "x"],
         env=environment, timeout=30,
@@ -536,21 +483,22 @@ def test_a_session_of_a_model_that_is_not_here_and_its_escapes(model_folder, env
     seen = child.read()
     child.close()
     assert b"another model" in seen
-    for written in (left_out.stderr, seen):
+    for written in (left_out.err, seen):
         assert b"\x1b]" not in written and b"\x07" not in written and b"\xc2\x9b" not in written
 
 
-def test_a_session_of_a_revision_that_is_not_here(environment, tmp_path):
+def test_a_session_of_a_revision_that_is_not_here(run, tmp_path, monkeypatch):
     """Another revision of the same repository doesn't count."""
     (tmp_path / "models--x--y" / "refs").mkdir(parents=True)
     (tmp_path / "models--x--y" / "refs" / "main").write_text("0" * 40)
     session = tmp_path / "s.jsonl"
     session.write_text(json.dumps({"mlxlm_chat": 1, "model": "x/y@refs/pr/7", "options": {"seed": 1}}) + "\n")
-    done = subprocess.run(
-        [*MLXLM, "chat", "--session", str(session), "-p", "x"],
-        env={**environment, "HF_HUB_CACHE": str(tmp_path)}, capture_output=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 1 and b"isn't on this machine" in done.stderr
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    done = run(b"", "--session", str(session), "-p", "x")
+    assert done.returncode == 1 and b"isn't on this machine" in done.err
+    (tmp_path / "models--x--y").rename(tmp_path / "none")
+    nothing = run(b"", "--continue")
+    assert nothing.returncode == 1 and b"there is no conversation to continue" in nothing.err
 
 
 def test_one_question(piped, tmp_path):
@@ -569,12 +517,12 @@ def test_one_question(piped, tmp_path):
     assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "And?"]
 
 
-def test_one_question_with_what_is_piped_in(model_folder, environment, tmp_path):
+def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tmp_path):
     session = tmp_path / "s.jsonl"
-    for prompt in ("Summarize", "-"):
-        command = [*MLXLM, "chat", str(model_folder), "-n", "9", "-p", prompt, "--session", str(session)]
-        done = subprocess.run(command, input=b"Two\nlines\n", env=environment, capture_output=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, b"")
+    command = [*MLXLM, "chat", str(model_folder), "-n", "9", "-p", "Summarize", "--session", str(session)]
+    done = subprocess.run(command, input=b"Two\nlines\n", env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    piped(b"Two\nlines\n", "-n", "9", "-p", "-", "--session", str(session))
     assert [m["content"] for m in messages_in(session)][::2] == ["Two\nlines\n\nSummarize", "Two\nlines"]
 
 
