@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from mlxlm.cli.main import COMMANDS, app
 from mlxlm.families import config_to_hf
 from tests.paths import ROOT
+from tests.run_command import run_command
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -49,30 +51,52 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     return folder
 
 
-def run(folder, command):
-    path = f"{folder / 'bin'}:{os.environ['PATH']}:{Path(sys.executable).parent}"  # mlx.launch is there
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(DOCS.parent)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr, done.stderr
+def commands(content):
+    """The commands of a shell example; a quoted text may have several lines."""
+    text = ""
+    for line in content.splitlines():
+        text += f"{line}\n"
+        try:
+            shlex.split(text)
+        except ValueError:  # within quotes
+            continue
+        yield text
+        text = ""
+    assert not text
+
+
+def run(command):
+    """Run a command of the shell; in this process if it is mlxlm alone, which saves imports."""
+    if command.startswith("mlxlm ") and not re.search(r"[|<>$;&]|--num-processes", command):
+        done = run_command(*shlex.split(command)[1:])
+    else:
+        shell = ["bash", "-euo", "pipefail", "-c", command]
+        done = subprocess.run(shell, capture_output=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout.decode()}\n{done.stderr.decode()}"
+    assert b"Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("page", [path.name for path in sorted(DOCS.glob("*.md"))])
-def test_every_example_runs(folder, page):
+def test_every_example_runs(folder, page, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}:{Path(sys.executable).parent}")  # of mlx.launch
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     blocks = _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     assert blocks
+    missing = {tool for tool in TOOLS if not shutil.which(tool)}
     skipped = set()
     for language, name, content in blocks:
         if name:
             (folder / name).write_text(content, encoding="utf-8")
         elif language == "python":
-            run(folder, [sys.executable, "-c", content])
+            exec(compile(content, page, "exec"), {"__name__": "__main__"})
         else:
             assert language == "sh"
-            missing = {tool for tool in TOOLS if re.search(rf"\b{tool}\b", content) and not shutil.which(tool)}
-            skipped |= missing
-            if not missing:
-                run(folder, ["bash", "-euo", "pipefail", "-c", content])
+            for command in commands(content):
+                needed = {tool for tool in missing if re.search(rf"\b{tool}\b", command)}
+                skipped |= needed
+                if not needed:
+                    run(command)
     if skipped:
         pytest.skip(f"the examples with {', '.join(skipped)}, which are not installed")
 
