@@ -21,6 +21,7 @@ TRAINING_FRACTION = 0.85  # of the minutes; the rest is for validation, saving a
 _DIVISORS = (8, 4, 2, 1)  # of the largest size and the largest token count, where neither is given
 
 Lengths = list[tuple[ModelConfig, int]]  # models and their training tokens
+TokenSeconds = Callable[[ModelConfig], float]  # training time per token of a model
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class GridOptions:
         if not 0 < self.minutes < math.inf or not all(0 < x < 1e18 for x in numbers):
             raise ConfigError("sizes, tokens and minutes must be positive numbers")
 
-    def models(self, vocab_size: int) -> list[ModelConfig]:
+    def models(self, vocab_size: int) -> Sequence[ModelConfig]:
         """Return the models to train, or all candidates if no sizes are given; smallest first."""
         return nearest_models(list(self.sizes), vocab_size) if self.sizes else model_family(vocab_size)
 
@@ -96,9 +97,7 @@ class GridRun:
         return all(type(n) is int and n > 0 for n in counts) and 0 <= float(self.seconds) < math.inf
 
 
-def plan_runs(
-    lengths: Lengths, settings: dict[str, Any], token_seconds: Callable[[ModelConfig], float]
-) -> list[GridRun]:
+def plan_runs(lengths: Lengths, settings: dict[str, Any], token_seconds: TokenSeconds) -> list[GridRun]:
     """Round the lengths to steps. Lengths that round to the same number of steps become one run."""
     tokens_per_step = TrainSettings.provisional(settings).tokens_per_step
     runs = {}
@@ -113,7 +112,10 @@ def plan_runs(
 
 
 def fit_to_time(
-    models: list[ModelConfig], token_seconds: Callable[[ModelConfig], float], max_tokens: float, options: GridOptions
+    models: Sequence[ModelConfig],
+    token_seconds: Callable[[ModelConfig], float],
+    max_tokens: float,
+    options: GridOptions,
 ) -> Lengths:
     """Return the grid of the largest models that can be trained in the minutes of `options`.
 
@@ -133,12 +135,11 @@ def fit_to_time(
         largest = models[last].parameter_count()
         sizes = nearest_models([largest / n for n in _DIVISORS], models[0].vocab_size)
         if len(sizes) < len(_DIVISORS):
-            sizes = models[last + 1 - len(_DIVISORS) : last + 1]
+            sizes = list(models[last + 1 - len(_DIVISORS) : last + 1])
         longest = min(max_tokens, TOKENS_PER_PARAMETER * largest)
-        default_lengths = [longest / n for n in _DIVISORS]
         grid = []
         for config in sizes:
-            lengths = options.lengths(config.parameter_count()) or default_lengths
+            lengths = options.lengths(config.parameter_count()) or [longest / n for n in _DIVISORS]
             grid += [(config, int(n)) for n in sorted({min(max_tokens, n) for n in lengths})]
         total = sum(token_seconds(config) * n for config, n in grid)
         if total <= seconds:

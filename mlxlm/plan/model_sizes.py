@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import ConfigError
@@ -31,10 +32,11 @@ def model_of_width(hidden_size: int, vocab_size: int) -> ModelConfig:
     )
 
 
-def model_family(vocab_size: int) -> list[ModelConfig]:
+@cache
+def model_family(vocab_size: int) -> tuple[ModelConfig, ...]:
     """List all models of the family, from the smallest to the largest."""
     widths = (*range(32, 160, 16), *range(160, 512, 32), *range(512, _MAX_HIDDEN_SIZE + 1, 64))
-    return [model_of_width(width, vocab_size) for width in widths]
+    return tuple(model_of_width(width, vocab_size) for width in widths)
 
 
 def nearest_model(parameters: float, vocab_size: int) -> ModelConfig:

@@ -97,7 +97,7 @@ def auto_size(
 
 
 def fit_token_seconds(
-    models: list[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
+    models: Sequence[ModelConfig], seconds: float, settings: Callable[[ModelConfig], TrainSettings]
 ) -> Callable[[ModelConfig], float]:
     """Return a function that predicts the training seconds per token of a model.
 

@@ -24,7 +24,7 @@ def test_fit_joint_recovers_chinchilla():
     assert max(map(abs, fitted.residuals)) < 1e-8 and fitted.at_bounds == ()
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     st.floats(0.5, 3), st.floats(0.2, 0.7), st.floats(0.2, 0.7), st.floats(0.3, 3), st.floats(0.3, 3)
 )  # fmt: skip
@@ -62,12 +62,12 @@ def test_fit_joint_is_a_minimum():
 
 def test_intervals_cover_the_true_loss():
     truth, covered = CHINCHILLA.loss(3e7, 3e9), 0
-    for seed in range(10):
+    for seed in range(6):
         fit = fit_joint(scaling_points(CHINCHILLA, noise=0.003, seed=seed), resamples=20, seed=seed)
         low, high = fit.interval(lambda law: law.loss(3e7, 3e9))
         assert low < fit.law.loss(3e7, 3e9) < high
         covered += low <= truth <= high
-    assert covered >= 7
+    assert covered >= 4
 
 
 def test_fit_power():

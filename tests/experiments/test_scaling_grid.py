@@ -12,7 +12,7 @@ from mlxlm.experiments.scaling_grid import Grid, start_grid
 from mlxlm.experiments.scaling_runs import GridOptions
 from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.scaling_law import ScalingLaw
-from mlxlm.train import Run, auto_size
+from mlxlm.train import Run
 from mlxlm.utils.errors import ConfigError, DataError
 from tests.train.training_runs import finish, read_log
 
@@ -21,7 +21,10 @@ TINY = {"max_seq_length": 16, "batch_size": 4, "eval_tokens": 500}
 
 @pytest.fixture
 def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
-    monkeypatch.setattr(auto_size, "_BENCHMARK_FRACTION", 0.0)
+    def token_seconds(config):
+        return 6 * config.parameter_count() / 1e10
+
+    monkeypatch.setattr("mlxlm.experiments.scaling_grid.fit_token_seconds", lambda *arguments: token_seconds)
 
     def make(**changes):
         settings = changes.pop("settings", TINY)
@@ -74,7 +77,8 @@ def test_too_large_models_are_rejected_early(start, tmp_path):
     assert not (tmp_path / "grid").exists()
 
 
-def test_prepared_data(start, tmp_path, text_file, tokenizer_folder):
+def test_prepared_data(tmp_path, text_file, tokenizer_folder, monkeypatch):
+    monkeypatch.setattr("mlxlm.train.auto_size._BENCHMARK_FRACTION", 0.0)
     from mlxlm.data import DataOptions, prepare
     from mlxlm.tokenizer import load, train
 
@@ -82,18 +86,14 @@ def test_prepared_data(start, tmp_path, text_file, tokenizer_folder):
     grid = start_grid(tmp_path / "other", [tmp_path / "data"], GridOptions(minutes=1e-3), settings=TINY)
     assert grid.vocab_size == load(tokenizer_folder).vocab_size
     train([text_file.read_text()], 270).save(tmp_path / "other-tokenizer")
+    options = {"tokenizer": tmp_path / "other-tokenizer", "settings": TINY}
     with pytest.raises(DataError, match="prepared with another tokenizer"):
-        start_grid(
-            tmp_path / "x",
-            [tmp_path / "data"],
-            GridOptions([2e4]),
-            tokenizer=tmp_path / "other-tokenizer",
-            settings=TINY,
-        )
+        start_grid(tmp_path / "x", [tmp_path / "data"], GridOptions([2e4]), **options)
 
 
 def test_weight_decay_depends_on_epochs(start):
-    grid = start(sizes=[2e4], tokens_per_parameter=[], tokens=[128, 10**6])
+    grid = start(sizes=[2e4], tokens=[128, 10**6], settings={**TINY, "warmup_steps": 1})
+    assert grid.settings["warmup_steps"] == 1
     decays = [grid.open_run(planned).settings.weight_decay for planned in grid.runs]
     assert [planned.tokens / grid.unique_tokens > 16 for planned in grid.runs] == [False, True] and decays == [0.1, 1.0]
 
@@ -104,10 +104,6 @@ def test_seconds_left_of_unfinished_runs(start):
     log = read_log(Run.open(grid.path / grid.runs[1].name))
     seconds = next(e["seconds"] for e in reversed(log) if e["event"] == "step")
     assert grid.seconds_left(0) == pytest.approx(seconds * grid.runs[0].seconds / grid.runs[1].seconds)
-
-
-def test_warmup_steps_without_steps(start):
-    assert start(settings={**TINY, "warmup_steps": 1}).settings["warmup_steps"] == 1
 
 
 def test_damaged_grid_file(start, capfd):
@@ -149,8 +145,7 @@ def test_command_fits_the_finished_runs(start, capfd):
         checked = {"event": "validation", "step": planned.steps, "loss": law.loss(planned.parameters, planned.tokens)}
         run.log_file.write_text(json.dumps(entry) + "\n" + json.dumps(checked) + "\n")
     command = ["scaling", "--out", str(grid.path), "--fit-only"]
-    if not is_finished(grid.open_run(grid.runs[0])):
-        pytest.fail("a run with its last checkpoint is finished")
+    assert is_finished(grid.open_run(grid.runs[0]))
     assert _run([*command, "--json", "--predict", "1m:1e4", "--compute-budget", "2h"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert result["joint"]["alpha"] == pytest.approx(0.4, abs=0.02)

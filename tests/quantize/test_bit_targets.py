@@ -2,9 +2,24 @@
 
 import pytest
 
-from mlxlm.quantize import bit_targets, quantize
+from mlxlm.quantize import bit_search, bit_targets, quantize
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes
+
+measure, measured = bit_search.sensitivities, {}
+
+
+@pytest.fixture(autouse=True)
+def sensitivities_measured_once(monkeypatch):
+    """Searches in the same model and text share their measurements, which take longest."""
+
+    def cached(checkpoint, plan, windows, progress):
+        key = (checkpoint.path, windows.tobytes(), bit_search._Probe.kl_divergence)
+        if key not in measured:
+            measured[key] = measure(checkpoint, plan, windows, progress)
+        return measured[key]
+
+    monkeypatch.setattr(bit_search, "sensitivities", cached)
 
 
 def test_max_size_bounds_the_bytes_on_disk(model, tmp_path, texts):
