@@ -1,4 +1,4 @@
-"""Decoding attention over plain and quantized caches against float64 numpy, and the bytes that it moves."""
+"""Decode attention on plain and quantized caches against float64 numpy, and its memory traffic."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scope
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is compiled for. `quantized` is (group size, bits); with `splits` the combining pass runs."""
+    """The template arguments of a kernel. `quantized` is (group size, bits); `splits` runs the combining kernel."""
 
     D: int
     G: int
@@ -42,9 +42,9 @@ class Case:
         return "-".join([f"D{self.D}", f"G{self.G}", f"T{self.T}", str(self.dtype)[9:], kind, *options])
 
 
-CASES = [  # every head dim; up to 8 rows (4 of 256) in registers, and more by tiles in threadgroup memory
+# Every head dim; up to 8 rows (4 of head dim 256) in registers, and more with tiles in threadgroup memory.
+CASES = [
     Case(32, 1, 1, mx.float32),
-    Case(32, 8, 2, mx.float16, window=True),
     Case(48, 3, 1, mx.bfloat16, window=True),
     Case(64, 4, 1, mx.float16, splits=True),
     Case(64, 1, 8, mx.float32, window=True, softcap=True, slopes=True),
@@ -54,18 +54,13 @@ CASES = [  # every head dim; up to 8 rows (4 of 256) in registers, and more by t
     Case(112, 6, 3, mx.float32, splits=True),
     Case(128, 8, 1, mx.bfloat16, window=True, splits=True),
     Case(128, 7, 5, mx.float16, slopes=True),
-    Case(128, 1, 1, mx.float32, softcap=True, slopes=True, splits=True),
     Case(256, 2, 1, mx.float16, window=True, splits=True),
-    Case(256, 4, 2, mx.float32, splits=True),
     Case(256, 8, 8, mx.bfloat16, softcap=True),
     Case(32, 4, 1, mx.float32, (32, 4)),
-    Case(64, 1, 2, mx.float16, (64, 8), splits=True),
+    Case(64, 1, 2, mx.float16, (64, 8), slopes=True, splits=True),
     Case(64, 8, 2, mx.float16, (32, 4), window=True),
-    Case(96, 3, 1, mx.bfloat16, (32, 8), splits=True),
     Case(96, 5, 1, mx.float32, (32, 4), window=True, softcap=True),
     Case(128, 8, 1, mx.float16, (64, 4), splits=True),
-    Case(128, 2, 1, mx.float32, (32, 8), slopes=True),
-    Case(256, 2, 1, mx.float32, (64, 4), window=True, splits=True),
     Case(256, 4, 4, mx.float32, (32, 8)),
 ]
 
@@ -94,7 +89,7 @@ def options(case, heads, window=None):
 
 
 def attend(case, q, k, v, scale, **options):
-    """The output, and the keys and values as float64 that it is made of."""
+    """Return the output, and the keys and values in float64."""
     if case.quantized is None:
         return decode_attention(q, k, v, scale, **options), as64(k), as64(v)
     group_size, bits = case.quantized
@@ -121,19 +116,19 @@ def check(case, q, k, v, scale=None, tolerance=None, **options):
 
 
 def run_with(metal, seed):
-    """In the harness, another order of the threads and other layouts of the inputs."""
+    """In the harness, use another order of the threads and other layouts of the inputs."""
     return nullcontext() if metal is None else harness.use(seed)
 
 
 def split_into(count):
-    """Another number of threadgroups per head than the rule says: parts without keys, too."""
+    """Use another number of threadgroups per head than `_splits` returns, so that some have no keys."""
     return patch.object(module, "_splits", lambda *_: count)
 
 
 @named(CASES)
 @few
 @given(data=st.data())
-def test_matches_the_oracle(metal, case, data):
+def test_output_equals_float64(metal, case, data):
     draw = data.draw
     S = draw(st.one_of(st.integers(1, MAX_QUERIES + 1), st.integers(10, 150)), "S")
     kv_heads = draw(st.integers(1, 2), "kv_heads")
@@ -144,23 +139,23 @@ def test_matches_the_oracle(metal, case, data):
         check(case, q, k, v, **options(case, q.shape[1], window))
 
 
-@named([CASES[15], CASES[16]])
+@named([CASES[12], CASES[13]])
 def test_a_single_key(metal, case):
-    """Arrays of fewer than 8 elements come in another address space; rows without a key give 0."""
+    """Arrays of fewer than 8 elements have another address space; queries without keys give 0."""
     with split_into(2 if case.splits else 1):
         out = check(case, *problem(case, 1, 1, 1))
     assert not np.any(as64(out)[:, :, :-1])
 
 
-def test_more_parts_than_lanes(metal):
-    case = CASES[20]
+def test_more_splits_than_lanes(metal):
+    case = CASES[16]
     with split_into(40):
         check(case, *problem(case, 1, 1, 150))
 
 
-@named([CASES[1], CASES[3]])
-def test_caches_as_they_lie(metal, case):
-    """Slices of a larger buffer, heads after positions, every second element, one head for all."""
+@named([CASES[1], CASES[2]])
+def test_strided_caches(metal, case):
+    """Slices of a larger buffer, heads after positions, every second element, one broadcast head."""
     S, (q, k, v) = 37, problem(case, 2, 2, 50)
     given = options(case, q.shape[1], 30)
     with split_into(2 if case.splits else 1):
@@ -172,7 +167,7 @@ def test_caches_as_they_lie(metal, case):
         check(case, q, mx.broadcast_to(k[:, :1], k.shape), turned, **given)
 
 
-@named([CASES[0], CASES[8], CASES[21]])
+@named([CASES[0], CASES[7], CASES[12]])
 def test_scores_beyond_the_range_of_exp(metal, case):
     """Scores of 1e4 or -1e4 that differ by about 1 have errors of 1e-3 in float32, and their weights with them."""
     q, k, v = problem(case, 1, 1, 60)
@@ -187,15 +182,15 @@ def test_scores_beyond_the_range_of_exp(metal, case):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_nan_is_not_hidden(metal, parts):
     q, k, v = (
-        mx.random.normal(shape, key=mx.random.key(0)) for shape in ((1, 2, 1, 64), (1, 1, 80, 64), (1, 1, 80, 64))
+        mx.random.normal(shape, key=mx.random.key(0)) for shape in ((1, 1, 1, 32), (1, 1, 80, 32), (1, 1, 80, 32))
     )
     k[0, 0, 3, 0] = mx.nan
     with split_into(parts):
         assert mx.isnan(decode_attention(q, k, v, 0.1)).all()
 
 
-@named([CASES[5], CASES[8], CASES[20]])
-def test_result_is_the_same_in_any_order(needs_harness, case):
+@named([CASES[4], CASES[7], CASES[16]])
+def test_order_of_threads_does_not_matter(needs_harness, case):
     q, k, v = problem(case, 1, 1, 90)
     results = []
     for seed in range(3):
@@ -204,8 +199,8 @@ def test_result_is_the_same_in_any_order(needs_harness, case):
     assert all(np.array_equal(results[0], r) for r in results)
 
 
-@named([case for case in CASES if case.splits])
-def test_moves_little_more_than_it_must(metal, case):
+@named([CASES[i] for i in (2, 4, 7, 13, 16)])
+def test_memory_traffic_is_near_the_minimum(metal, case):
     """At most 1.1 times the queries, the visible keys and values, and the output; nothing before a window."""
     window = 1050
     S = 3000 if case.window else window

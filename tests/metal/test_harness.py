@@ -55,7 +55,7 @@ REDUCTION = """
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("threads", [32, 256, 1024])
+@pytest.mark.parametrize("threads", [32, 1024])
 def test_reduction_and_its_bytes(dtype, threads):
     a, report = numbers(5, 300, dtype=dtype), []
     template = {"T": dtype, "N": 300}
@@ -193,7 +193,7 @@ def test_small_inputs_are_constants_and_scalars_references():
     assert_array_equal(y, np.arange(21) % 7 * 2.5 + 4)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, mx.int8, mx.uint8, mx.int16, mx.uint32, mx.int64, mx.bool_], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, mx.int8, mx.uint32, mx.int64, mx.bool_], ids=str)
 def test_every_type_passes_through(dtype):
     a = numbers(100).astype(dtype)
     (y,) = run(GID + "T value = a[g]; y[g] = value;", [a], [((100,), dtype)], 100, template={"T": dtype})
@@ -216,10 +216,11 @@ def test_mathematics(dtype):
         "exp": np.exp, "fast::exp2": np.exp2, "metal::precise::log": np.log, "log2": np.log2, "tanh": np.tanh,
         "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "abs": np.abs, "floor": np.floor, "sin": np.sin,
     }  # fmt: skip
-    for name, function in functions.items():
-        (y,) = run(GID + f"y[g] = {name}(a[g]);", [a], [((64,), dtype)], 64)
-        # Half an ulp of the result's type, on top of the function's own error in float.
-        tolerance = {mx.float32: 3e-7, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
+    source = GID + "".join(f"y[{i} * 64 + g] = {name}(a[g]);" for i, name in enumerate(functions))
+    (results,) = run(source, [a], [((len(functions), 64), dtype)], 64)
+    # Half an ulp of the result's type, on top of the function's own error in float.
+    tolerance = {mx.float32: 3e-7, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
+    for (name, function), y in zip(functions.items(), results, strict=True):
         assert_allclose(y, function(as_numpy(a).astype(np.float64)), rtol=tolerance, atol=tolerance, err_msg=name)
 
 
@@ -362,7 +363,7 @@ def test_results_do_not_depend_on_the_seed():
     a = numbers(5, 300)
     arguments = ([a], [((5,), mx.float32)], 5 * 96, 96, {"T": mx.float32, "N": 300})
     header = "constant constexpr int SIMD = 32;"
-    results = [run(REDUCTION, *arguments, header=header, seed=seed)[0] for seed in range(4)]
+    results = [run(REDUCTION, *arguments, header=header, seed=seed)[0] for seed in range(2)]
     for other in results[1:]:
         assert_array_equal(results[0], other)
 

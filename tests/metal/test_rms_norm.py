@@ -1,4 +1,4 @@
-"""The RMSNorm kernels against float64 numpy: values, gradients, what they move, what they refuse."""
+"""The RMSNorm kernels against float64 numpy: values, gradients and memory traffic."""
 
 import sys
 
@@ -78,11 +78,14 @@ def check_add_norm(x, residual, weight, dh, dy):
     check_gradient(dx, dw, h, weight, dy, dh)
 
 
-# Each dtype and each way to share out the rows is a kernel to compile: all the ways in one dtype, two in the others.
-lengths = st.integers(1, 140) | st.integers(1, 1100) | st.sampled_from([128, 256, 512, 513, 1024])
+# Each combination of dtypes, CHUNKS and WIDE is a kernel to compile, so the tests use few of them: all dtypes, but
+# float32 alone for most lengths.
+narrow, wide = st.integers(1, 128), st.integers(513, 1100) | st.sampled_from([513, 1024])
 shapes, scales = st.lists(st.integers(1, 8), max_size=3).map(tuple), st.sampled_from([1e-3, 1.0, 100.0])
-kinds = st.tuples(lengths, st.just(DTYPES[0])) | st.tuples(
-    st.integers(1, 128) | st.integers(513, 700), st.sampled_from(DTYPES[1:])
+kinds = st.one_of(
+    st.tuples(narrow | st.integers(257, 512) | wide, st.just(DTYPES[0])),
+    st.tuples(narrow, st.sampled_from([DTYPES[1], DTYPES[3]])),
+    st.tuples(wide, st.just(DTYPES[2])),
 )
 
 
@@ -99,21 +102,21 @@ def test_add_and_norm_equals_float64(metal, shape, kind, scale):
     check_add_norm(*make(shape, *kind, scale=scale))
 
 
-@pytest.mark.parametrize("N", [4096, 4099, 8192, 8197, 16384, 16385, 100_003])
-def test_rows_that_threads_hold_and_longer_ones(metal, N):
+@pytest.mark.parametrize("N", [4099, 16385])
+def test_rows_in_registers_and_longer_ones(metal, N):
     x, residual, weight, dh, dy = make((3,), N, DTYPES[0])
     check_norm(x, weight, dy)
     check_add_norm(x, residual, weight, dh, dy)
 
 
 @pytest.mark.parametrize("N", [12, 600, 8200])
-def test_teams_of_many_rows(metal, monkeypatch, N):
-    """Few teams, as if the rows were thousands, so that each takes up to 16 or 32 rows, and some one less."""
+def test_teams_with_many_rows(metal, monkeypatch, N):
+    """Few teams, as with thousands of rows, so that each has up to 16 or 32 rows, and some one less."""
     module = sys.modules[rms_norm_metal.__module__]
     monkeypatch.setattr(module, "_FORWARD_TEAMS", 2)
     monkeypatch.setattr(module, "_GRADIENT_TEAMS", 2)
     for rows in (94, 96):
-        x, residual, weight, dh, dy = make((rows,), N, DTYPES[1])
+        x, residual, weight, dh, dy = make((rows,), N, DTYPES[0])
         check_norm(x, weight, dy)
         check_add_norm(x, residual, weight, dh, dy)
 
@@ -137,7 +140,7 @@ def test_any_layout_and_mixed_dtypes(metal):
 
 @pytest.mark.parametrize("N", [64, 600])
 def test_extremes(metal, N):
-    """Zeros stay, NaN keeps to its row, squares beyond float32 make a row 0, and float16's largest don't."""
+    """Zeros stay 0, NaN stays in its row, a row with squares beyond float32 becomes 0; large float16 values don't."""
     x = np.random.default_rng(0).normal(0, 1, (5, N)).astype(np.float32)
     x[0] = 0
     x[1, 3] = np.nan
@@ -147,12 +150,12 @@ def test_extremes(metal, N):
     assert (y[0] == 0).all() and np.isnan(y[1]).all() and (y[2] == 0).all() and np.isfinite(y[3:]).all()
     assert np.isfinite(dx[0]).all() and np.isnan(dx[1]).all() and (dx[2] == 0).all() and np.isfinite(dx[3:]).all()
     np.testing.assert_allclose(y, np.array(mx.fast.rms_norm(mx.array(x), weight, EPS, stream=mx.cpu)), rtol=1e-5)
-    large = mx.full((1, N), 6e4, mx.float16)
-    y, dx, dw = norm_and_gradient(large, weight.astype(mx.float16), mx.ones((1, N), mx.float16))
+    large = mx.full((1, 64), 6e4, mx.float16)
+    y, dx, dw = norm_and_gradient(large, mx.ones(64, mx.float16), mx.ones((1, 64), mx.float16))
     assert (y == 1).all().item() and (dw == 1).all().item() and (mx.abs(dx) < 1e-6).all().item()
 
 
-def test_recomputed_in_the_gradient(metal):
+def test_gradient_checkpointing(metal):
     x, residual, weight, dh, dy = make((7,), 96, DTYPES[0])
 
     def total(x, residual, weight):
@@ -166,7 +169,7 @@ def test_recomputed_in_the_gradient(metal):
 
 def test_compiled(metal):
     if metal is not None:
-        pytest.skip("the harness evaluates its inputs, which a compiled function can't")
+        pytest.skip("the harness evaluates its inputs, which is impossible in a compiled function")
     arguments = make((7,), 96, DTYPES[0])
     for a, b in zip(mx.compile(add_norm_and_gradient)(*arguments), add_norm_and_gradient(*arguments), strict=True):
         assert mx.allclose(a, b, rtol=1e-6, atol=1e-6).item()
@@ -174,7 +177,7 @@ def test_compiled(metal):
 
 def test_order_of_threads_does_not_matter(needs_harness):
     for N in (100, 600, 8200):
-        arguments = make((9,), N, DTYPES[1])
+        arguments = make((9,), N, DTYPES[0])
         results = []
         for seed in (0, 1):
             with harness.use(seed=seed):
@@ -182,11 +185,16 @@ def test_order_of_threads_does_not_matter(needs_harness):
         assert all(mx.array_equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("N", [256, 1024])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_bytes_moved_are_nearly_the_least(needs_harness, N, dtype):
-    """At 2048 rows: within a tenth of reading each argument once and writing each result once."""
-    x, residual, weight, dh, dy = make((2048,), N, (dtype, dtype))
+@pytest.mark.parametrize("N, dtype", [(128, mx.float16), (1024, mx.float32)])
+def test_memory_traffic_is_near_the_minimum(needs_harness, monkeypatch, N, dtype):
+    """Within a tenth of reading each argument once and writing each result once.
+
+    An eighth of the usual rows and teams: as many rows per team as with 2048 rows.
+    """
+    module = sys.modules[rms_norm_metal.__module__]
+    monkeypatch.setattr(module, "_FORWARD_TEAMS", 16)
+    monkeypatch.setattr(module, "_GRADIENT_TEAMS", 16)
+    x, residual, weight, dh, dy = make((256,), N, (dtype, dtype))
     rows, weights = x.nbytes, weight.nbytes
     with harness.use() as log:
         mx.eval(norm_and_gradient(x, weight, dy), add_norm_and_gradient(x, residual, weight, dh, dy))
@@ -194,5 +202,5 @@ def test_bytes_moved_are_nearly_the_least(needs_harness, N, dtype):
     least = [2 * rows + weights, 3 * rows + 2 * weights, 4 * rows + weights, 4 * rows + 2 * weights]
     ratios = dict(zip(["norm", "gradient", "add and norm", "its gradient"], np.divide(moved, least), strict=True))
     assert all(1 <= ratio <= 1.1 for ratio in ratios.values()), ratios
-    # Apart, the sum is written and read again, and so is the gradient before the stream's is added.
+    # Separate kernels write and read the sum again, and the gradient before the residual's is added.
     assert moved[2] < 0.85 * (3 * rows + moved[0]) and moved[3] < 0.7 * (3 * rows + moved[1])

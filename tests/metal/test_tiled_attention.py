@@ -18,7 +18,7 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 # The log-sum-exp is float32 whatever the inputs are, and the oracle sees the same rounded inputs.
 LSE_TOLERANCE = 2e-6
 
-few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def normal(seed, *shape, dtype=mx.float32):
@@ -73,35 +73,32 @@ def check(q, k, v, output_grad, lse_grad, scale, window=None):
 
 @given(data=st.data())
 @few
-def test_matches_the_textbook_on_ragged_lengths(metal, data):
+def test_values_and_gradients_equal_float64(metal, data):
     draw = data.draw
     kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 3), (1, 8)]))
     T = draw(st.integers(1, 70))
     S = max(1, T + draw(st.integers(-8, 60)))
     window = draw(st.none() | st.integers(1, 40))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
-    D = {mx.float32: 24, mx.float16: 64, mx.bfloat16: 40}[dtype]
+    D = {mx.float32: 32, mx.float16: 64, mx.bfloat16: 40}[dtype]
     B = draw(st.integers(1, 2)) if kv_heads * groups == 1 else 1
     check(*problem(B, kv_heads * groups, kv_heads, T, S, D, dtype), D**-0.5, window)
 
 
 # By the bytes of a row: 32 rows are staged at a time up to 256 bytes, then 24, then 16.
-HEADS = [(32, mx.float32), (48, mx.bfloat16), (64, mx.float32), (80, mx.float32), (96, mx.bfloat16), (112, mx.float32)]
-
-
-@pytest.mark.parametrize("D, dtype", [*HEADS, (128, mx.float32), (128, mx.bfloat16)], ids=str)
-def test_every_head_dimension(metal, D, dtype):
+@pytest.mark.parametrize("D, dtype", [(80, mx.float32), (128, mx.float32), (128, mx.bfloat16)], ids=str)
+def test_large_head_dims(metal, D, dtype):
     check(*problem(1, 1, 1, 35, 41, D, dtype), D**-0.5)
 
 
-@pytest.mark.parametrize("T", [1, 8, 9, 32, 33, 65])
-@pytest.mark.parametrize("window", [None, 1, 2, 8, 9, 32, 33])
+@pytest.mark.parametrize("T", [1, 8, 9, 33])
+@pytest.mark.parametrize("window", [None, 1, 8, 9, 33])
 def test_edges_of_tiles(metal, T, window):
-    for more in (0, 1, 7, 8, 31, 32, 33):
+    for more in (0, 1, 8, 31, 33):
         check(*problem(1, 1, 1, T, T + more, 8), 0.35, window)
 
 
-def test_what_no_row_sees_does_not_count(metal):
+def test_keys_that_no_query_sees_are_ignored(metal):
     q, k, v, output_grad, _ = problem(1, 1, 1, 40, 168, 32)
     unseen = mx.arange(168)[:, None] < 128 - 8 + 1  # the first row sits at 128 and sees eight keys
     k, v = (mx.where(unseen, mx.nan, x) for x in (k, v))
@@ -113,7 +110,7 @@ def test_what_no_row_sees_does_not_count(metal):
 
 
 @pytest.mark.parametrize("window, times", [(16, 2), (None, 4.5)])
-def test_tiles_that_no_row_sees_are_not_read(needs_harness, window, times):
+def test_tiles_that_no_query_sees_are_not_read(needs_harness, window, times):
     """32 rows with a window of 16 see 47 others, two tiles; all of 8 tiles of rows see 4.5 on average."""
     q, k, v, output_grad, _ = problem(1, 1, 1, 256, 256, 32)
     with harness.use() as log:
@@ -150,7 +147,7 @@ def test_extreme_scores(metal, sign):
         assert error(actual, wanted) < 5e-3
 
 
-def test_arrays_of_any_strides(metal):
+def test_strided_arrays(metal):
     q, k, v, output_grad, lse_grad = problem(2, 2, 1, 20, 26, 32)
     straight = check(q, k, v, output_grad, lse_grad, 0.2)
     q = mx.contiguous(q.swapaxes(1, 2)).swapaxes(1, 2)  # a projection's heads
@@ -180,10 +177,10 @@ def test_gradient_and_checkpoint(metal):
         assert (one == other).all()
 
 
-def test_the_order_of_threads_does_not_matter(needs_harness):
+def test_order_of_threads_does_not_matter(needs_harness):
     q, k, v, output_grad, lse_grad = problem(1, 2, 1, 37, 70, 32)
     results = []
-    for seed in range(3):
+    for seed in range(2):
         with harness.use(seed=seed):
             outputs, gradients = mx.vjp(
                 lambda *qkv: tiled_attention_with_lse(*qkv, 0.2, window=40), [q, k, v], [output_grad, lse_grad]
