@@ -34,11 +34,10 @@ _THREAD_FUNCTIONS = (
     ("scipy_openblas_set_num_threads64_", "scipy_openblas_get_num_threads64_"),
 )
 
-# MKL doesn't use AVX-512 on AMD processors, where OpenBLAS uses its kernels of these names. On the one machine that was
+# MKL doesn't use AVX-512 on AMD processors, where OpenBLAS does. On the one machine that was
 # measured, a virtual EPYC of 2024, products on one core ran at 250 instead of 120 GFLOP/s, but with fewer than 8 rows
 # MKL was up to 7 times as fast. OpenBLAS's threads wait in a spin loop, which on a busy machine took longer than the
 # product: it only computes products that run on one thread.
-_AVX512_KERNELS = (b"SkylakeX", b"Cooperlake", b"SapphireRapids", b"Zen5")
 _MIN_OPENBLAS_SIZE = 8  # rows and columns
 _ALWAYS_OPENBLAS, _NEVER_OPENBLAS = 0, 2**31 - 1
 
@@ -165,8 +164,6 @@ def _find_blas() -> Blas:
                 return _load_router(str(path))
             except OSError as error:
                 unavailable_reason = str(error)
-            except _NotFaster:
-                pass
         with suppress(OSError):
             return replace(_load_library(str(path)), unavailable_reason=unavailable_reason)
     for name in _SYSTEM_LIBRARIES:
@@ -192,7 +189,6 @@ def _load_router(mkl_path: str | None) -> Blas:
 
     Raises:
         OSError: A library can't be loaded, or the router can't be compiled.
-        _NotFaster: MKL alone is as fast.
     """
     openblas_path = _numpy_openblas_path()
     openblas = ctypes.CDLL(openblas_path)
@@ -202,19 +198,11 @@ def _load_router(mkl_path: str | None) -> Blas:
         router.mlxlm_set_min_size(_ALWAYS_OPENBLAS)
         _expose_to_mlx(router)
         return Blas("OpenBLAS", openblas_path, (openblas,))
-    get_kernels = _get_function(openblas, "scipy_openblas_get_corename64_")
-    get_kernels.restype = ctypes.c_char_p
-    if get_kernels() not in _AVX512_KERNELS:
-        raise _NotFaster
     mkl = ctypes.CDLL(mkl_path)
     router = _make_router(_get_function(mkl, "cblas_sgemm"), large_gemm)
     router.mlxlm_set_min_size(_NEVER_OPENBLAS)
     _expose_to_mlx(router)
     return Blas("MKL and OpenBLAS", mkl_path, (mkl, openblas), router)
-
-
-class _NotFaster(Exception):
-    """numpy's OpenBLAS has no AVX-512 kernels for this processor."""
 
 
 def _get_function(library: ctypes.CDLL, name: str) -> Any:

@@ -51,11 +51,8 @@ def test_device_memory(monkeypatch):
 
 @LINUX
 def test_the_warning_about_a_slow_blas_is_printed():
-    code = (
-        "from mlxlm.backend import blas\nblas._loaded = blas.Blas('reference', None)\n"
-        "from mlxlm.cli.main import main\nmain(['doctor'])"
-    )
+    code = "from mlxlm.backend import blas\nblas._loaded = blas.Blas('reference', None)\nimport mlxlm.backend.mlx"
     done = python(code)
-    assert "warning: no fast BLAS found" in done.stderr and "pip install mkl" in done.stderr
+    assert "Warning: no fast BLAS found" in done.stderr and "pip install mkl" in done.stderr
     late = python("import mlx.core\nimport mlxlm.backend.mlx")
     assert "mlx was imported before mlxlm" in late.stderr

@@ -1,6 +1,8 @@
 """Tokenizers and prepared folders for the tests of the data pipeline."""
 
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -48,9 +50,15 @@ def tokenizer(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(scope="session")
+def prepared_once(tmp_path_factory, byte_level):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(make_text(20_000), encoding="utf-8")
+    prepare(DataOptions([folder / "text.txt"]), byte_level, folder / "prepared", shard_tokens=5000)
+    return folder / "prepared"
+
+
 @pytest.fixture
-def prepared(tmp_path, byte_level):
+def prepared(tmp_path, prepared_once):
     """A folder of 20,000 words in small shards."""
-    (tmp_path / "text.txt").write_text(make_text(20_000), encoding="utf-8")
-    prepare(DataOptions([tmp_path / "text.txt"]), byte_level, tmp_path / "prepared", shard_tokens=5000)
-    return tmp_path / "prepared"
+    return Path(shutil.copytree(prepared_once, tmp_path / "prepared"))
