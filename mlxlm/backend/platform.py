@@ -67,8 +67,6 @@ def chip() -> str:
 
 def on_battery() -> bool | None:
     """Whether this machine runs on battery; None if it has no battery or doesn't tell."""
-    if sys.platform == "linux":
-        return _linux_on_battery(Path("/sys/class/power_supply"))
     import psutil
 
     try:
@@ -76,24 +74,6 @@ def on_battery() -> bool | None:
     except OSError:  # the driver was removed
         return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
-
-
-def _linux_on_battery(folder: Path) -> bool | None:
-    """`on_battery` by Linux's power supplies. psutil goes by their names and takes a wireless mouse for the machine."""
-
-    def read(supply: Path, name: str) -> str:
-        try:
-            return (supply / name).read_text().strip()
-        except OSError:  # the supply lacks this attribute or was removed
-            return ""
-
-    supplies = [supply for supply in folder.iterdir() if read(supply, "scope") != "Device"] if folder.is_dir() else []
-    states = {read(supply, "status") for supply in supplies if read(supply, "type") == "Battery"}
-    if not states:
-        return None
-    if mains := {read(supply, "online") for supply in supplies if read(supply, "type") == "Mains"} & {"0", "1"}:
-        return "1" not in mains
-    return "Discharging" in states or (None if states <= {"Unknown", ""} else False)
 
 
 def thermal_state() -> str | None:

@@ -65,7 +65,7 @@ def plainly_packed(lengths, room):
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=120), room=st.integers(30, 60))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_documents_are_packed_first_fit_decreasing(lengths, room):
     patterns = first_fit_decreasing(np.bincount(lengths, minlength=room + 1))
     rows = [np.repeat(p.sizes, p.counts).tolist() for p in patterns for _ in range(p.repeats)]
@@ -73,7 +73,7 @@ def test_documents_are_packed_first_fit_decreasing(lengths, room):
 
 
 @given(lengths=lengths_of_documents, length=st.integers(1, 60), seed=st.integers(0, 9), shard=st.integers(5, 90))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, shard):
     """In each epoch: what fits a row is whole in exactly one; of longer ones each token is a target exactly once."""
     data = Documents(lengths, shard)
@@ -116,8 +116,8 @@ def test_long_documents_are_complete(lengths, rows):
 def test_epochs_differ_in_order_and_grouping(lengths):
     data = Documents(lengths)
     rows = BestFitPacking(data, 130, 0)
-    epochs = [[tuple(rows.spans(e * rows.rows + i)) for i in range(rows.rows)] for e in range(5)]
-    for e in range(1, 5):
+    epochs = [[tuple(rows.spans(e * rows.rows + i)) for i in range(rows.rows)] for e in range(3)]
+    for e in range(1, 3):
         assert len(set(epochs[e]) & set(epochs[0])) < len(epochs[0]) / 2
     assert [tuple(BestFitPacking(data, 130, 0).spans(i)) for i in range(rows.rows)] == epochs[0]
     assert [tuple(BestFitPacking(data, 130, 1).spans(i)) for i in range(rows.rows)] != epochs[0]
@@ -126,7 +126,7 @@ def test_epochs_differ_in_order_and_grouping(lengths):
 def test_finding_a_row_packs_one_block(monkeypatch):
     """However many come before it, though blocks differ in their rows."""
     monkeypatch.setattr(packing, "PACKING_BLOCK", 64)
-    data = Documents([90] * 50 + np.random.default_rng(1).integers(1, 30, 950).tolist())
+    data = Documents([90] * 25 + np.random.default_rng(1).integers(1, 30, 475).tolist())
     rows = BestFitPacking(data, 33, 5)
     assert len(set(np.diff(rows._ends))) > 3
     counted, real = [], packing.first_fit_decreasing
@@ -147,7 +147,7 @@ def form(packing, **changes):
 
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @given(lengths=st.lists(st.integers(1, 40), min_size=4, max_size=40), seed=st.integers(0, 5))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_documents_and_weights_of_a_batch(packing, lengths, seed):
     data = Documents([60, *lengths])
     batches = TrainBatches(data, 3, 20, seed, **form(packing))
@@ -201,15 +201,15 @@ def test_every_source_goes_through_its_own_epochs():
     small, large = Documents([161]), Documents([1617])
     batches = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0)
     assert batches.rows == 9 + 100
-    rows = np.concatenate([batches.batch(i).tokens for i in range(500)])
-    assert len(rows) == 2000
-    epochs = batches.epochs(500)
-    assert epochs == {"part 0": pytest.approx(1000 / 9), "part 1": 10.0}
-    assert batches.epoch_at(500) == pytest.approx(2000 / 109)
-    late = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0).batch(499).tokens
+    rows = np.concatenate([batches.batch(i).tokens for i in range(250)])
+    assert len(rows) == 1000
+    epochs = batches.epochs(250)
+    assert epochs == {"part 0": pytest.approx(500 / 9), "part 1": 5.0}
+    assert batches.epoch_at(250) == pytest.approx(1000 / 109)
+    late = TrainBatches(Mixed((0.5, small), (0.5, large)), 4, 16, 0).batch(249).tokens
     assert np.array_equal(rows[-4:], late)
     alone = TrainBatches(small, 1, 16, 0)  # the rows of the first source, as they would come alone
-    of_small = [row for row, (s, _) in zip(rows, map(batches._mixture.locate, range(2000)), strict=True) if s == 0]
+    of_small = [row for row, (s, _) in zip(rows, map(batches._mixture.locate, range(1000)), strict=True) if s == 0]
     assert all(np.array_equal(row, alone.batch(i).tokens[0]) for i, row in enumerate(of_small))
 
 
@@ -220,7 +220,7 @@ def test_a_part_that_fills_no_row_is_named():
 
 
 @given(lengths=lengths_of_documents, rows=st.integers(1, 4), length=st.integers(2, 30))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_validation_of_answers_has_every_conversation_from_its_start(lengths, rows, length):
     data = Documents([3, *lengths])
     wanted: list[list[int]] = []  # the documents of each row
@@ -297,10 +297,11 @@ def test_prepared_parts_have_their_weights(folder, byte_level):
     assert [(p.name, p.weight) for p in data.parts] == [("a.jsonl", 0.75), ("b.jsonl", 0.25)]
     assert sum(len(p.data) for p in data.parts) == len(data)
     batches = TrainBatches(data, 10, 16, 0, packing="best-fit")
-    places = [batches._mixture.locate(row) for row in range(BLOCK_ROWS)]
-    of_a = [np.diff([s[:2] for s in batches._packings[part].spans(row)]).sum() * (part == 0) for part, row in places]
-    tokens = [np.diff([s[:2] for s in batches._packings[part].spans(row)]).sum() for part, row in places]
-    assert sum(of_a) / sum(tokens) == pytest.approx(0.75, abs=0.01)
+    parts, rows = zip(*map(batches._mixture.locate, range(BLOCK_ROWS)), strict=True)
+    spans = [batches._packings[part].spans(row) for part, row in zip(parts, rows, strict=True)]
+    tokens = [sum(span.stop - span.start for span in row) for row in spans]
+    of_a = sum(n for part, n in zip(parts, tokens, strict=True) if part == 0)
+    assert of_a / sum(tokens) == pytest.approx(0.75, abs=0.01)
     assert batches.padding == pytest.approx(1 - sum(tokens) / (17 * BLOCK_ROWS), abs=0.01)
     rows = TrainBatches(data, 10, 16, 0)
     assert sum(rows._mixture.locate(row)[0] == 0 for row in range(BLOCK_ROWS)) == 750

@@ -316,12 +316,12 @@ def test_rows_without_any_text(byte_level, tmp_path):
 
 
 def test_memory_is_bounded(byte_level, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.data.tokenize.BATCH_CHARS", 1 << 15)
-    monkeypatch.setattr("mlxlm.data.text.PIECE_CHARS", 1 << 12)
+    monkeypatch.setattr("mlxlm.data.tokenize.BATCH_CHARS", 1 << 13)
+    monkeypatch.setattr("mlxlm.data.text.PIECE_CHARS", 1 << 11)
     block = text(2000).encode("utf-8")
 
     class Endless(io.RawIOBase):
-        left = 2_500_000 // len(block)
+        left = 1_500_000 // len(block)
 
         def read(self, size=-1):
             self.left -= 1
@@ -329,12 +329,12 @@ def test_memory_is_bounded(byte_level, text, tmp_path, monkeypatch):
 
     tracemalloc.start()
     try:
-        manifest = prepare(DataOptions(["-"], stdin=Endless()), byte_level, tmp_path / "out", shard_tokens=1 << 18)
+        manifest = prepare(DataOptions(["-"], stdin=Endless()), byte_level, tmp_path / "out", shard_tokens=1 << 16)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert manifest.train.bytes + manifest.validation.bytes > 2_400_000
-    assert peak < 2_000_000
+    assert manifest.train.bytes + manifest.validation.bytes > 1_400_000
+    assert peak < 1_250_000
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
