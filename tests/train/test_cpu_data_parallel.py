@@ -40,7 +40,7 @@ def batch(rows: int, seed: int = 0) -> Batch:
 
 
 def trained(monkeypatch, parts: int, *, rows: int = 4, steps: int = 3, change=None, **settings):
-    """Losses, norms and weights of a few steps cut in `parts`."""
+    """Losses, norms and weights of a few steps in `parts`."""
     monkeypatch.setattr(step_module, "num_batch_shards", lambda batch_size: parts)
     model = Decoder(ModelConfig(**{**SHAPE, **(change or {})}), dropout=settings.get("dropout", 0.0))
     model.init_weights(0)
@@ -65,7 +65,7 @@ def trained(monkeypatch, parts: int, *, rows: int = 4, steps: int = 3, change=No
         (2, 4, {"change": {"positions": "alibi"}}),  # its slopes are an array outside of the model's state
     ],
 )
-def test_a_step_in_parts_is_the_step_of_the_whole(monkeypatch, parts, rows, options):
+def test_parts_equal_the_whole_batch(monkeypatch, parts, rows, options):
     whole, weights = trained(monkeypatch, 1, rows=rows, **options)
     cut, found = trained(monkeypatch, parts, rows=rows, **options)
     assert whole == pytest.approx(cut, rel=2e-6)
@@ -73,14 +73,14 @@ def test_a_step_in_parts_is_the_step_of_the_whole(monkeypatch, parts, rows, opti
         np.testing.assert_allclose(found[name], wanted, atol=2e-6, err_msg=name)
 
 
-def test_runs_in_parts_are_equal_to_the_bit(monkeypatch):
+def test_parts_are_deterministic(monkeypatch):
     first, weights = trained(monkeypatch, 2, dropout=0.3)
     again, found = trained(monkeypatch, 2, dropout=0.3)
     assert first == again
     assert all((found[name] == weights[name]).all() for name in weights)
 
 
-def test_parts_and_steps_have_random_numbers_of_their_own():
+def test_random_numbers_differ_by_part_and_step():
     state = {"weight": mx.zeros((3,))}
     mx.random.seed(7)
     draw = CPUDataParallel(lambda batches: mx.random.uniform(shape=(5,)), state, 2)
@@ -91,7 +91,7 @@ def test_parts_and_steps_have_random_numbers_of_their_own():
     assert [np.array(x).tolist() for x in (*draw(rows), *draw(rows))] == found
 
 
-def test_an_error_in_a_thread_is_raised_when_all_have_ended():
+def test_error_in_a_thread():
     ended = []
 
     def function(batches):
@@ -100,20 +100,20 @@ def test_an_error_in_a_thread_is_raised_when_all_have_ended():
         ended.append(True)
         return batches[0][0].sum()
 
-    tells = load_blas()._thread_functions[0][1]
-    before = tells()
+    num_threads = load_blas()._thread_functions[0][1]
+    before = num_threads()
     with pytest.raises(ValueError, match="no such row"):
         CPUDataParallel(function, {}, 2)([[np.ones((3, 2))]])
-    assert ended and tells() == before
+    assert ended and num_threads() == before
     assert [x.item() for x in CPUDataParallel(function, {}, 2)([[np.ones((4, 2))]])] == [4, 4]
 
 
-def test_an_interrupt_waits_for_all_parts():
+def test_ctrl_c_waits_for_all_parts():
     ended, begun = [], threading.Event()
 
     def function(batches):
         begun.set()
-        time.sleep(0.3)
+        time.sleep(0.1)
         ended.append(True)
         return batches[0][0].sum()
 
@@ -131,19 +131,19 @@ def test_an_interrupt_waits_for_all_parts():
     assert len(ended) == 2
 
 
-def test_products_run_on_one_thread_of_the_blas_meanwhile():
-    tells = load_blas()._thread_functions[0][1]
+def test_blas_is_single_threaded():
+    num_threads = load_blas()._thread_functions[0][1]
     seen = []
 
     def function(batches):
-        seen.append(tells())
+        seen.append(num_threads())
         return batches[0][0]
 
     CPUDataParallel(function, {}, 2)([[np.ones((2, 2))]])
     assert seen == [1, 1]
 
 
-def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
+def test_process_exit():
     code = (
         "import numpy as np\nfrom mlxlm.backend.mlx import mx\n"
         "from mlxlm.train.cpu_data_parallel import CPUDataParallel\n"
@@ -154,7 +154,7 @@ def test_a_process_ends_orderly_with_threads_and_their_graphs_alive():
     assert (done.returncode, done.stdout, done.stderr) == (0, "[8.0, 8.0]\n", "")
 
 
-def test_a_resumed_run_is_cut_as_it_began_whatever_cores_there_are_now(monkeypatch, new_run):
+def test_resume_with_other_cores_is_bit_equal(monkeypatch, new_run):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
     whole = new_run("whole", steps=6, eval_every=0, save_every=0)
     finish(whole)
@@ -166,7 +166,7 @@ def test_a_resumed_run_is_cut_as_it_began_whatever_cores_there_are_now(monkeypat
     assert read_json(broken.checkpoints()[-1] / "state.json")["environment"]["parts"] == 2
 
 
-def test_another_blas_since_the_last_checkpoint_is_said(monkeypatch, new_run):
+def test_resume_with_another_blas_warns(monkeypatch, new_run):
     run = new_run("run", steps=4, eval_every=0)
     finish(run, stop_at=2)
     monkeypatch.setattr(step_module, "load_blas", lambda: Blas("other", None))
@@ -175,7 +175,7 @@ def test_another_blas_since_the_last_checkpoint_is_said(monkeypatch, new_run):
 
 
 @pytest.mark.parametrize("parts", [0, 9, "2", None, 2**70])
-def test_a_number_of_parts_that_can_not_be_is_not_taken(parts):
+def test_match_environment_with_invalid_values(parts):
     model = Decoder(ModelConfig(**SHAPE))
     model.init_weights(0)
     step = step_module.TrainStep(model, TrainSettings(steps=3, learning_rate=1e-3, batch_size=4))

@@ -1,30 +1,14 @@
 """Runs with a time limit, by a simulated clock."""
 
-import itertools
 import json
 import random
 
 import pytest
 
-from mlxlm.train import Finished, Run, Step, StepsChanged, Stopped, TrainSettings
+from mlxlm.train import Finished, Run, Step, StepsChanged, TrainSettings
 from mlxlm.train.deadline import Deadline
 from mlxlm.train.train_state import TrainState
-from tests.train.training_runs import contents, finish, read_log
-
-
-class Ticking:
-    """A clock that goes on by some seconds whenever it is asked, the same in every run."""
-
-    def __init__(self, each=0.25):
-        self._count, self._each = itertools.count(), each
-
-    def __call__(self):
-        return next(self._count) * self._each
-
-
-def timed(new_run, name, **settings):
-    return new_run(name, steps=20, time_limit=30.0, eval_every=0, save_every=5, **settings)
-
+from tests.train.training_runs import TIME_LIMIT, finish, read_log, ticking_clock
 
 FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
 
@@ -38,7 +22,7 @@ class FakeClock:
 
 
 def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None, until=None):
-    """A run without a model: each step takes `seconds_of(step)`. Returns its deadline and the clock at its end."""
+    """Simulate a run whose steps take `seconds_of(step)`. Returns its deadline, the end and the number of steps."""
     clock = FakeClock()
     settings = TrainSettings(steps=steps, learning_rate=1.0, time_limit=limit, eval_every=eval_every, save_every=0)
     deadline, done = Deadline(settings, state, FORECAST, clock), state.step if state else 0
@@ -66,8 +50,8 @@ def test_ends_on_time_at_any_speed(speed, seed):
     assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the plots, which take two seconds, come after it
 
 
-def test_the_time_of_the_last_checkpoint_is_kept_free():
-    """Whether the validations before it were the best ones, which are saved, or not."""
+def test_time_of_the_last_checkpoint_is_reserved():
+    """Only the first and the last validation of this run are the best ones, which are saved."""
     clock = FakeClock()
     settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=400.0, eval_every=20, save_every=0)
     deadline, done = Deadline(settings, None, FORECAST, clock), 0
@@ -86,8 +70,8 @@ def test_the_time_of_the_last_checkpoint_is_kept_free():
 
 
 @pytest.mark.parametrize("save_every", [0, 50])
-def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
-    """Every 30 seconds one of 15: without them there would be time for 82 steps of a second beside the last one."""
+def test_time_of_checkpoints_by_time_is_reserved(save_every):
+    """A checkpoint takes 15 seconds. Without those every 30 seconds, 82 steps of a second would fit."""
     clock = FakeClock()
     settings = TrainSettings(
         steps=100, learning_rate=1.0, time_limit=100.0, eval_every=0, save_every=save_every, save_minutes=0.5
@@ -100,7 +84,7 @@ def test_the_time_of_checkpoints_that_time_makes_due_is_kept_free(save_every):
     assert 45 <= deadline.steps <= 60
 
 
-def test_without_a_limit_nothing_is_replanned():
+def test_steps_do_not_change_without_a_limit():
     clock = FakeClock()
     deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), None, FORECAST, clock)
     for done in range(1, 8):
@@ -115,7 +99,7 @@ def test_too_little_time_is_one_step():
     assert done == 1
 
 
-def test_a_pause_does_not_count_and_an_interruption_neither():
+def test_pauses_and_interruptions_do_not_count():
     deadline, end, done = simulated(400.0, lambda n: 1.0, until=50)
     state = TrainState(done, **deadline.state)
     assert state.elapsed == end
@@ -128,63 +112,65 @@ def test_a_pause_does_not_count_and_an_interruption_neither():
     assert paused.elapsed == 5 and paused.seconds_left == 55
 
 
-def test_a_run_ends_by_the_clock_and_its_rates_are_those_of_the_plan(new_run):
-    run = timed(new_run, "a", lr_schedule="linear", warmup_steps=1)
-    events = finish(run, now=Ticking())
-    repeat_plan = {e.step: e.steps for e in events if isinstance(e, StepsChanged)}
-    steps = [e for e in events if isinstance(e, Step)]
-    assert repeat_plan and isinstance(events[-1], Finished)
-    now = run.settings.steps
+def test_runs_with_a_time_limit(new_run):
+    """The learning rates follow the planned steps. A resumed run continues with its plan and the time left."""
+    run, parts = (new_run(name, **TIME_LIMIT, lr_schedule="linear", warmup_steps=1) for name in ("run", "parts"))
+    events = finish(run, now=ticking_clock())
+    changes = {e.step: e.steps for e in events if isinstance(e, StepsChanged)}
+    steps, planned = [e for e in events if isinstance(e, Step)], 20
     for event in steps:
-        assert event.steps == now
-        assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, now)
-        now = repeat_plan.get(event.step, now)
-    assert events[-1].step == steps[-1].step == now != 20
+        assert event.steps == planned
+        assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, planned)
+        planned = changes.get(event.step, planned)
+    assert isinstance(events[-1], Finished) and events[-1].step == steps[-1].step == planned != 20
     logged = [(e["step"], e["steps"]) for e in read_log(run) if e["event"] == "steps_changed"]
-    assert logged == list(repeat_plan.items())
-    same = timed(new_run, "b", lr_schedule="linear", warmup_steps=1)
-    finish(same, now=Ticking())
-    assert contents(same.checkpoints()[-1]) == contents(run.checkpoints()[-1])
-    assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []  # it has ended
+    assert logged == list(changes.items())
+    assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []
+
+    first = finish(parts, now=ticking_clock(), stop_at=8)
+    rest = finish(Run.open(parts.path), resume=True, now=ticking_clock())
+    planned = [e for e in first if isinstance(e, StepsChanged)][-1].steps
+    assert next(e for e in rest if isinstance(e, Step)).steps == planned
+    assert abs(rest[-1].step - events[-1].step) <= 0.1 * events[-1].step
 
 
 def by_time(limit, check, step=0.1, save=0.0):
-    """A run without a model that validates by the time; the seconds that validations took, how many, and the end."""
+    """Simulate a run that validates by time. Returns the seconds and the number of validations, and the end."""
     clock = FakeClock()
     settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=None, save_every=0)
     forecast = {**FORECAST, "step_seconds": 100 * step, "seconds": 100 * step + check}
-    deadline, done, checks = Deadline(settings, None, forecast, clock), 0, 0
+    deadline, done, validations = Deadline(settings, None, forecast, clock), 0, 0
     while done < deadline.steps:
         done += 1
         clock.now += step
         deadline.record_time("step")
         deadline.steps_changed(done)
         if deadline.should_validate(done):
-            checks += 1
+            validations += 1
             clock.now += check
             deadline.record_time("validation")
             clock.now += save
             deadline.record_time("save")
-    return checks * (check + save), checks, clock.now
+    return validations * (check + save), validations, clock.now
 
 
 @pytest.mark.parametrize("check", [0.01, 0.2, 1.0, 2.9])
 @pytest.mark.parametrize("save", [0.0, 0.1])
-def test_validations_by_the_time_take_a_twentieth_of_it(check, save):
-    seconds, checks, end = by_time(120.0, check, save=save)
+def test_validations_take_a_twentieth_of_the_time(check, save):
+    seconds, validations, end = by_time(120.0, check, save=save)
     assert seconds <= 0.05 * 120 + check + save
-    assert checks == pytest.approx(min(20, 0.05 * 120 / (check + save)), abs=1.01)
+    assert validations == pytest.approx(min(20, 0.05 * 120 / (check + save)), abs=1.01)
     assert 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
-def test_a_validation_that_takes_longer_than_that_comes_once_and_in_time():
-    _, checks, end = by_time(120.0, 10.0)
-    assert checks == 1 and 0.95 * 120 <= end + 2 <= 1.02 * 120
+def test_long_validation_runs_once():
+    _, validations, end = by_time(120.0, 10.0)
+    assert validations == 1 and 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
-def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypatch, tmp_path):
-    """A step that was saved when the pause began, and replanned after it: log and checkpoint agree."""
-    run = timed(new_run, "paused", eval_tokens=64)
+def test_steps_that_change_after_saving_are_saved(new_run, monkeypatch, tmp_path):
+    """If a pause saves a step, and the number of steps changes after it, log and checkpoint agree."""
+    run = new_run("paused", **TIME_LIMIT, eval_tokens=64)
     paused = []
 
     def rest(self, should_stop):
@@ -194,13 +180,13 @@ def test_a_plan_that_changes_in_a_pause_is_saved_with_its_step(new_run, monkeypa
 
     monkeypatch.setattr("mlxlm.train.trainer.Trainer.rest", rest)
     monkeypatch.setattr(Deadline, "_steps_that_fit", lambda self, done, left: 9 if done >= 3 else 40)
-    finish(run, now=Ticking(), stop_at=3)
+    finish(run, now=ticking_clock(), stop_at=3)
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
     assert [e["steps"] for e in read_log(run) if e["event"] == "steps_changed"][-1] == state["steps"] == 12 != paused[0]
 
 
-def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
-    run, record_time, waited, costs = timed(new_run, "checked", eval_tokens=64), Deadline.record_time, [], []
+def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
+    run, record_time, waited, costs = new_run("checked", **TIME_LIMIT, eval_tokens=64), Deadline.record_time, [], []
     clock = FakeClock()
 
     def now():
@@ -221,8 +207,8 @@ def test_a_check_of_the_data_is_no_cost_of_a_checkpoint(new_run, monkeypatch):
     assert waited and 0 < max(costs) < 1
 
 
-def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
-    run = timed(new_run, "loaded", eval_tokens=64)
+def test_loading_does_not_count_as_validation(new_run, monkeypatch):
+    run = new_run("loaded", **TIME_LIMIT, eval_tokens=64)
     finish(run, stop_at=5)
     clock, load_checkpoint, costs = FakeClock(), Run.load_checkpoint, []
 
@@ -235,14 +221,3 @@ def test_loading_is_no_part_of_a_validation(new_run, monkeypatch):
     monkeypatch.setattr("mlxlm.train.trainer.Trainer.should_validate", lambda self: self.finished == self.first)
     finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
     assert costs and costs[0]["validation"] == 0
-
-
-def test_a_resumed_run_goes_on_with_its_plan_and_the_time_left(new_run):
-    run = timed(new_run, "c")
-    first = finish(run, now=Ticking(), stop_at=8)
-    assert isinstance(first[-1], Stopped)
-    planned = [e for e in first if isinstance(e, StepsChanged)][-1].steps
-    rest = finish(Run.open(run.path), resume=True, now=Ticking())
-    assert next(e for e in rest if isinstance(e, Step)).steps == planned
-    whole = finish(timed(new_run, "d"), now=Ticking())
-    assert abs(rest[-1].step - whole[-1].step) <= 0.1 * whole[-1].step

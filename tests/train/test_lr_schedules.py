@@ -48,7 +48,7 @@ def test_constant():
     steps=st.integers(1, 60), share=st.floats(0, 0.99), min_lr_ratio=st.floats(0, 1), decay=st.floats(0, 1),
     lr_schedule=st.sampled_from(LR_SCHEDULES),
 )  # fmt: skip
-def test_up_to_the_peak_then_never_up_again(steps, share, min_lr_ratio, decay, lr_schedule):
+def test_rates_rise_to_the_peak_and_then_fall(steps, share, min_lr_ratio, decay, lr_schedule):
     warmup = min(int(share * steps), steps - 1)
     found = rates(steps, warmup, min_lr_ratio, decay, lr_schedule)
     assert found[:warmup] == pytest.approx([2.0 * (i + 1) / (warmup + 1) for i in range(warmup)])
@@ -58,7 +58,7 @@ def test_up_to_the_peak_then_never_up_again(steps, share, min_lr_ratio, decay, l
         assert found[warmup] == 2.0 and found[-1] == pytest.approx(2.0 * min_lr_ratio)
 
 
-def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
+def test_min_lr_ratio_without_effect(tmp_path, capsys):
     options = ["--out", str(tmp_path / "run"), "--lr-schedule", "constant", "--min-lr-ratio", "0.1"]
     assert _run(["pretrain", str(tmp_path), *options]) == 2
     why = "--min-lr-ratio would have no effect: --lr-schedule constant stays at the peak"
@@ -66,20 +66,20 @@ def test_a_rate_that_is_never_reached_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("steps, warmup", [(80, 4), (2000, 100), (40_000, 500)])
-def test_the_warmup_is_a_share_of_the_steps_that_are_planned_now(steps, warmup):
-    """Not of those that were planned at first, here 80."""
+def test_default_warmup_is_a_fraction_of_the_planned_steps(steps, warmup):
+    """Not of the 80 steps that were planned first."""
     settings = TrainSettings(steps=80, learning_rate=1.0)
     assert settings.learning_rate_at(warmup - 1, steps) == pytest.approx(warmup / (warmup + 1))
     assert settings.learning_rate_at(warmup, steps) == 1.0
     assert TrainSettings(steps=80, learning_rate=1.0, warmup_steps=7).learning_rate_at(7, steps) == 1.0
 
 
-def test_a_given_warmup_ends_in_a_run_that_becomes_shorter():
+def test_warmup_of_a_run_that_becomes_shorter():
     settings = TrainSettings(steps=80, learning_rate=1.0, warmup_steps=100, time_limit=10.0)
     rates = [settings.learning_rate_at(i, 40) for i in range(40)]
     assert max(rates) == rates[20] == 1.0 and rates[-1] == pytest.approx(0.1)
 
 
-def test_settings_give_the_schedule():
+def test_learning_rate_at():
     s = TrainSettings(steps=50, learning_rate=0.5, lr_schedule="linear", warmup_steps=5, min_lr_ratio=0.0)
     assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])

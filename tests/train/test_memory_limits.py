@@ -9,9 +9,8 @@ from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
 from tests.train.training_runs import finish
 
 
-def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monkeypatch):
-    """What MLX holds, in use or for use again, before each step."""
-    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+def test_memory_does_not_grow(new_run, monkeypatch):
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # parts overlap by chance
     held = []
     real = Step.__init__
 
@@ -26,7 +25,7 @@ def test_validation_samples_and_checkpoints_leave_no_memory_behind(new_run, monk
 
 
 @pytest.mark.skipif(not ON_CPU, reason="about the CPU backend")
-def test_no_more_is_kept_free_than_was_in_use():
+def test_buffer_cache_on_a_cpu():
     before = mx.set_cache_limit(3 << 30)
     try:
         with memory_limits():
@@ -40,7 +39,7 @@ def test_no_more_is_kept_free_than_was_in_use():
         mx.set_cache_limit(before)
 
 
-def test_metals_limit_is_set_for_the_run_alone(monkeypatch):
+def test_memory_limit_on_metal(monkeypatch):
     before = mx.set_memory_limit(10 << 30)
     try:
         monkeypatch.setattr(module, "ON_CPU", False)

@@ -15,14 +15,7 @@ from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.cli.main import main
 from mlxlm.report import plot_losses
 from mlxlm.tokenizer import load
-from mlxlm.train import (
-    CheckpointSaved,
-    Finished,
-    Run,
-    Step,
-    start_run,
-    train,
-)
+from mlxlm.train import CheckpointSaved, Finished, Run, Step, start_run, train
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
 from tests.train.training_runs import QUICK, contents, finish, flip_byte, read_log

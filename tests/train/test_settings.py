@@ -3,9 +3,7 @@
 import pytest
 
 from mlxlm.config.optimizers import OPTIMIZERS
-from mlxlm.train import (
-    TrainSettings,
-)
+from mlxlm.train import TrainSettings
 from mlxlm.utils.errors import ConfigError
 
 

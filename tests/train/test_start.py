@@ -8,15 +8,8 @@ from mlxlm.backend.mlx import ON_CPU
 from mlxlm.data import DataOptions, Manifest, read_texts, training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import (
-    Budget,
-    ProcessGroup,
-    TokenizerOptions,
-    start_run,
-)
-from mlxlm.train.optimizers import (
-    default_weight_decay,
-)
+from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, start_run
+from mlxlm.train.optimizers import default_weight_decay
 from mlxlm.train.step_batches import StepBatches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK

@@ -8,20 +8,12 @@ from mlxlm.data import Batch
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.dropout import Dropout
-from mlxlm.train import (
-    TrainSettings,
-)
+from mlxlm.train import TrainSettings
 from mlxlm.train.step import TrainStep, summed_loss, update_ema
 
 RNG = np.random.default_rng(0)
-
-
 TOKENS = RNG.integers(0, 300, (2, 17)).astype(np.int32)
-
-
 SEGMENTS = np.repeat(np.array([[0] * 9 + [1] * 7]), 2, axis=0).astype(np.int32)
-
-
 WEIGHTS = RNG.choice([0.0, 1.0, 2.0], (2, 16)).astype(np.float32)
 
 
@@ -41,7 +33,7 @@ def gradients(step: TrainStep, *batch) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "final_logit_softcapping": 4.0}])
-def test_the_loss_is_that_of_the_models_logits(tiny_config, changes):
+def test_loss_equals_that_of_the_logits(tiny_config, changes):
     model = Decoder(tiny_config.with_changes(**changes))
     model.init_weights(0)
     inputs, targets = mx.array(TOKENS[:, :-1]), mx.array(TOKENS[:, 1:])
@@ -52,8 +44,8 @@ def test_the_loss_is_that_of_the_models_logits(tiny_config, changes):
         assert summed_loss(model, mx.array(TOKENS), *given).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_a_weight_of_two_is_the_token_twice_and_of_zero_not_at_all(tiny_config):
-    """In the mean loss, over all batches of a step together, and in what is learned from it."""
+def test_loss_weights(tiny_config):
+    """A weight of 2 counts a token twice, a weight of 0 not at all, over all batches of a step together."""
     other = RNG.integers(0, 300, (2, 17)).astype(np.int32)
     step, plain = a_step(tiny_config), a_step(tiny_config)
     whole = np.zeros((2, 16), np.float32)
@@ -64,7 +56,7 @@ def test_a_weight_of_two_is_the_token_twice_and_of_zero_not_at_all(tiny_config):
     assert norm.item() == pytest.approx(same_norm.item(), rel=1e-4)
 
 
-def test_the_mean_is_over_the_weights_of_all_batches(tiny_config):
+def test_mean_loss_is_over_the_weights_of_all_batches(tiny_config):
     step = a_step(tiny_config)
     batches = [Batch(TOKENS, SEGMENTS, WEIGHTS), Batch(TOKENS, SEGMENTS, WEIGHTS * 0)]
     total = summed_loss(step.model, *map(mx.array, batches[0])).item()
@@ -72,7 +64,7 @@ def test_the_mean_is_over_the_weights_of_all_batches(tiny_config):
     assert loss.item() == pytest.approx(total / WEIGHTS.sum(), rel=1e-5)
 
 
-def test_the_loss_of_one_token_is_a_mean_whatever_it_weighs(tiny_config):
+def test_loss_of_a_single_token(tiny_config):
     weights = np.zeros((2, 16), np.float32)
     found = []
     for weight in (0.25, 4.0, 0.0):
@@ -83,7 +75,7 @@ def test_the_loss_of_one_token_is_a_mean_whatever_it_weighs(tiny_config):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_an_error_in_a_step_leaves_the_model_as_it_was(tiny_config, rows):
+def test_errors_leave_the_model_unchanged(tiny_config, rows):
     step = a_step(tiny_config, batch_size=rows)
     before = {name: np.array(x) for name, x in step.weights().items()}
     tokens = np.resize(TOKENS, (rows, 17))
@@ -95,15 +87,15 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(tiny_config, rows):
 
 @pytest.mark.parametrize("segment_ids", [None, SEGMENTS])
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_recomputation_changes_nothing(tiny_config, segment_ids, placement):
+def test_grad_checkpoint_gradients_are_equal(tiny_config, segment_ids, placement):
     config = tiny_config.with_changes(norm_placement=placement)
     kept, again = (gradients(a_step(config, grad_checkpoint=r), TOKENS, segment_ids, None) for r in (False, True))
     for name, gradient in kept.items():
         np.testing.assert_array_equal(again[name], gradient, err_msg=name)
 
 
-def test_recomputation_drops_out_the_same_elements_again(tiny_config):
-    """The gradient in some direction is that of a finite difference, with the masks that the seed gives."""
+def test_grad_checkpoint_repeats_the_dropout(tiny_config):
+    """The gradient in some direction equals a finite difference with the same dropout."""
     step = a_step(tiny_config, dropout=0.3, grad_checkpoint=True)
     parameters = step.model.trainable_parameters()
     flat = tree_flatten(parameters)
@@ -121,22 +113,22 @@ def test_recomputation_drops_out_the_same_elements_again(tiny_config):
     assert found == pytest.approx(slope, rel=0.02)
 
 
-def test_recomputation_keeps_less(tiny_config, monkeypatch):
-    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+def test_grad_checkpoint_takes_less_memory(tiny_config, monkeypatch):
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # parts overlap by chance
 
     def peak(grad_checkpoint: bool) -> int:
-        config = tiny_config.with_changes(num_hidden_layers=12)
+        config = tiny_config.with_changes(num_hidden_layers=8)
         step = a_step(config, grad_checkpoint=grad_checkpoint)
-        batch = [Batch(np.ones((8, 129), np.int32))]
+        batch = [Batch(np.ones((4, 129), np.int32))]
         mx.eval(step(batch, 1e-3), step.state)
         mx.reset_peak_memory()
         mx.eval(step(batch, 1e-3), step.state)
         return mx.get_peak_memory()
 
-    assert peak(True) < 0.55 * peak(False)
+    assert peak(True) < 0.6 * peak(False)
 
 
-def test_dropout_of_a_key_is_drawn_again():
+def test_dropout_with_a_key_is_repeatable():
     x = mx.ones((40, 50))
     dropout = Dropout(0.25)
     drawn = []
@@ -152,7 +144,7 @@ def test_dropout_of_a_key_is_drawn_again():
     assert mx.array_equal(dropout(x), x)
 
 
-def test_bfloat16_rounds_the_products_and_not_the_weights(tiny_config):
+def test_bfloat16_weights_stay_float32(tiny_config):
     step, exact = a_step(tiny_config, dtype="bfloat16"), a_step(tiny_config)
     rounded, whole = (gradients(s, TOKENS, None, None) for s in (step, exact))
     for name, gradient in whole.items():
@@ -170,7 +162,7 @@ def test_bfloat16_rounds_the_products_and_not_the_weights(tiny_config):
         assert 1e-6 < moved.max() < 3e-6, name
 
 
-def test_averages_against_numpy():
+def test_update_ema():
     weights = RNG.normal(size=(50, 3))
     average, wanted = {"w": mx.array(weights[0], dtype=mx.float32)}, weights[0]
     for step in range(1, 50):
@@ -180,7 +172,7 @@ def test_averages_against_numpy():
         np.testing.assert_allclose(np.array(average["w"]), wanted, atol=1e-5)
 
 
-def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
+def test_ema_weights(tiny_config):
     step, plain = a_step(tiny_config, ema_decay=0.5), a_step(tiny_config)
     wanted = {n: np.array(w) for n, w in step.weights().items()}
     for i in range(1, 5):
@@ -200,15 +192,13 @@ def test_the_averaged_weights_are_evaluated_and_saved(tiny_config):
     assert all(mx.array_equal(after[n], w) for n, w in raw.items())
 
 
-def test_a_state_of_other_settings_is_refused(tiny_config):
+def test_load_checks_the_state(tiny_config):
     step, other = a_step(tiny_config, ema_decay=0.9), a_step(tiny_config, optimizer="lion")
     with pytest.raises(ValueError, match="of another model"):
         other.load(step.weights(), step.save_state())
 
 
 def test_accumulation_equals_a_larger_batch(tiny_config):
-    from mlxlm.model import Decoder
-
     batch = np.random.default_rng(0).integers(0, 300, (4, 2, 17))
     found = []
     for shape in ((4, 2, 17), (1, 8, 17)):
@@ -223,8 +213,6 @@ def test_accumulation_equals_a_larger_batch(tiny_config):
 
 
 def test_weight_decay_is_for_matrices_only(tiny_config):
-    from mlxlm.model import Decoder
-
     def after(decay):
         model = Decoder(tiny_config)
         model.init_weights(0)
@@ -242,9 +230,7 @@ def test_weight_decay_is_for_matrices_only(tiny_config):
 
 
 def test_accumulation_keeps_activations_of_one_batch(tiny_config, monkeypatch):
-    from mlxlm.model import Decoder
-
-    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # how far the parts of several overlap is chance
+    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # parts overlap by chance
 
     def peak(grad_accumulation_steps):
         model = Decoder(tiny_config)
@@ -259,4 +245,4 @@ def test_accumulation_keeps_activations_of_one_batch(tiny_config, monkeypatch):
         mx.eval(step(batch, 1e-3), step.state)
         return mx.get_peak_memory()
 
-    assert peak(16) < 2 * peak(1)
+    assert peak(4) < 1.5 * peak(1)

@@ -1,5 +1,8 @@
 """What tests of training share: quick settings, training a run to its end, the content of its checkpoints."""
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mlxlm.report.log_entries import read_log_entries
@@ -7,6 +10,14 @@ from mlxlm.tokenizer import load
 from mlxlm.train import Run, train
 
 QUICK = {"steps": 20, "batch_size": 4, "max_seq_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
+
+
+TIME_LIMIT = {"time_limit": 30.0, "eval_every": 0, "save_every": 5}
+
+
+def ticking_clock(seconds: float = 0.25) -> Callable[[], float]:
+    """A clock that advances by `seconds` at each call, the same in every run."""
+    return partial(next, itertools.count(0.0, seconds))
 
 
 def finish(run: Run, resume: bool = False, stop_at: int | None = None, **options) -> list:
