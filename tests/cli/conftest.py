@@ -13,6 +13,12 @@ from tests.cli.helpers import QUICK
 from tests.generation.conftest import lm  # noqa: F401
 
 
+@pytest.fixture(autouse=True)
+def short_speed_measurement(monkeypatch):
+    """`mlxlm quantize` generates a few tokens instead of some seconds of them."""
+    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory, make_text):
     """A finished run, which no test changes."""

@@ -34,11 +34,11 @@ def test_list(tiny_model, capsys):
 
 
 def test_bench_saves_the_fastest(tiny_model, capsys):
-    found = run_json(capsys, "kernels", "bench", tiny_model, "--repeats", "2")
+    found = run_json(capsys, "kernels", "bench", tiny_model, "--repeats", "1")
     for case in found["cases"]:
         assert case["fastest"] in case["paths"]
         for timing in case["paths"].values():
-            assert len(timing["milliseconds"]) == 2 and min(timing["milliseconds"]) > 0
+            assert len(timing["milliseconds"]) == 1 and min(timing["milliseconds"]) > 0
             assert timing["error"] < TOLERANCE[case["case"].split()[1]] and timing["peak_bytes"] > 0
     listed = run_json(capsys, "kernels", "list", tiny_model)
     for case, operation in zip(found["cases"], listed["operations"], strict=True):

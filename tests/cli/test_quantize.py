@@ -27,11 +27,6 @@ def model(tmp_path_factory, tiny_config, tiny_tokenizer):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def short_speed_measurement(monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
-
-
 def test_choices_are_those_of_the_library():
     assert tuple(MODES) == command.MODES
     assert tuple(library.RECIPES) == command.RECIPES and command.METHODS == library.METHODS

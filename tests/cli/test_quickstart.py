@@ -17,7 +17,6 @@ def hasty(tmp_path, monkeypatch):
     for name in ("_MIN_TOKENS", "_MIN_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.cli.quickstart.MAX_SEQ_LENGTH", 64)
-    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)  # of measuring speed
     monkeypatch.setattr("mlxlm.train.loop.plot_run", lambda run: None)
     monkeypatch.chdir(tmp_path)
 

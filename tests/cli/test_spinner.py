@@ -18,7 +18,7 @@ print("done")
 
 
 def test_a_long_wait_shows_its_label():
-    script = "import mlxlm.cli.render, rich.status\n" + SCRIPT.format(first=1)
+    script = "import mlxlm.cli.render, rich.status\n" + SCRIPT.format(first=0.5)
     child = pexpect.spawn(sys.executable, ["-c", script], encoding="utf-8", timeout=60)
     child.expect_exact("loading [x]")
     child.expect_exact("reading")
