@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tokenizers
@@ -54,6 +55,32 @@ def parse(data: bytes, name: str) -> Any:
         unsupported = f"has a piece of more than {MAX_PIECE_LENGTH} characters"
     if unsupported:
         raise TokenizerError(f"{name}: this SentencePiece model {unsupported}", "the model's tokenizer.json")
+    return model
+
+
+def build(pieces: Iterable[tuple[str, float, int]], ids: Mapping[str, int | None], **rules: bool) -> Any:
+    """Build the ModelProto of a BPE model.
+
+    Args:
+        pieces: Text, score and type of each piece.
+        ids: The id of each special token by role ("bos", "eos", "pad", "unk").
+        rules: Fields of NormalizerSpec, such as `add_dummy_prefix`.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    for text, score, kind in pieces:
+        model.pieces.add(piece=text, score=score, type=kind)
+    spec = model.trainer_spec
+    spec.model_type, spec.vocab_size = BPE, len(model.pieces)
+    spec.byte_fallback = any(piece.type == BYTE for piece in model.pieces)
+    for role, id in ids.items():
+        setattr(spec, f"{role}_id", -1 if id is None else id)
+        if id is not None:
+            setattr(spec, f"{role}_piece", model.pieces[id].piece)
+    model.normalizer_spec.name = "identity"
+    for name, value in rules.items():
+        setattr(model.normalizer_spec, name, value)
     return model
 
 

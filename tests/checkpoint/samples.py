@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,28 +226,18 @@ GGUF_NAMES = (
 )  # fmt: skip
 
 
-def _llama2c(folder: Path, version: int) -> Sample:
+def _llama2c(folder: Path) -> Sample:
     from mlxlm.checkpoint.lazy_tensor import lazy_tensor
     from mlxlm.checkpoint.llama2c import write
 
     path = folder / "model.bin"
     tensors = {name: lazy_tensor(value) for name, value in weights().items()}
     write(path, CONFIG, tensors, llama_tokenizer())
-    if version:
-        _as_version_1(path)
     return Sample(folder, path, (path,))
 
 
-def _as_version_1(path: Path) -> None:
-    """Give the file version 1's header of 256 bytes; values stay in version 0's order, padded to the length."""
-    content = path.read_bytes()
-    header = struct.pack("<Ii", 0x616B3432, 1) + content[:28] + bytes([1])
-    size = 4 * sum(value.size for value in weights().values())
-    path.write_bytes(header.ljust(256, b"\0") + content[28:].ljust(size, b"\0")[:size])
-
-
 def _llama2c_tokenizer(folder: Path) -> Sample:
-    return Sample(folder, _llama2c(folder, 0).source, (folder / "tokenizer.bin",))
+    return Sample(folder, _llama2c(folder).source, (folder / "tokenizer.bin",))
 
 
 KINDS = {
@@ -259,8 +248,7 @@ KINDS = {
     "pytorch": _pytorch,
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
-    "llama2c-0": lambda folder: _llama2c(folder, 0),
-    "llama2c-1": lambda folder: _llama2c(folder, 1),
+    "llama2c": _llama2c,
     "llama2c-tokenizer": _llama2c_tokenizer,
     "tokenizer-json": _tokenizer_json,
     "tokenizer-json-llama": _tokenizer_json_llama,

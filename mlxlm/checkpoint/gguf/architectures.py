@@ -81,8 +81,8 @@ def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
 
 def _gemma2_metadata(config: ModelConfig) -> dict[str, Any]:
     return {
-        "attn_logit_softcapping": float(config.attn_logit_softcapping),
-        "final_logit_softcapping": float(config.final_logit_softcapping),
+        "attn_logit_softcapping": float(config.attn_logit_softcapping or 0),
+        "final_logit_softcapping": float(config.final_logit_softcapping or 0),
     }
 
 

@@ -10,7 +10,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf.config_from_gguf import get_architecture, read_hf_config
 from mlxlm.checkpoint.gguf.metadata import MetadataReader
-from mlxlm.checkpoint.gguf.reader import Header, read_header
+from mlxlm.checkpoint.gguf.reader import Header, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope import ROPE_TENSORS
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
@@ -58,7 +58,8 @@ def _join_parts(header: Header) -> Header:
             "which doesn't match the file's name",
             "the original names of the parts, ...-00001-of-00002.gguf",
         )
-    first, tensors = None, {}
+    parts: list[Header] = []
+    tensors: dict[str, TensorInfo] = {}
     for i in range(1, count + 1):
         path = header.path.with_name(f"{name[1]}-{i:05d}-of-{count:05d}.gguf")
         part = header if path == header.path else read_header(path)
@@ -67,8 +68,9 @@ def _join_parts(header: Header) -> Header:
         duplicate = next((name for name in part.tensors if name in tensors), None)
         if duplicate:
             raise CheckpointError(f"{path}: tensor {duplicate} is also in another part")
-        first = first or part
+        parts.append(part)
         tensors |= part.tensors
+    first = parts[0]
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise CheckpointError(f"{first.path}: split.tensors.count is {expected}, the parts have {len(tensors)}")

@@ -74,8 +74,7 @@ def _check_sizes(keys: MetadataReader) -> None:
 
 def _read_token_ids(keys: MetadataReader) -> dict[str, Any]:
     ids = {role: keys.id(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding", "eot", "eom")}
-    eos = sorted({ids[role] for role in ("eos", "eot", "eom")} - {None, ids["eos"]})
-    if ids["eos"] is not None:
-        eos.insert(0, ids["eos"])
+    ends = (ids[role] for role in ("eos", "eot", "eom"))
+    eos = list(dict.fromkeys(id for id in ends if id is not None))
     values = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
     return {**values, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}

@@ -26,9 +26,9 @@ class MetadataReader:
         """A string."""
         return self._get(key, str, "a string", default)
 
-    def flag(self, key: str, default: bool | None = None) -> bool | None:
+    def flag(self, key: str, default: bool) -> bool:
         """True or false, or the default."""
-        return self._get(key, bool, "true or false", default) if key in self.header.metadata else default
+        return self._get(key, bool, "true or false", default)
 
     def id(self, key: str) -> int | None:
         """A token id, or None; llama.cpp's converters write 2³² - 1 for none."""

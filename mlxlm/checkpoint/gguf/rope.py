@@ -22,6 +22,7 @@ _LLAMA3_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (_LLAMA3_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 _LLAMA3_CONTEXT = 8192  # original context length of Llama 3, which its GGUF files don't contain
+_LLAMA3_BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; not in their GGUF files
 _MAX_FREQUENCIES = 4096  # of a head; most have 64
 _YARN_FIELDS = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
 
@@ -33,12 +34,14 @@ def rope_type(config: ModelConfig) -> str:
 
 def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str]:
     """Yield why llama.cpp can't compute the RoPE scaling of a configuration, given the rope_types it supports."""
-    kind = rope_type(config)
+    scaling, kind = config.rope_scaling or {}, rope_type(config)
     if kind not in ("default", *supported):
         yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
-    if kind == "longrope" and "factor" in config.rope_scaling:
+    if kind == "longrope" and "factor" in scaling:
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
-    if kind == "yarn" and not _is_plain_yarn(config.rope_scaling):
+    if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
+        yield "rope_scaling needs a low_freq_factor of 1 and a high_freq_factor of 4"
+    if kind == "yarn" and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
 
@@ -119,13 +122,16 @@ def _read_llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
     factors = _read_factors(keys, _LLAMA3_FACTORS)
     if (factors == 1).all():
         return None
-    contexts = [_LLAMA3_CONTEXT]
-    if keys.has("rope.scaling.original_context_length"):
-        contexts.insert(0, keys.count("rope.scaling.original_context_length"))
-    scaling = fit_llama3_scaling(factors, theta, [n for n in contexts if n])
-    if scaling is None:
-        raise keys.error(f"{_LLAMA3_FACTORS} is not a Llama 3 scaling, the only one that this decoder supports")
-    return scaling
+    stored = keys.count("rope.scaling.original_context_length", 0)
+    factor = float(factors.max())
+    for original in dict.fromkeys((stored or _LLAMA3_CONTEXT, _LLAMA3_CONTEXT)):
+        lengths = {"factor": factor, "original_max_position_embeddings": original}
+        scaling = {"rope_type": "llama3", **lengths, **_LLAMA3_BOUNDS}
+        if factor > 1 and np.allclose(llama3_factors(scaling, theta, 2 * len(factors)), factors, rtol=1e-4):
+            return scaling
+    raise keys.error(
+        f"{_LLAMA3_FACTORS} is not the scaling of a Llama 3 model, the only one that this decoder supports"
+    )
 
 
 def _read_longrope(keys: MetadataReader) -> dict[str, Any]:
@@ -153,53 +159,3 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.nd
     """The divisor of each of the `dims` / 2 frequencies, float32."""
     scaled = scaled_wavelengths(theta, dims, scaling)
     return (np.array(scaled) / unscaled_wavelengths(theta, dims)).astype(np.float32)
-
-
-def fit_llama3_scaling(factors: np.ndarray, theta: float, contexts: list[int]) -> dict[str, Any] | None:
-    """Find the Llama 3 scaling that gives a table of factors.
-
-    The factors alone define the scaling only up to the unit of length: where none of the context lengths gives them,
-    the original context is that of a low_freq_factor of 1.
-
-    Args:
-        factors: The divisor of each frequency.
-        theta: `rope_theta`.
-        contexts: Original context lengths to try.
-
-    Returns:
-        `rope_scaling`, or None if there is no such scaling.
-    """
-    dims, factor = 2 * len(factors), float(factors.max())
-    if not (np.isfinite(factors).all() and factor > 1 and factors.min() >= 1):
-        return None
-    turns = 1 / (2 * math.pi * np.array(unscaled_wavelengths(theta, dims)))  # per position
-    low, high = _fit_bounds(factors.astype(np.float64), factor, turns)
-    for original in [*contexts, *([round(1 / low)] if low > 0 else [])]:
-        fitted = (float(f"{low * original:.4g}"), float(f"{high * original:.4g}"))
-        for low_factor, high_factor in (fitted, (1.0, 4.0)):
-            scaling = {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low_factor,
-                "high_freq_factor": high_factor,
-                "original_max_position_embeddings": original,
-            }
-            if 0 < low_factor < high_factor and np.allclose(llama3_factors(scaling, theta, dims), factors, rtol=1e-4):
-                return scaling
-    return None
-
-
-def _fit_bounds(factors: np.ndarray, factor: float, turns: np.ndarray) -> tuple[float, float]:
-    """Fit low and high to the factors between 1 and `factor`, where the scaling is linear in `turns`.
-
-    A single one of them defines both, assuming high = 4 low as in Llama. (0, 0) if there is none.
-    """
-    between = (factors > 1.001) & (factors < 0.999 * factor)
-    if not between.any():
-        return 0.0, 0.0
-    turns, smooth = turns[between], (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
-    if len(turns) == 1:
-        low = turns[0] / (1 + 3 * smooth[0])
-        return low, 4 * low
-    slope, start = np.polyfit(turns, smooth, 1)
-    return -start / slope, (1 - start) / slope

@@ -116,9 +116,6 @@ def parallel_map(function: Callable[[Piece], Result], pieces: Iterable[Piece]) -
     NumPy releases the GIL while it computes. The first exception is raised here, and the rest is cancelled.
     """
     threads = min(platform.cpu_cores(), _MAX_THREADS)
-    if threads == 1:
-        yield from map(function, pieces)
-        return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="gguf")
     pending: deque[Future[Result]] = deque()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
@@ -73,11 +74,8 @@ def _from_merges(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
 
 
 def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
-    from sentencepiece import sentencepiece_model_pb2
-
     scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens), None)
     names = _special_token_names(keys, tokens, _SENTENCEPIECE_IDS)
-    model = sentencepiece_model_pb2.ModelProto()
     # Merges make runs of spaces, as in llama.cpp; a text contains no U+2581 that would match them.
     space_runs = {i for i, kind in enumerate(types) if kind == USER_DEFINED and SPACE in tokens[i]}
     types = [NORMAL if i in space_runs else kind for i, kind in enumerate(types)]
@@ -86,17 +84,12 @@ def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
             raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {MAX_PIECE_LENGTH} characters")
         if not NORMAL <= kind <= sentencepiece.BYTE or math.isnan(score):
             raise _error(keys, f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
-        model.pieces.add(piece=token, score=score, type=kind)
-    spec, rules = model.trainer_spec, model.normalizer_spec
-    spec.model_type, spec.vocab_size = sentencepiece.BPE, len(tokens)
-    spec.byte_fallback = sentencepiece.BYTE in types
-    for role, name in names.items():
-        setattr(spec, f"{role}_id", -1 if name is None else tokens.index(name))
-        if name is not None:
-            setattr(spec, f"{role}_piece", name)
-    rules.name = "identity"
-    rules.add_dummy_prefix = keys.flag("tokenizer.ggml.add_space_prefix", True)
-    rules.remove_extra_whitespaces = keys.flag("tokenizer.ggml.remove_extra_whitespaces", False)
+    model = sentencepiece.build(
+        zip(tokens, scores, types, strict=True),
+        {role: None if name is None else tokens.index(name) for role, name in names.items()},
+        add_dummy_prefix=keys.flag("tokenizer.ggml.add_space_prefix", True),
+        remove_extra_whitespaces=keys.flag("tokenizer.ggml.remove_extra_whitespaces", False),
+    )
     bos, eos = _added_bos_eos(keys, names, True)
     runtime = sentencepiece.convert(model, add_bos=bos is not None, add_eos=eos is not None)
     _add_user_defined(runtime, tokens, types)
@@ -145,7 +138,7 @@ def _strings(keys: MetadataReader, key: str) -> list[str]:
     return value.read()
 
 
-def _numbers(keys: MetadataReader, key: str, count: int, default: int | None) -> list:
+def _numbers(keys: MetadataReader, key: str, count: int, default: int | None) -> list[Any]:
     value = keys.header.metadata.get(key)
     if value is None and default is not None:
         return [default] * count

@@ -11,7 +11,7 @@ from typing import Any
 from mlxlm.checkpoint.checkpoint import token_id_list
 from mlxlm.checkpoint.gguf.pre_tokenizers import find_pre_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import TokenizerError
@@ -88,9 +88,7 @@ def _sentencepiece(tokenizer: Tokenizer, model: Mapping[str, Any]) -> tuple[Meta
     if tokenizer.sentencepiece_model is None:
         pieces = _pieces_from_merges(model)
     else:
-        from sentencepiece import sentencepiece_model_pb2
-
-        proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.sentencepiece_model)
+        proto = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
         pieces = {id: (piece.piece, piece.score, piece.type) for id, piece in enumerate(proto.pieces)}
         _check_equal(model["model"]["vocab"], pieces)
         extra_spaces = proto.normalizer_spec.remove_extra_whitespaces
@@ -149,7 +147,8 @@ def _pieces_from_merges(model: Mapping[str, Any]) -> Pieces:
 
 def _merges(bpe: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The merges of a tokenizer.json: pairs, or strings with a space in older files."""
-    return [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in bpe["merges"]]
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in bpe["merges"])
+    return [(left, right) for left, right in pairs]
 
 
 def _all_merges(tokens: Mapping[str, float]) -> set[tuple[str, str]]:
@@ -173,17 +172,18 @@ def _merge_scores(merged: list[str]) -> dict[str, float]:
     for rank, token in enumerate(merged):
         first.setdefault(token, rank)
         last[token] = rank
+    groups: list[list[str]] = []
+    end = -1
+    for token in sorted(first, key=lambda token: first[token]):
+        if first[token] > end:
+            groups.append([])
+        groups[-1].append(token)
+        end = max(end, last[token])
     scores: dict[str, float] = {}
-    group, end = [], -1
-    for token in [*sorted(first, key=first.__getitem__), None]:
-        if token is None or first[token] > end:
-            if len(group) > 1 and any(len(set(member)) > 1 for member in group):
-                raise TokenizerError("the merges of this tokenizer are in an order that scores can't express")
-            scores |= dict.fromkeys(group, -float(len(scores)))
-            group = []
-        if token is not None:
-            group.append(token)
-            end = max(end, last[token])
+    for group in groups:
+        if len(group) > 1 and any(len(set(member)) > 1 for member in group):
+            raise TokenizerError("the merges of this tokenizer are in an order that scores can't express")
+        scores |= dict.fromkeys(group, -float(len(scores)))
     return scores
 
 

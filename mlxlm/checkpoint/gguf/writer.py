@@ -164,7 +164,7 @@ def write_header(
     for name, tensor in tensors.items():
         nbytes = ggml_type(types[name]).nbytes(tensor.shape)
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, GGMLQuantizationType[types[name]])
-    writer.fout, writer.state = [file], WriterState.EMPTY  # instead of a file that it opens
+    writer.fout, writer.state = [file], WriterState.EMPTY  # type: ignore[list-item]  # instead of a file that it opens
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -1,4 +1,4 @@
-"""llama2.c's `.bin` files: version 0 (legacy) and 1, both float32, are read; version 0 is written.
+"""llama2.c's `.bin` files in the format that run.c reads (float32, version 0 of export.py).
 
 Format: export.py and run.c of https://github.com/karpathy/llama2.c. The shapes follow from seven numbers in the
 header, so a file's size must be exactly what they say.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,16 @@ from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.utils.files import atomic_new_files
 
 _MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
-_HEADER_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-_LEGACY_HEADER_BYTES, _HEADER_BYTES = 28, 256  # of versions 0 and 1
+_HEADER = struct.Struct("<7i")
+_FIELDS = {
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
 _MAX_LAYERS = 4096  # the deepest models in use have about 130; each layer costs nine entries before one is read
 _TOKENIZER = "tokenizer.bin"
 
@@ -46,12 +55,12 @@ def open_llama2c(path: Path | str) -> Checkpoint:
     with os_errors_as(CheckpointError, "read", path):
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(_HEADER_BYTES)
-    version, config = _read_header(path, start)
-    _check_size(path, size, config, version)
+            start = file.read(_HEADER.size)
+    config = _read_header(path, start)
+    _check_size(path, size, config)
     tensors: dict[str, LazyTensor] = {}
-    offset = _header_bytes(version)
-    for name, shape in _tensor_order(config, version):
+    offset = _HEADER.size
+    for name, shape in _tensor_order(config):
         if name:
             tensors[name] = _lazy_tensor(path, name, offset, shape)
         offset += 4 * math.prod(shape)
@@ -59,9 +68,9 @@ def open_llama2c(path: Path | str) -> Checkpoint:
         path=path,
         format="llama2.c",
         hf_config=config_to_hf(config),
-        config=config,
         tensors=to_decoder_weights(_weight_mappings(config), tensors, str(path)),
         load_tokenizer=lambda: read_tokenizer(find_tokenizer(path, config.vocab_size), config.vocab_size),
+        config=config,
     )
 
 
@@ -82,7 +91,7 @@ def check_output_path(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> 
 
 
 def write(path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
-    """Write a version 0 file in float32 and `tokenizer.bin` beside it, one tensor in memory at a time.
+    """Write a file and `tokenizer.bin` beside it, one tensor in memory at a time.
 
     The model file appears last. A `tokenizer.bin` that already exists stays if it is the same.
 
@@ -96,39 +105,27 @@ def write(path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer
     path = Path(path)
     tokenizer_content = check_output_path(path, config, tokenizer)
     tensors = to_file_weights(_weight_mappings(config), tensors)
-    extra = tensors.keys() - {name for name, _ in _tensor_order(config, version=0)}
+    extra = tensors.keys() - {name for name, _ in _tensor_order(config)}
     if extra:
         raise CheckpointError(f"{min(extra)} has no place in a llama2.c file")
     with atomic_new_files(path) as folder:
         (folder / _TOKENIZER).write_bytes(tokenizer_content)
         with (folder / path.name).open("wb") as file:
-            file.write(_legacy_header(config))
-            for name, shape in _tensor_order(config, version=0):
+            sizes = {field: getattr(config, name) for field, name in _FIELDS.items()}
+            sizes["vocab_size"] *= 1 if config.tie_word_embeddings else -1
+            file.write(_HEADER.pack(*sizes.values()))
+            for name, shape in _tensor_order(config):
                 file.write(_float32_values(name, shape, tensors) if name else _rope_tables(config))
 
 
-def _header_bytes(version: int) -> int:
-    return _HEADER_BYTES if version else _LEGACY_HEADER_BYTES
-
-
-def _read_header(path: Path, start: bytes) -> tuple[int, ModelConfig]:
-    """Version and configuration from the first bytes of a file."""
-    version = 1 if start[:4] == _MAGIC else 0
-    if len(start) < _header_bytes(version):
-        raise CheckpointError(f"{path} is truncated: its header has {len(start)} of {_header_bytes(version)} bytes")
-    if version and (number := struct.unpack_from("<i", start, 4)[0]) != 1:
-        raise CheckpointError(f"{path}: version is {number}, it must be 0 or 1", "llama2.c's export.py --version 1")
-    values = dict(zip(_HEADER_FIELDS, struct.unpack_from("<7i", start, 8 if version else 0), strict=True))
-    if version == 0:
-        tied = values["vocab_size"] > 0
-        values["vocab_size"] = abs(values["vocab_size"])
-        return version, _config(path, values, tied)
-    if start[36] > 1:
-        raise CheckpointError(f"{path}: shared_classifier is {start[36]}, it must be 0 or 1")
-    return version, _config(path, values, start[36] == 1)
-
-
-def _config(path: Path, values: dict[str, int], tied: bool) -> ModelConfig:
+def _read_header(path: Path, start: bytes) -> ModelConfig:
+    """The configuration from the first bytes of a file."""
+    if start[:4] == _MAGIC:
+        raise CheckpointError(f"{path} has a format that run.c doesn't read", "llama2.c's export.py --version 0")
+    if len(start) < _HEADER.size:
+        raise CheckpointError(f"{path} is truncated: its header has {len(start)} of {_HEADER.size} bytes")
+    values = dict(zip(_FIELDS, _HEADER.unpack(start), strict=True))
+    tied, values["vocab_size"] = values["vocab_size"] > 0, abs(values["vocab_size"])
     for name, value in values.items():
         if value < 1:
             raise CheckpointError(f"{path}: {name} is {value}, it must be positive", "a llama2.c model")
@@ -137,53 +134,36 @@ def _config(path: Path, values: dict[str, int], tied: bool) -> ModelConfig:
     if values["dim"] % values["n_heads"]:
         raise CheckpointError(f"{path}: dim {values['dim']} is not a multiple of n_heads {values['n_heads']}")
     try:
-        return ModelConfig(
-            hidden_size=values["dim"],
-            intermediate_size=values["hidden_dim"],
-            num_hidden_layers=values["n_layers"],
-            num_attention_heads=values["n_heads"],
-            num_key_value_heads=values["n_kv_heads"],
-            vocab_size=values["vocab_size"],
-            max_position_embeddings=values["max_seq_len"],
-            tie_word_embeddings=tied,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        return _config({_FIELDS[name]: value for name, value in values.items()}, tied)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
 
 
-def _tensor_order(config: ModelConfig, version: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _config(sizes: Mapping[str, Any], tied: bool) -> ModelConfig:
+    return ModelConfig(**sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2)
+
+
+def _tensor_order(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the decoder's names and the shapes in the order of the file; "" is the table of rotary angles."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     kv = config.num_key_value_heads * head_dim
-
-    def layers(part: str, *shape: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    layer_modules = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "mlp.up_proj": (inner, hidden),
+    }
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    for module, shape in layer_modules.items():
         for i in range(config.num_hidden_layers):
-            yield f"model.layers.{i}.{part}.weight", shape
-
-    embedding = ("model.embed_tokens.weight", (config.vocab_size, hidden))
-    norm = ("model.norm.weight", (hidden,))
-    if version == 0:
-        yield embedding
-        yield from layers("input_layernorm", hidden)
-    else:
-        yield from layers("input_layernorm", hidden)
-        yield from layers("post_attention_layernorm", hidden)
-        yield norm
-        yield embedding
-    yield from layers("self_attn.q_proj", hidden, hidden)
-    yield from layers("self_attn.k_proj", kv, hidden)
-    yield from layers("self_attn.v_proj", kv, hidden)
-    yield from layers("self_attn.o_proj", hidden, hidden)
-    if version == 0:
-        yield from layers("post_attention_layernorm", hidden)
-    yield from layers("mlp.gate_proj", inner, hidden)
-    yield from layers("mlp.down_proj", hidden, inner)
-    yield from layers("mlp.up_proj", inner, hidden)
-    if version == 0:
-        yield norm
-        yield "", (2, config.max_position_embeddings, head_dim // 2)
+            yield f"model.layers.{i}.{module}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    yield "", (2, config.max_position_embeddings, head_dim // 2)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
 
@@ -198,9 +178,9 @@ def _weight_mappings(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def _check_size(path: Path, size: int, config: ModelConfig, version: int) -> None:
-    end = _header_bytes(version)
-    for name, shape in _tensor_order(config, version):
+def _check_size(path: Path, size: int, config: ModelConfig) -> None:
+    end = _HEADER.size
+    for name, shape in _tensor_order(config):
         end += 4 * math.prod(shape)
         if end > size:
             raise CheckpointError(
@@ -224,18 +204,7 @@ def _lazy_tensor(path: Path, name: str, offset: int, shape: tuple[int, ...]) -> 
 
 def _check_representable(config: ModelConfig) -> None:
     """Raise ConfigError for a field that a llama2.c file can't represent."""
-    plain = ModelConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    plain = _config({name: getattr(config, name) for name in _FIELDS.values()}, config.tie_word_embeddings)
     ignored = {"model_type", "layer_types", "pad_token_id"}  # layer_types has a meaning with sliding_window only
     for field in fields(ModelConfig):
         value, expected = getattr(config, field.name), getattr(plain, field.name)
@@ -248,19 +217,6 @@ def _check_representable(config: ModelConfig) -> None:
         )
 
 
-def _legacy_header(config: ModelConfig) -> bytes:
-    return struct.pack(
-        "<7i",
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.vocab_size if config.tie_word_embeddings else -config.vocab_size,
-        config.max_position_embeddings,
-    )
-
-
 def _rope_tables(config: ModelConfig) -> bytes:
     """Cosines of all positions, then sines, float32 `[max_position_embeddings, D/2]` each.
 
@@ -271,7 +227,7 @@ def _rope_tables(config: ModelConfig) -> bytes:
     return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32).tobytes()
 
 
-def _float32_values(name: str, shape: tuple[int, ...], tensors: LazyTensors) -> np.ndarray:
+def _float32_values(name: str, shape: tuple[int, ...], tensors: LazyTensors) -> memoryview:
     tensor = tensors.get(name)
     if tensor is None:
         raise CheckpointError(f"{name} is missing")
@@ -280,4 +236,4 @@ def _float32_values(name: str, shape: tuple[int, ...], tensors: LazyTensors) -> 
     value = tensor.read().astype(mx.float32)
     if not mx.isfinite(value).all().item():
         raise CheckpointError(f"{name} has values that are not finite", "an undamaged checkpoint")
-    return np.ascontiguousarray(np.asarray(value))
+    return np.ascontiguousarray(np.asarray(value)).data

@@ -19,8 +19,7 @@ from mlxlm.tokenizer.sentencepiece import SPACE
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError, os_errors_as
 
 _MAX_TOKENS = 1_000_000  # the largest vocabularies in use have about 260,000
-_SPECIAL = ("<unk>", "<s>", "</s>")
-_FIRST_TOKENS = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]  # what run.c expects
+_FIRST_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]  # what run.c expects
 # run.c only merges pieces with a score above this one.
 _NEVER_MERGED = -1e10
 
@@ -142,22 +141,9 @@ def _check_first_tokens(texts: list[str], name: str, hint: str) -> None:
 
 def _proto(pieces: list[tuple[str, float]]) -> Any:
     """Build a SentencePiece model with the settings that run.c assumes."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
-    for i, (text, score) in enumerate(pieces):
-        if i == 0:
-            kind = sentencepiece.UNKNOWN
-        elif len(_SPECIAL) <= i < len(_FIRST_TOKENS):
-            kind = sentencepiece.BYTE
-        elif i < len(_SPECIAL) or score <= _NEVER_MERGED:
-            kind = sentencepiece.CONTROL
-        else:
-            kind = sentencepiece.NORMAL
-        proto.pieces.add(piece=text, score=score, type=kind)
-    spec, rules = proto.trainer_spec, proto.normalizer_spec
-    spec.model_type, spec.vocab_size, spec.byte_fallback = sentencepiece.BPE, len(pieces), True
-    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = 0, 1, 2, -1
-    rules.name = "identity"
-    rules.add_dummy_prefix, rules.remove_extra_whitespaces, rules.escape_whitespaces = True, False, True
-    return proto
+    kinds = [sentencepiece.UNKNOWN, sentencepiece.CONTROL, sentencepiece.CONTROL] + 256 * [sentencepiece.BYTE]
+    for _, score in pieces[len(kinds) :]:
+        kinds.append(sentencepiece.NORMAL if score > _NEVER_MERGED else sentencepiece.CONTROL)
+    typed = ((text, score, kind) for (text, score), kind in zip(pieces, kinds, strict=True))
+    ids = {"unk": 0, "bos": 1, "eos": 2, "pad": None}
+    return sentencepiece.build(typed, ids, add_dummy_prefix=True, remove_extra_whitespaces=False)
