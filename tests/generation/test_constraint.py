@@ -391,26 +391,9 @@ def test_json_has_at_most_the_white_space_of_json_dumps(tokenizer):
     assert whitespace_text(tokenizer, TABLE) == '{"a": [null, null], "b": {}}'
 
 
-@pytest.mark.parametrize("comma, colon", [(",", ":"), (",\n  ", " : "), (", ", None)])
-def test_json_has_the_separators_that_its_schema_sets(lm, comma, colon):
-    separators = {"item_separator": comma, **({"key_separator": colon} if colon else {})}
-    wanted = json.dumps({"a": [None, None], "b": {}}, separators=(comma, colon or ": "))
-    assert whitespace_text(lm.tokenizer, {**TABLE, "x-guidance": separators}) == wanted
-
-
-@pytest.mark.parametrize("settings", [
-    {"item_separator": r",\s*"}, {"item_separator": ";"}, {"item_separator": "," + " " * 9}, {"key_separator": 3},
-    {"key_separator": ", "}, {"whitespace_pattern": r"\s*"}, {"whitespace_flexible": True}, {"coerce_one_of": True},
-    "x",
-])  # fmt: skip
-def test_a_schema_can_not_set_anything_else(lm, settings):
-    with pytest.raises(GenerationError, match="item_separator|key_separator") as caught:
-        compiled(GenerationOptions(json_schema={**TABLE, "x-guidance": settings}), lm.tokenizer)
-    assert "\n" not in str(caught.value)
-
-
-def closed(**properties):
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def test_settings_of_llguidance_are_refused(lm):
+    with pytest.raises(GenerationError, match='"x-guidance" can.t be set'):
+        compiled(GenerationOptions(json_schema={**TABLE, "x-guidance": {"whitespace_flexible": True}}), lm.tokenizer)
 
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
@@ -447,9 +430,7 @@ def matches(value, schema, root):
     {"oneOf": [CAT, DOG]},
     {**DEFINED, "$ref": "#/$defs/pet"},
     {**DEFINED, "type": "array", "items": {"$ref": "#/$defs/pet"}, "minItems": 1, "maxItems": 2},
-    {**DEFINED, "oneOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
-    {"oneOf": [closed(x={"type": "null"}), closed(y={"type": "null"})]},
-    {"oneOf": [{"allOf": [{"type": "null"}]}, {"anyOf": [{"type": "boolean"}, {"const": 3}]}]},
+    {**DEFINED, "anyOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
     {"oneOf": [{"const": 1}]},
 ])  # fmt: skip
 def test_one_of_alternatives_that_exclude_each_other(lm, schema):
@@ -473,15 +454,9 @@ def test_one_of_alternatives_that_may_both_match_are_refused(lm, schema):
         compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
 
 
-@pytest.mark.parametrize("schema", [
-    {"oneOf": [{"const": n} for n in range(2000)]},
-    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-])  # fmt: skip
-def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema):
-    started = time.process_time()
-    with pytest.raises(GenerationError, match='the alternatives of "oneOf" take too long to compare .try: "anyOf"'):
-        compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
-    assert time.process_time() - started < 5
+def test_one_of_many_alternatives_is_refused(lm):
+    with pytest.raises(GenerationError, match='"oneOf" has more than 200 alternatives .try: "anyOf"'):
+        compiled(GenerationOptions(json_schema={"oneOf": [{"const": n} for n in range(201)]}), lm.tokenizer)
 
 
 def test_errors_do_not_mention_llguidance_terms(lm):

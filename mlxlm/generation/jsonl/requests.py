@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.config.numbers import is_int_at_least
@@ -28,27 +28,6 @@ Id = str | int | float
 
 _REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
 _OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One text to generate.
-
-    Attributes:
-        id: The id of the line's request.
-        line: The number of the line, from 1.
-        number: The number of the sample, from 0.
-        num_samples: How many samples the line asks for.
-        request: What to generate.
-        digest: See `SampleTask`.
-    """
-
-    id: Id
-    line: int
-    number: int
-    num_samples: int
-    request: Request
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -77,8 +56,15 @@ class SampleTask:
     def pending_samples(self) -> Iterator[Sample]:
         """The samples without a result, with their seeds."""
         for number in self.pending:
-            request = self.request if self.has_own_seed else self.request.sample(str(self.id), number)
-            yield Sample(self.id, self.line, number, self.num_samples, request, self.digest)
+            yield Sample(self, number, self.request if self.has_own_seed else self.request.sample(str(self.id), number))
+
+
+class Sample(NamedTuple):
+    """One text of a line to generate: sample `number`, from 0."""
+
+    task: SampleTask
+    number: int
+    request: Request
 
 
 class BadRequest(GenerationError):

@@ -24,7 +24,7 @@ class ResultFile:
     """A file of result lines that stays readable after a crash.
 
     Opening only reads. The first `write` removes failed results, which are tried again, and a torn last line, which a
-    crash, a full disk or a power cut can leave. New lines are appended.
+    crash, a full disk or a power cut can leave, by replacing the file. New lines are appended.
     """
 
     def __init__(self, path: Path | str):
@@ -36,7 +36,7 @@ class ResultFile:
         self._path = Path(path).resolve()
         self._descriptors: list[int] = []  # the last one is written to
         self._done: dict[tuple[str, int], str] = {}
-        self._has_failed_lines = self._repaired = False
+        self._intact = True  # whether all lines are complete, and results that succeeded
         try:
             with os_errors_as(GenerationError, "write", path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,17 +61,16 @@ class ResultFile:
             GenerationError: For OS errors, such as a full disk.
         """
         with os_errors_as(GenerationError, "write", self._path):
-            if not self._repaired:
-                self._size = self._repair()
-                self._repaired = True
-            rest = memoryview(line)
+            if not self._intact:
+                self._rewrite()
+            descriptor, rest = self._descriptors[-1], memoryview(line)
+            size = os.fstat(descriptor).st_size
             try:
                 while rest:
-                    rest = rest[os.write(self._descriptors[-1], rest) :]
+                    rest = rest[os.write(descriptor, rest) :]
             except BaseException:
-                os.ftruncate(self._descriptors[-1], self._size)
+                os.ftruncate(descriptor, size)
                 raise
-            self._size += len(line)
 
     def close(self) -> None:
         """Close the file, and remove it if it is new and empty."""
@@ -102,17 +101,17 @@ class ResultFile:
         start = 0
         for number, line in enumerate(file, 1):
             fields = self._parse(line)
-            if fields is not None:
-                if has_failed(fields):
-                    self._has_failed_lines = True
-                else:
-                    self._done[str(fields["id"]), fields.get("sample", 0)] = fields["request"]
-                    yield start, start + len(line)
-            elif line.endswith(b"\n") or not _is_torn(line):
+            if fields is None and (line.endswith(b"\n") or not _is_torn(line)):
                 raise GenerationError(
                     f"line {number} of {self._path} is not a result, and the file stays as it is",
                     "the name of a new file, or of one that this command wrote",
                 )
+            if fields is None or has_failed(fields):
+                self._intact = False
+            else:
+                self._done[str(fields["id"]), fields.get("sample", 0)] = fields["request"]
+                self._intact = self._intact and line.endswith(b"\n")
+                yield start, start + len(line)
             start += len(line)
 
     @staticmethod
@@ -123,25 +122,15 @@ class ResultFile:
                 return value
         return None
 
-    def _repair(self) -> int:
-        """Remove failed results and a torn last line. Returns the size of the file."""
-        size = sum(end - start for start, end in self._kept_lines)
-        if self._has_failed_lines:
-            self._rewrite()
-        elif size < os.fstat(self._descriptors[-1]).st_size:
-            os.ftruncate(self._descriptors[-1], size)
-        if size and os.pread(self._descriptors[-1], 1, size - 1) != b"\n":
-            size += os.write(self._descriptors[-1], b"\n")
-        return size
-
     def _rewrite(self) -> None:
-        """Replace the file by its kept lines."""
+        """Replace the file by its results, without failed ones and a torn last line."""
         with self._path.open("rb") as file, atomic_write(self._path, GenerationError) as copy:
             os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
             for start, end in self._kept_lines:
                 file.seek(start)
-                copy.write(file.read(end - start))
+                copy.write(file.read(end - start).rstrip(b"\n") + b"\n")
         self._open()  # the old descriptor keeps its lock, for a process that has opened the replaced file
+        self._intact = True
 
 
 def _has_text(value: dict[str, Any]) -> bool:

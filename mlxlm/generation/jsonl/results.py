@@ -41,10 +41,11 @@ def full_result_fields(result: GenerationResult, tokenizer: Tokenizer) -> dict[s
 
 def sample_fields(sample: Sample, result: GenerationResult | MlxlmError, tokenizer: Tokenizer) -> dict[str, Any]:
     """The line of a sample: id, number (if there are several), digest of the request, and the result or its error."""
-    number = {"sample": sample.number} if sample.num_samples > 1 else {}
-    head = {"id": sample.id} | number | {"request": sample.digest}
+    task = sample.task
+    number = {"sample": sample.number} if task.num_samples > 1 else {}
+    head = {"id": task.id} | number | {"request": task.digest}
     if isinstance(result, MlxlmError):
-        return head | {"line": sample.line, "error": describe_error(result)}
+        return head | {"line": task.line, "error": describe_error(result)}
     return head | result_fields(result, tokenizer)
 
 

@@ -59,7 +59,7 @@ def refused(read):
 
 def test_a_prompt(read, lm):
     (row,) = read({"prompt": "The quick"})
-    assert (row.id, row.line, row.number, row.num_samples) == (5, 5, 0, 1)
+    assert (row.task.id, row.task.line, row.number, row.task.num_samples) == (5, 5, 0, 1)
     assert row.request.prompt == lm.tokenizer.encode("The quick")
     assert row.request.options == replace(DEFAULTS, seed=derive_seed(0, "5", 0))
     assert row.request.eos_token_ids is None
@@ -115,10 +115,10 @@ def test_seeds(read):
 
 
 def test_samples_that_are_done_are_left_out(read):
-    digest = read({"id": "a", "prompt": "x"})[0].digest
+    digest = read({"id": "a", "prompt": "x"})[0].task.digest
     done = {("a", 0): digest, ("a", 2): digest}
     rows = read({"id": "a", "prompt": "x", "num_samples": 4}, done=lambda *row: done.get(row))
-    assert [(row.number, row.num_samples) for row in rows] == [(1, 4), (3, 4)]
+    assert [(row.number, row.task.num_samples) for row in rows] == [(1, 4), (3, 4)]
     assert rows[1].request.options.seed == derive_seed(0, "a", 3)
     assert read({"id": "a", "prompt": "x"}, done=lambda *row: done.get(row)) == []
 
@@ -136,8 +136,8 @@ def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
 
     def digest(value, **settings):
         [row, *_] = read({"prompt": "x", **value}, **settings)
-        assert len(row.digest) == 12 and int(row.digest, 16) >= 0
-        return row.digest
+        assert len(row.task.digest) == 12 and int(row.task.digest, 16) >= 0
+        return row.task.digest
 
     plain = digest({})
     same = [{"id": "a"}, {"num_samples": 3}, {"temperature": 0.5}, {"max_tokens": 7}, {"top_p": 1}, {"seed": None}]
@@ -166,7 +166,7 @@ def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
 
 @pytest.mark.parametrize("id", ["", "a/ü 世", 0, -3, 2.5, 10**30, "1\u2028\n"])
 def test_ids(read, id):
-    assert read({"id": id, "prompt": "x"})[0].id == id
+    assert read({"id": id, "prompt": "x"})[0].task.id == id
 
 
 def test_ids_are_unique_as_texts(reader):
