@@ -91,8 +91,11 @@ def apply_overrides(
     for name, text in overrides.items():
         if name not in _DEPENDENT:
             _add(changes, name, _parse_override(name, text))
-    for field, value in _resize_heads(config, changes, "attention" in overrides).items():
-        changes.setdefault(field, value)
+    if {"hidden_size", "num_attention_heads"} & changes.keys():
+        if config.head_dim * config.num_attention_heads == config.hidden_size:
+            changes.setdefault("head_dim", None)
+        if config.num_key_value_heads == config.num_attention_heads and "attention" not in overrides:
+            changes.setdefault("num_key_value_heads", None)
     for name, parse in _DEPENDENT.items():
         if name in overrides:
             _add(changes, name, parse(overrides[name], values))
@@ -106,11 +109,7 @@ def apply_overrides(
 
 def infer_field(value: str) -> dict[str, str] | None:
     """The override that `value` alone stands for: "alibi" is `{"positions": "alibi"}`. None if it is ambiguous."""
-    choices = {
-        **_PRESETS,
-        "attention": _ATTENTION,
-        **{name: CHOICES[name] for name in ("norm", "norm_placement", "positions")},
-    }
+    choices = {**_PRESETS, "attention": _ATTENTION, **{n: CHOICES[n] for n in ("norm", "norm_placement", "positions")}}
     names = [name for name, values in choices.items() if value in values]
     return {names[0]: value} if len(names) == 1 else None
 
@@ -172,36 +171,14 @@ def _check_choice(name: str, text: str, choices: Iterable[str]) -> str:
     return text
 
 
-def _resize_heads(config: ModelConfig, changes: Changes, attention: bool) -> Changes:
-    """Let `head_dim` and `num_key_value_heads` follow the width and the heads if they did before.
-
-    Args:
-        config: The base configuration.
-        changes: The changes so far.
-        attention: Whether the override `attention` sets the number of key-value heads.
-    """
-    if not {"hidden_size", "num_attention_heads"} & changes.keys():
-        return {}
-    resized: Changes = {}
-    if config.head_dim * config.num_attention_heads == config.hidden_size:
-        resized["head_dim"] = None
-    if config.num_key_value_heads == config.num_attention_heads and not attention:
-        resized["num_key_value_heads"] = None
-    return resized
-
-
 def _reset_unread_position_fields(changes: Changes, values: Values) -> None:
     """Reset fields that the positions don't read, since most families can't represent them then."""
     positions = values["positions"]
-    readers: dict[str, list[str]] = {}
-    for name, encoding in POSITIONS.items():
-        for field in encoding.fields:
-            readers.setdefault(field, []).append(name)
-    for field, encodings in readers.items():
-        if positions not in encodings:
-            if field in changes:
-                raise ConfigError(f"{field} has no effect on {positions} positions", f"positions={encodings[0]}")
-            changes[field] = _FIELDS[field].default
+    readers = {field: name for name, encoding in reversed(POSITIONS.items()) for field in encoding.fields}
+    for field in readers.keys() - set(POSITIONS[positions].fields):
+        if field in changes:
+            raise ConfigError(f"{field} has no effect on {positions} positions", f"positions={readers[field]}")
+        changes[field] = _FIELDS[field].default
 
 
 def _remove_unused_window(changes: Changes, values: Values) -> None:

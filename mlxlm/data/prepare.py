@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -120,24 +121,22 @@ def _parts(data: DataOptions) -> list[tuple[str, float, Sequence[str | Path]]]:
     return [(name, weight, [path]) for name, weight, path in named]
 
 
+@dataclass
 class _Builder:
     """Writes documents into the shards of the two splits. Its files are closed with `stack`."""
 
-    def __init__(
-        self,
-        data: DataOptions,
-        tokenizer: Tokenizer,
-        folder: Path,
-        stack: ExitStack,
-        shard_tokens: int,
-        encode: Encode | None,
-        progress: Advance | None,
-    ):
-        self._data, self._tokenizer, self._folder, self._stack = data, tokenizer, folder, stack
-        self._shard_tokens, self._encode, self._progress = shard_tokens, encode, progress
-        self._bad_input = BadInput(data.on_bad_input)
-        self._duplicate_filter = None if data.dedup is None else DuplicateFilter(data.dedup)
-        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    data: DataOptions
+    tokenizer: Tokenizer
+    folder: Path
+    stack: ExitStack
+    shard_tokens: int
+    encode: Encode | None
+    progress: Advance | None
+
+    def __post_init__(self) -> None:
+        self._bad_input = BadInput(self.data.on_bad_input)
+        self._duplicate_filter = None if self.data.dedup is None else DuplicateFilter(self.data.dedup)
+        self._dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._num_conversations = 0
         self._parts: list[TrainPart] = []
         self._split_kinds: set[str] = set()
@@ -151,12 +150,12 @@ class _Builder:
         if fraction is None:
             self.add(paths, train)
             self._split_kinds.add("files")
-        elif self._encode is not None:
-            self._encode_and_split(self._encoded_documents(paths, self._encode), train, fraction, seed)
+        elif self.encode is not None:
+            self._encode_and_split(self._encoded_documents(paths, self.encode), train, fraction, seed)
             self._split_kinds.add("documents")
         else:
             if fraction:  # the first documents are read twice
-                paths = spool_streams(paths, self._data.stdin, self._folder, self._stack)
+                paths = spool_streams(paths, self.data.stdin, self.folder, self.stack)
             split = ValidationSplit(self._preview(paths), fraction, seed)
             self._tokenize_and_split(split, paths, train)
             self._split_kinds.add(split.kind)
@@ -166,33 +165,33 @@ class _Builder:
 
     def add(self, paths: Sequence[str | Path], writer: ShardWriter) -> None:
         """Write all documents of `paths` into one split."""
-        if self._encode is None:
-            chunks = tokenize(self._documents(paths), self._tokenizer)
+        if self.encode is None:
+            chunks = tokenize(self._documents(paths), self.tokenizer)
         else:
-            chunks = itertools.chain.from_iterable(self._encoded_documents(paths, self._encode))
+            chunks = itertools.chain.from_iterable(self._encoded_documents(paths, self.encode))
         for chunk in chunks:
             writer.add(*chunk)
 
     def finish(self) -> Manifest:
         """Complete the validation split and write the manifest."""
         manifest = Manifest(
-            fingerprint=self._tokenizer.fingerprint,
-            vocab_size=self._tokenizer.vocab_size,
+            fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
             dtype=self._dtype,
             validation_split=self._split_kinds.pop() if len(self._split_kinds) == 1 else "mixed",
             num_conversations=self._num_conversations,
-            sources=[source_name(path) for path in (*self._data.sources, *self._data.validation)],
+            sources=[source_name(path) for path in (*self.data.sources, *self.data.validation)],
             parts=self._parts,
             validation=self.validation.finish(),
             dedup=self._duplicate_filter.stats if self._duplicate_filter else None,
             skipped=self._bad_input.skipped,
         )
-        write_json(self._folder / MANIFEST_FILE, manifest.to_dict())
+        write_json(self.folder / MANIFEST_FILE, manifest.to_dict())
         return manifest
 
     def _writer(self, split: str, first: int) -> ShardWriter:
         dtype = np.dtype(self._dtype).newbyteorder("<")
-        return self._stack.enter_context(closing(ShardWriter(self._folder, split, dtype, self._shard_tokens, first)))
+        return self.stack.enter_context(closing(ShardWriter(self.folder, split, dtype, self.shard_tokens, first)))
 
     def _tokenize_and_split(self, split: ValidationSplit, paths: Sequence[str | Path], train: ShardWriter) -> None:
         held_out: deque[bool] = deque()  # for the documents in `tokenize`
@@ -203,7 +202,7 @@ class _Builder:
                 yield document
 
         writer = train
-        for chunk in tokenize(documents(), self._tokenizer):
+        for chunk in tokenize(documents(), self.tokenizer):
             if chunk.starts_document:
                 writer = self.validation if held_out.popleft() else train
             writer.add(*chunk)
@@ -239,7 +238,7 @@ class _Builder:
         """Read documents, without duplicates, and count them. Raises DataError if there are none."""
         document, dedup = None, self._duplicate_filter
         previously_read = dedup.stats.documents if dedup else 0
-        documents = _read(self._data, paths, self._bad_input, self._progress)
+        documents = _read(self.data, paths, self._bad_input, self.progress)
         for document in dedup(documents) if dedup else documents:
             self._num_conversations += document.messages is not None
             yield document
@@ -252,7 +251,7 @@ class _Builder:
 
     def _preview(self, paths: Sequence[str | Path]) -> Generator[Document, None, None]:
         """What `_documents` will yield, without counting."""
-        documents = _read(self._data, paths, copy.copy(self._bad_input))
+        documents = _read(self.data, paths, copy.copy(self._bad_input))
         return documents if self._duplicate_filter is None else copy.deepcopy(self._duplicate_filter)(documents)
 
 

@@ -112,15 +112,9 @@ def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
     """Turn pyarrow's errors for damaged files into a DataError that names the file."""
     try:
         yield
-    except DataError:
-        raise
-    except MemoryError as error:
-        raise DataError(f"{path} needs more memory than there is", "a complete copy of the file") from error
-    except OSError as error:
-        if error.errno is not None:  # a disk error
+    except (pyarrow.ArrowException, OSError, MemoryError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # a disk error
             raise
-        raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
-    except (pyarrow.ArrowException, ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
 
 

@@ -124,12 +124,11 @@ def _decoded_lines(block: bytes, name: str, offset: int, number: int, on_bad: On
     for line in io.BytesIO(block):
         try:
             if b"\0" in line:
-                raise invalid_utf8(name, offset + line.index(b"\0"), "a zero byte", number)
-            yield line.decode("utf-8")
+                on_bad(invalid_utf8(name, offset + line.index(b"\0"), "a zero byte", number))
+            else:
+                yield line.decode("utf-8")
         except UnicodeDecodeError as error:
             on_bad(invalid_utf8(name, offset + error.start, f"0x{line[error.start]:02X}", number))
-        except DataError as error:
-            on_bad(error)
         offset += len(line)
         number += 1
 

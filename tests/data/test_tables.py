@@ -104,10 +104,10 @@ def test_folders_of_save_to_disk(tmp_path):
     [
         ("state.json", "{", "state.json is not JSON"),
         ("state.json", '{"_data_files": 3}', "field '_data_files' is not a list"),
-        ("state.json", '{"_data_files": [{"filename": "../../x.arrow"}]}', "no plain file name"),
-        ("state.json", '{"_data_files": [{}]}', "no plain file name"),
+        ("state.json", '{"_data_files": [{"filename": "../../x.arrow"}]}', "not a list of plain names"),
+        ("state.json", '{"_data_files": [{}]}', "not a list of plain names"),
         ("state.json", '{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "flatten_indices"),
-        ("dataset_dict.json", '{"splits": ["../train"]}', "field 'splits' is not a list of folder names"),
+        ("dataset_dict.json", '{"splits": ["../train"]}', "field 'splits' is not a list of plain names"),
         ("dataset_dict.json", '{"splits": ["train"]}', "train is not a saved dataset"),
     ],
 )
