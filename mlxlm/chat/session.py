@@ -200,7 +200,7 @@ class Chat:
         encode = self.lm.tokenizer.encode
         return [len(m.ids or encode(m.content, add_special_tokens=False)) for m in self.messages]
 
-    def ask(self, text: str, *, on_prefill: OnPrefill | None = None) -> Answer:
+    def ask(self, text: str, on_prefill: OnPrefill | None = None) -> Answer:
         """Answer a message.
 
         Closing the generator stops the answer; the text so far stays in the conversation. If it is stopped before the
@@ -218,7 +218,7 @@ class Chat:
         self._end_answer()
         return self._ask(self._branches.current, text, on_prefill)
 
-    def retry(self, *, on_prefill: OnPrefill | None = None) -> Answer:
+    def retry(self, on_prefill: OnPrefill | None = None) -> Answer:
         """Answer the last message again, with the next seed. The new answer replaces the old one at its first token.
 
         Raises as `ask` does, and GenerationError if there is no message.
@@ -227,7 +227,7 @@ class Chat:
         shorter, last = self._branches.current.pop_turn()
         return self._ask(shorter, last.question, on_prefill)
 
-    def edit(self, text: str, *, on_prefill: OnPrefill | None = None) -> Answer:
+    def edit(self, text: str, on_prefill: OnPrefill | None = None) -> Answer:
         """Replace the last message and answer the new one. The old turn is replaced at the answer's first token.
 
         Raises as `ask` does, and GenerationError if there is no message.

@@ -72,17 +72,8 @@ def encode_session(session: Session) -> bytes:
                 line_of[end, turn] = len(lines) + 1
             end = line_of[end, turn]
         ends[name] = {"line": end, "dropped": conversation.dropped}
-    header = {
-        _VERSION_KEY: VERSION,
-        "model": session.model,
-        "weights": session.weights,
-        "tokenizer": session.tokenizer,
-        "chat_template": session.chat_template,
-        "system_prompt": session.system_prompt,
-        "context_overflow": session.context_overflow,
-        "options": session.options,
-        "kv": non_default_fields(session.kv, KVOptions()),
-    }
+    header = {_VERSION_KEY: VERSION, **vars(session), "kv": non_default_fields(session.kv, KVOptions())}
+    del header["branches"]
     if list(ends) != [MAIN_BRANCH] or ends[MAIN_BRANCH]["dropped"]:
         header |= {"branch": session.branches.name, "branches": ends}
     return b"".join(json_line(value) for value in (header, *lines))

@@ -1,4 +1,4 @@
 """The chat in a terminal or over a pipe.
 
-`repl.open_repl` opens a conversation, `stream_answer.stream_answer` displays one answer.
+`repl.open_repl` opens a conversation, `screen.stream_answer` displays one answer.
 """

@@ -190,7 +190,7 @@ def _undo(repl: Repl, _: str) -> None:
 
 
 def _retry(repl: Repl, _: str) -> None:
-    repl.answer(lambda on_prefill: repl.chat.retry(on_prefill=on_prefill))
+    repl.answer(repl.chat.retry)
 
 
 def _edit(repl: Repl, text: str) -> None:
@@ -198,7 +198,7 @@ def _edit(repl: Repl, text: str) -> None:
     if not questions:
         raise GenerationError("there is no message yet", "a message first")
     if text:
-        repl.edit(strip_block(text))
+        repl.send(strip_block(text), editing=True)
     elif repl.interactive:
         repl.draft, repl.editing = quote_message(questions[-1]), True
     else:

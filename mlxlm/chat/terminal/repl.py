@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,8 @@ from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_hang_up, hide_typing
 from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
+from mlxlm.chat.terminal.screen import StartAnswer, stream_answer
 from mlxlm.chat.terminal.settings import Settings
-from mlxlm.chat.terminal.stream_answer import StartAnswer, stream_answer
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
@@ -108,7 +109,7 @@ class Repl:
     def once(self, message: str) -> None:
         """Answer one message. Errors and Ctrl-C are raised."""
         try:
-            self._answer(lambda on_prefill: self.chat.ask(message, on_prefill=on_prefill))
+            self._answer(partial(self.chat.ask, message))
         finally:
             self.autosave.finish(self.chat)
 
@@ -140,9 +141,9 @@ class Repl:
             self.autosave.finish(self.chat)
         return _HANG_UP_EXIT_CODE if self._hung_up else 0
 
-    def edit(self, message: str) -> None:
-        """Replace the last message and answer the new one."""
-        self.answer(lambda on_prefill: self.chat.edit(message, on_prefill=on_prefill), message)
+    def send(self, message: str, editing: bool = False) -> None:
+        """Answer a message; with `editing` it replaces the last one."""
+        self.answer(partial(self.chat.edit if editing else self.chat.ask, message), message)
 
     def answer(self, start: StartAnswer, message: str = "") -> None:
         """Stream the answer that `start` starts. If the context is full, ask whether to drop turns for `message`."""
@@ -208,11 +209,7 @@ class Repl:
         if line.startswith("/") and not line.startswith("//"):
             commands.run_command(self, line)
         elif line:
-            message = text.replace("//", "/", 1) if line.startswith("//") else strip_block(text)
-            if editing:
-                self.edit(message)
-            else:
-                self.answer(lambda on_prefill: self.chat.ask(message, on_prefill=on_prefill), message)
+            self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), editing)
 
     def _answer(self, start: StartAnswer) -> None:
         before = self.chat.stats.last

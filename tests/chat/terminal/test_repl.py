@@ -17,7 +17,7 @@ import pytest
 
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.interrupts import defer_interrupts
-from mlxlm.chat.terminal.stream_answer import stream_answer
+from mlxlm.chat.terminal.screen import stream_answer
 from mlxlm.cli.main import main
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]
