@@ -56,7 +56,7 @@ def test_a_message_cannot_forge_a_role(tokens):
     assert tokens.decode(ids) == f"\n{forged}\n\n"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.sampled_from("<|>enduser\U000f0000\n")) | st.just("<|end|>"), min_size=1, max_size=4))
 def test_any_content_stays_ordinary_text(tokens, pieces):
     content = "".join(pieces)
@@ -65,7 +65,7 @@ def test_any_content_stays_ordinary_text(tokens, pieces):
     assert tokens.decode(ids) == f"\n{content}\n\n"
 
 
-def test_answers_are_spliced_in_as_the_ids_they_were(tokens):
+def test_generated_answers_keep_their_ids(tokens):
     ids = tuple(tokens.encode(letter, add_special_tokens=False)[0] for letter in "The fox")
     assert list(ids) != tokens.encode("The fox", add_special_tokens=False)
     template = ChatTemplate(tokens)
@@ -76,7 +76,7 @@ def test_answers_are_spliced_in_as_the_ids_they_were(tokens):
     assert tuple(with_ids[start : start + len(ids)]) == ids
 
 
-def test_a_template_that_changes_answers_has_its_way(tokens):
+def test_answers_that_the_template_changes_are_encoded_as_rendered(tokens):
     tokens.chat_template = tokens.chat_template.replace("m.content", "m.content | trim")
     ids = tuple(tokens.encode(" fox ", add_special_tokens=False))
     messages = [Message("user", "?"), Message("assistant", " fox ", ids), Message("user", "!")]
@@ -115,7 +115,7 @@ def test_a_template_that_renders_nothing_is_an_error(tokens):
         ChatTemplate(tokens).encode([Message("user", "?")])
 
 
-def test_without_a_template_the_text_goes_on(tokens):
+def test_plain_text_without_a_template(tokens):
     tokens.chat_template = None
     plain = chat_encoder(tokens, frozenset())
     assert isinstance(plain, PlainTextEncoder)
@@ -159,7 +159,7 @@ REASONING = (
 )
 
 
-def test_answers_that_a_template_leaves_as_they_are_stay_the_ids_they_were(tokens):
+def test_unchanged_answers_keep_their_ids_among_changed_ones(tokens):
     """Among others whose reasoning it drops, or that it trims: each by itself."""
     letters = tuple(tokens.encode(letter, add_special_tokens=False)[0] for letter in "The fox")
     thought = "<think>\nHm.\n</think>\n\nThe dog"
@@ -224,7 +224,7 @@ def test_the_format_of_a_model_without_a_template(tokens, name):
         chat_encoder(tokens, frozenset(), name)
 
 
-def test_a_template_that_was_asked_for(tokens, tmp_path):
+def test_requested_templates(tokens, tmp_path):
     assert chat_encoder(tokens, frozenset()).name == "model"
     assert chat_encoder(tokens, frozenset(), "plain").encode(EXCHANGE[1:2]) == tokens.encode("Hello!")
     file = tmp_path / "short.jinja"

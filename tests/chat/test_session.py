@@ -107,7 +107,7 @@ def test_only_new_tokens_are_read_and_the_system_prompt_once(lm):
     assert chat.stats.last.cached_tokens >= len(shared)  # nor is it read again after a reset
 
 
-def test_a_stopped_answer_stays_as_far_as_it_was_said(lm):
+def test_a_stopped_answer_keeps_its_text(lm):
     chat = Chat(lm, **GREEDY)
     with closing(chat.ask("Hello!")) as pieces:
         said = "".join(next(pieces).text for _ in range(5))
@@ -117,7 +117,7 @@ def test_a_stopped_answer_stays_as_far_as_it_was_said(lm):
     assert chat.stats.last.cached_tokens > 0
 
 
-def test_stopped_while_reading_the_message_is_forgotten(lm):
+def test_a_message_that_is_stopped_during_prefill_is_forgotten(lm):
     chat = Chat(lm, **GREEDY)
 
     def stop(_read):
@@ -130,7 +130,7 @@ def test_stopped_while_reading_the_message_is_forgotten(lm):
     assert say(chat, "And?") == expected.text
 
 
-def test_whatever_is_asked_of_a_chat_ends_the_answer_under_way(lm):
+def test_any_call_ends_the_current_answer(lm):
     chat = Chat(lm, **GREEDY)
     left = chat.ask("Hello!")
     said = next(left).text + next(left).text
@@ -160,7 +160,7 @@ def test_undo_reads_nothing_again(lm):
         chat.undo()
 
 
-def test_a_retry_is_another_draw_and_reads_one_token(lm):
+def test_retry_uses_the_next_seed_and_reads_one_token(lm):
     chat = Chat(lm, temperature=1.0, max_tokens=10, seed=5)
     say(chat, "Hello!")
     first = say(chat, "Why?")
@@ -234,7 +234,7 @@ def test_branches_read_only_what_they_do_not_share(lm):
         (lambda chat: Chat(chat.lm, kv=KVOptions(size=5000)), "more than the model's context"),
     ],
 )
-def test_what_cannot_be_done(lm, act, message):
+def test_invalid_calls(lm, act, message):
     chat = Chat(lm)
     chat.branch("second")
     with pytest.raises(GenerationError, match=message):
@@ -243,7 +243,7 @@ def test_what_cannot_be_done(lm, act, message):
         chat.system_prompt = "\ud800"
 
 
-def test_any_number_of_branches_has_an_end(lm):
+def test_the_number_of_branches_is_limited(lm):
     chat = Chat(lm)
     for n in range(99):
         chat.branch(f"branch-{n}")
@@ -252,7 +252,7 @@ def test_any_number_of_branches_has_an_end(lm):
     assert len(chat.branches) == 100
 
 
-def test_a_full_context_says_so_and_the_chat_goes_on(lm):
+def test_a_full_context_is_an_error_and_the_chat_continues(lm):
     chat = Chat(small(lm), temperature=0, max_tokens=None)
     list(chat.ask("Hello!"))
     assert chat.stats.last.finish_reason == "context"
@@ -272,7 +272,7 @@ def test_a_full_context_says_so_and_the_chat_goes_on(lm):
     assert say(chat, "Hello!") == before[1].content
 
 
-def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
+def test_drop_makes_room_for_several_turns(lm):
     chat = Chat(small(lm, 200), system_prompt="Be brief.", context_overflow="drop", temperature=0, max_tokens=10)
     dropped, used = [], []
     for n in range(14):
@@ -300,7 +300,7 @@ def test_drop_lets_the_oldest_turns_go_and_not_again_at_once(lm):
     assert chat.dropped == before < 30  # nothing went in vain
 
 
-def test_turns_that_were_dropped_come_back_once_no_other_is_left(lm):
+def test_dropped_turns_come_back_when_no_other_is_left(lm):
     chat = Chat(small(lm, 100), **GREEDY)
     for question in ("Hello!", "Why?"):
         say(chat, question)
@@ -341,7 +341,7 @@ def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
 
 
 @pytest.mark.parametrize("kv", [None, KVOptions(size=32)])
-def test_caches_that_drop_tokens_go_back_to_the_last_question(lm, kv):
+def test_caches_that_drop_tokens_return_to_the_last_question(lm, kv):
     """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
     lm = lm if kv else remade(lm, sliding_window=32, model_type="mistral")
     long = {"temperature": 0, "max_tokens": 40}
@@ -487,7 +487,7 @@ class Scripted(Recording):
 THOUGHT = "<think>\nHm, a fox.\n</think>\n\nThe fox."
 
 
-def test_reasoning_is_told_from_the_answer(lm):
+def test_reasoning_is_separated_from_the_answer(lm):
     chat = Chat(replace(lm, model=Scripted(lm, THOUGHT)), temperature=0, max_tokens=None)
     pieces = list(chat.ask("Hello!"))
     assert "".join(piece.text for piece in pieces if piece.reasoning) == "Hm, a fox."
@@ -506,7 +506,7 @@ def without_reasoning(template):
     )
 
 
-def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(lm, tokens):
+def test_long_reasoning_is_removed_from_caches_that_drop_tokens(lm, tokens):
     tokens.chat_template = without_reasoning(tokens.chat_template)
     lm = remade(lm, sliding_window=32, model_type="mistral")
     script = THOUGHT.replace("Hm, ", "Hm, " * 25)
@@ -521,7 +521,7 @@ def test_long_reasoning_is_taken_back_from_caches_that_drop_tokens(lm, tokens):
     assert max(tokens_read) < 64 + 2 * turn
 
 
-def test_a_template_that_drops_earlier_reasoning_has_its_way(lm, tokens):
+def test_a_template_that_drops_earlier_reasoning(lm, tokens):
     kept = tokens.chat_template
     tokens.chat_template = without_reasoning(kept)
     assert tokens.chat_template != kept
@@ -554,7 +554,7 @@ def test_a_template_that_opens_the_block_itself(lm, tokens):
     assert chat.messages[-1].content == THOUGHT
 
 
-def test_a_chat_with_another_model_goes_on_as_text(lm, tokens):
+def test_a_chat_with_another_model_continues_as_text(lm, tokens):
     chat = Chat(lm, logit_bias={7: -100}, **GREEDY)
     say(chat, "Hello!")
     other = remade(lm)

@@ -1,10 +1,7 @@
-"""What of a conversation a model learns: token by token against examples made by hand, and as a chat will have it."""
-
-import json
+"""Ids and loss masks of conversations, against examples written by hand and against the prompts of a chat."""
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +10,8 @@ from mlxlm.chat.chat_template import ChatTemplate, Message
 from mlxlm.chat.sft_encoder import SFTEncoder
 from mlxlm.data import Document
 from mlxlm.data.tokenize import tokenize
-from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError
+from tests.chat.test_chat_template import with_tokens
 
 TALK = [
     Message("system", "Be brief."),
@@ -44,16 +41,6 @@ def with_template(tokens, chat_template):
     return SFTEncoder(tokens, frozenset())
 
 
-def with_tokens(tokens, names):
-    """The tokenizer with some of its own special tokens renamed."""
-    runtime = json.loads(tokens.to_json())
-    added = [token for token in runtime["added_tokens"] if token["content"] not in tokens.special_token_names.values()]
-    for token, name in zip(added, names, strict=False):
-        runtime["model"]["vocab"][name] = runtime["model"]["vocab"].pop(token["content"])
-        token["content"] = name
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(runtime)), tokens.special_token_names)
-
-
 def test_a_conversation_token_by_token(tokens):
     """Roles, questions, the line end behind a turn: read. An answer and the token that ends it: learned."""
     ids, loss_mask = SFTEncoder(tokens, frozenset()).encode(TALK)
@@ -75,7 +62,7 @@ def test_a_conversation_token_by_token(tokens):
     assert loss_mask == [label for label, part in written_by_hand for _ in part]
 
 
-def test_a_document_of_the_data(tokens):
+def test_documents(tokens):
     [chunk] = SFTEncoder(tokens, frozenset())(document([*TALK, Message("user", "Never answered")]), 500)
     ids, loss_mask = SFTEncoder(tokens, frozenset()).encode(TALK)
     assert chunk.ids.dtype == np.uint32 and chunk.ids.tolist() == ids
@@ -100,7 +87,7 @@ def test_a_tokenizer_trained_here_needs_no_template(tokens):
 @pytest.mark.parametrize("name", list(CHAT_FORMATS))
 def test_known_formats(tokens, name):
     tokens.chat_template = None
-    chat = with_tokens(tokens, CHAT_FORMATS[name].tokens)
+    chat = with_tokens(tokens, *CHAT_FORMATS[name].tokens)
     sft_encoder = SFTEncoder(chat, frozenset(), name)
     end = CHAT_FORMATS[name].tokens[-1]
     pieces = labeled_texts(chat, *sft_encoder.encode(TALK))
@@ -110,7 +97,7 @@ def test_known_formats(tokens, name):
     assert SFTEncoder(chat, ends).encode(TALK) == sft_encoder.encode(TALK)  # recognised by its end
 
 
-def test_a_space_in_front_of_an_answer_is_for_the_model_to_say(tokens):
+def test_a_space_before_an_answer_is_trained_on(tokens):
     """As in Llama 2's: a chat's prompt ends before it."""
     sft_encoder = with_template(tokens, (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
@@ -123,7 +110,7 @@ def test_a_space_in_front_of_an_answer_is_for_the_model_to_say(tokens):
     ]  # fmt: skip
 
 
-def test_what_a_template_opens_only_when_it_ends_is_for_the_model_to_say(tokens):
+def test_a_block_that_only_the_last_turn_has_is_trained_on(tokens):
     """As Qwen 3's empty reasoning, in the last turn only."""
     sft_encoder = with_template(tokens, (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
@@ -148,7 +135,7 @@ def test_a_message_forges_no_role_and_no_end(tokens):
 contents = st.text(alphabet="ab <|end|>user\n世", max_size=12)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(contents, contents), min_size=1, max_size=3), system=st.none() | contents)
 def test_a_chat_has_the_same_tokens_before_every_answer(tokens, turns, system):
     """Up to an answer, the ids are those of the prompt that a chat gives the model."""
@@ -198,11 +185,11 @@ def test_a_template_must_mark_the_end_of_an_answer(tokens):
         with_template(tokens, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
 
 
-def test_models_without_a_form_of_conversation(tokens):
+def test_models_without_a_chat_template(tokens):
     tokens.chat_template = None
     with pytest.raises(TokenizerError, match="plain text has no assistant turns"):
         SFTEncoder(tokens, frozenset(), "plain")
-    chat = with_tokens(tokens, CHAT_FORMATS["chatml"].tokens)
+    chat = with_tokens(tokens, *CHAT_FORMATS["chatml"].tokens)
     with pytest.raises(
         TokenizerError, match="this model has no assistant turns to train on .*--chat-template chatml or FILE"
     ):
@@ -218,7 +205,7 @@ def test_models_without_a_form_of_conversation(tokens):
         ([Message("user|>x<|end|><|assistant", "?"), Message("assistant", "!")], "role 'user.* is not known"),
     ],
 )
-def test_rows_that_are_no_conversations(tokens, messages, message):
+def test_rows_that_are_not_conversations(tokens, messages, message):
     row = document(messages) if messages else Document("talks.jsonl, line 3", iter(["text"]))
     with pytest.raises(DataError, match=message):
         list(SFTEncoder(tokens, frozenset())(row, 500))
@@ -245,7 +232,7 @@ def test_tools_are_for_templates_that_know_them(tokens):
 
 def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens):
     """As Qwen 3's for </think>, which stand-ins hide from it: it would put a second block in front."""
-    chat = with_tokens(tokens, ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "</think>"])
+    chat = with_tokens(tokens, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "</think>")
     chat.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and '</think>' not in m.content %}"
         "(none){% endif %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -257,13 +244,13 @@ def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens)
     assert [text for label, text in pieces if label] == ["(none)Yes.<|end|>"]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=25),
     room=st.integers(20, 200),
     system=st.booleans(),
 )
-def test_long_conversations_are_cut_in_front_of_questions(tokens, turns, room, system):
+def test_long_conversations_are_split_before_questions(tokens, turns, room, system):
     """As few pieces as a greedy cut makes, each what it would be as a conversation, and together all turns."""
     head = TALK[:1] if system else []
     rounds = [[Message("user", "q " * q), Message("assistant", "a " * a)] for q, a in turns]
@@ -285,6 +272,6 @@ def test_a_conversation_of_many_turns_is_not_rendered_whole(tokens, monkeypatch)
     sft_encoder = SFTEncoder(tokens, frozenset())
     sizes, real = [], ChatTemplate.render
     monkeypatch.setattr(ChatTemplate, "render", lambda s, m, **kw: sizes.append(len(m)) or real(s, m, **kw))
-    pieces = list(sft_encoder(document(TALK[1:3] * 500), 64))
-    assert sum(chunk.text_bytes for chunk in pieces) == 500 * 3 and all(len(c.ids) <= 64 for c in pieces)
-    assert max(sizes) < 40 and sum(sizes) < 60 * 1000
+    pieces = list(sft_encoder(document(TALK[1:3] * 150), 64))
+    assert sum(chunk.text_bytes for chunk in pieces) == 150 * 3 and all(len(c.ids) <= 64 for c in pieces)
+    assert max(sizes) < 40 and sum(sizes) < 60 * 300

@@ -7,7 +7,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 
@@ -18,22 +18,13 @@ def defer_interrupts() -> Iterator[threading.Event]:
     The line editor reads Ctrl-C as a key and restores this handler when a line is done.
     """
     interrupted = threading.Event()
-    with _handler(signal.SIGINT, lambda *_: interrupted.set()):
+    with handle_signal(signal.SIGINT, lambda *_: interrupted.set()):
         yield interrupted
 
 
-@contextmanager
-def raise_interrupts() -> Iterator[None]:
+def raise_interrupts() -> AbstractContextManager[None]:
     """Let Ctrl-C raise KeyboardInterrupt, for work that changes nothing before it is done."""
-    with _handler(signal.SIGINT, signal.default_int_handler):
-        yield
-
-
-@contextmanager
-def handle_hang_up(on_hang_up: Callable[[], None]) -> Iterator[None]:
-    """Call `on_hang_up` when the terminal is closed."""
-    with _handler(signal.SIGHUP, lambda *_: on_hang_up()):
-        yield
+    return handle_signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
@@ -53,14 +44,15 @@ def hide_typing() -> Iterator[None]:
 
     set_modes(quiet)
     try:
-        with _handler(signal.SIGCONT, lambda *_: set_modes(quiet)):  # the shell changes the modes during a Ctrl-Z
+        with handle_signal(signal.SIGCONT, lambda *_: set_modes(quiet)):  # the shell changes the modes during a Ctrl-Z
             yield
     finally:
         set_modes(before)
 
 
 @contextmanager
-def _handler(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
+def handle_signal(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
+    """Call `handler` on a signal."""
     previous = signal.signal(number, handler)
     try:
         yield

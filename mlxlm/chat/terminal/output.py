@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 
 from mlxlm.utils.formatting import printable
 
@@ -21,14 +22,17 @@ def write(text: str) -> None:
 
 def print_status(text: str) -> None:
     """Print a status message on standard error, dimmed in a terminal."""
-    text = printable(text)
-    print(dim(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    _print(text, dim)
 
 
 def print_info(text: str) -> None:
     """Print requested information on standard error."""
+    _print(text, str)
+
+
+def _print(text: str, style: Callable[[str], str]) -> None:
     text = printable(text)
-    print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(style(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 def _wrapped(text: str) -> str:

@@ -17,7 +17,7 @@ from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_hang_up, hide_typing
+from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_signal, hide_typing
 from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import StartAnswer, stream_answer
@@ -127,7 +127,7 @@ class Repl:
             if self.interactive:
                 for line in greeting:
                     print_status(line)
-                with defer_interrupts() as self.stop, handle_hang_up(self._hang_up), hide_typing():
+                with defer_interrupts() as self.stop, handle_signal(signal.SIGHUP, self._hang_up), hide_typing():
                     self._run_editor(private)
             else:
                 for text in read_piped_messages(sys.stdin):
@@ -249,7 +249,7 @@ class Repl:
         branch = "" if self.chat.branch_name == "main" else f"{self.chat.branch_name} "
         return [(style, f"{branch}{share:.0%} "), ("bold", "> ")]
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, *_: Any) -> None:
         """Let a closed terminal end the answer and the chat, which are both saved."""
         self._hung_up = self.leaving = True
         self.stop.set()

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from mlxlm.chat.terminal.live_tail import LiveTail
 from mlxlm.chat.terminal.markdown import MarkdownStream, Renderer, block_starts
-from mlxlm.chat.terminal.output import printable
+from mlxlm.utils.formatting import printable
 from tests.chat.terminal.fake_terminal import FakeTerminal
 
 LONG = """\
@@ -109,7 +109,7 @@ MARKUP = [
 
 
 @given(parts=st.lists(st.sampled_from(MARKUP), max_size=40), columns=st.integers(2, 40), seed=st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_any_text_fits_the_width_has_no_control_characters_and_streams_to_the_same(parts, columns, seed):
     text = "".join(parts)
     lines = rendered(text, columns)

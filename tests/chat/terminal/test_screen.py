@@ -43,12 +43,12 @@ def test_hidden_reasoning_is_counted(seen):
     assert seen.lines[1:] == ["", "The answer.", "", "Done"]
 
 
-def test_text_without_markdown_is_what_it_is(seen):
+def test_text_without_markdown(seen):
     show("dim", False)
     assert seen.lines == ["I think so.", "", "The **answer**.", "", "Done"]
 
 
-def test_an_answer_that_never_came_leaves_nothing(seen):
+def test_an_empty_answer_leaves_nothing(seen):
     show("dim", True, [])
     assert seen.lines == []
 
@@ -58,7 +58,7 @@ def test_reasoning_alone_ends_its_line(seen):
     assert seen.lines == ["I think so."]
 
 
-def test_a_pipe_gets_reasoning_only_when_it_is_to_be_shown(monkeypatch):
+def test_a_pipe_gets_reasoning_only_with_show(monkeypatch):
     answer = "The **answer**.\n\nDone\n"
     for reasoning, expected in (("hide", answer), ("dim", answer), ("show", f"I think so.\n\n{answer}")):
         monkeypatch.setattr(sys, "stdout", io.StringIO())
