@@ -175,9 +175,11 @@ def _reset_unread_position_fields(changes: Changes, values: Values) -> None:
     """Reset fields that the positions don't read, since most families can't represent them then."""
     positions = values["positions"]
     readers = {field: name for name, encoding in reversed(POSITIONS.items()) for field in encoding.fields}
-    for field in readers.keys() - set(POSITIONS[positions].fields):
+    for field, reader in readers.items():
+        if positions in POSITIONS and field in POSITIONS[positions].fields:
+            continue
         if field in changes:
-            raise ConfigError(f"{field} has no effect on {positions} positions", f"positions={readers[field]}")
+            raise ConfigError(f"{field} has no effect on {positions} positions", f"positions={reader}")
         changes[field] = _FIELDS[field].default
 
 
