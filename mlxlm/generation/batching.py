@@ -167,7 +167,6 @@ def _run_rows(
                 except MlxlmError as error:
                     yield index, error
                 else:
-                    text.start()
                     new_rows.append(BatchRow(index, text))
             if new_rows or not rows.mostly_active:
                 rows.remove_finished()

@@ -6,6 +6,8 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, count
+from operator import ne
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,14 +216,7 @@ class Context:
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both sequences begin with."""
-    length, start, step = min(len(one), len(other)), 0, 16  # most that differ do so early
-    while start < length:
-        end = min(start + step, length)
-        a, b = array("i", one[start:end]), array("i", other[start:end])
-        if a != b:
-            return start + next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-        start, step = end, 2 * step
-    return length
+    return next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
 
 
 def _can_trim(cache: Any, n: int) -> bool:

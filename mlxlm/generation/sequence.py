@@ -65,7 +65,7 @@ class TokenSequence:
         return self.limit - len(self._tokens)
 
     def start(self) -> None:
-        """Start the clock of the timings, if not at once."""
+        """Restart the clock of the timings."""
         self._start_time = time.perf_counter()
 
     def push(self, token: int) -> GenerationChunk:
@@ -122,11 +122,9 @@ class TokenSequence:
         matcher = self.sampler.matcher
         if matcher is None or self._finish_reason is None:
             return None
-        return (
-            matcher.constraint_error_of(self._text.getvalue())
-            if self._finish_reason == "stop"
-            else matcher.constraint_error
-        )
+        if self._finish_reason == "stop":
+            return matcher.constraint_error_of(self._text.getvalue())
+        return matcher.constraint_error
 
     def _timings(self) -> Timings:
         peak = mx.get_peak_memory()

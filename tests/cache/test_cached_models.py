@@ -200,7 +200,7 @@ def test_rotating_and_quantized_is_near_to_rotating(bits):
     assert all(cache.size() <= 24 for cache in caches)
 
 
-def test_a_quantized_cache_computes_with_what_it_holds():
+def test_a_quantized_cache_equals_rounded_keys_and_values():
     """As if keys and values had been rounded before they came."""
 
     class Rounded(KVCache):

@@ -74,7 +74,7 @@ def test_keys_and_values_of_different_bits(model):
     assert min(near) > 0 and near[0] < near[1] and near[0] < 0.02 and near[3] < 0.2
 
 
-def test_kept_tokens_stay_where_they_are(model):
+def test_attention_sinks_keep_their_positions(model):
     """A rotating cache sees the tokens that the rule leaves, at the positions that they came with."""
     size, keep = 12, 2
     caches = make_cache(model, KVOptions(size, keep))

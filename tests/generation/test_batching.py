@@ -65,7 +65,7 @@ def test_batched_texts_equal_texts_alone(lm, wanted, batch_size):
 
 @settings(max_examples=3)
 @given(st.lists(requests, min_size=2, max_size=5), st.sampled_from([8, 20, 50]))
-def test_rows_of_rotating_caches(lm, wanted, size):
+def test_batches_with_rotating_caches(lm, wanted, size):
     kv = KVOptions.of(size=size, keep=2)
     for index, result in run_batch(lm, wanted, kv=kv, batch_size=3):
         same(result, alone(lm, wanted[index], kv))
@@ -82,12 +82,12 @@ def windowed(lm):
 
 @settings(max_examples=2)
 @given(st.lists(requests, min_size=2, max_size=5))
-def test_rows_of_sliding_windows(windowed, wanted):
+def test_batches_with_sliding_windows(windowed, wanted):
     for index, result in run_batch(windowed, wanted, batch_size=4):
         same(result, alone(windowed, wanted[index]))
 
 
-def test_a_model_that_can_not_be_batched_takes_one_after_another(lm):
+def test_a_model_without_batching_runs_sequentially(lm):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     config = lm.config.with_changes(rope_scaling=scaling)
     model = Decoder(config)
@@ -153,7 +153,7 @@ def test_samples_of_one_prompt_read_it_once(lm):
         assert generate(lm, SYSTEM, temperature=1.0, seed=result.seed, max_tokens=6).tokens == result.tokens
 
 
-def test_a_request_takes_the_place_of_a_row_that_ended(lm):
+def test_a_waiting_request_replaces_a_finished_row(lm):
     model = counting(lm)
     wanted = [greedy([5, 6, 7], 40), *(greedy([5, 6, 8 + i], 3) for i in range(12))]
     order = [index for index, _ in run_batch(model, wanted, batch_size=4)]
@@ -177,7 +177,7 @@ def test_nothing_is_computed_for_a_list_with_a_bad_prompt(lm):
     assert model.model.calls == []
 
 
-def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(lm):
+def test_a_new_request_starts_while_others_run(lm):
     """Also where one row of eight is free; and what can't be served is answered at once."""
     came = []
 
@@ -194,7 +194,7 @@ def test_a_request_that_comes_while_others_are_long_is_not_kept_waiting(lm):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_requests_are_drawn_as_they_are_needed(lm, batch_size):
+def test_requests_are_taken_lazily(lm, batch_size):
     drawn = []
 
     def source():
@@ -257,7 +257,7 @@ def test_rows_end_where_the_context_does(lm):
 
 
 @pytest.mark.parametrize("changes", [{"positions": "learned"}, {"positions": "alibi"}], ids=str)
-def test_a_row_that_has_ended_needs_no_position_behind_the_context(lm, changes):
+def test_finished_rows_are_removed_at_the_end_of_the_context(lm, changes):
     """It computes on until it is taken out, and a learned table has no more."""
     config = lm.config.with_changes(max_position_embeddings=32, **changes)
     model = Decoder(config)
@@ -270,7 +270,7 @@ def test_a_row_that_has_ended_needs_no_position_behind_the_context(lm, changes):
         same(result, alone(other, wanted[index]))
 
 
-def test_a_waiting_batch_holds_no_caches(lm):
+def test_an_idle_batch_holds_no_caches(lm):
     held = []
 
     def source():
@@ -284,7 +284,7 @@ def test_a_waiting_batch_holds_no_caches(lm):
     assert max(held) > held[0] + 20_000 and held[-1] < held[0] + 20_000
 
 
-def test_a_row_whose_logits_are_no_numbers_is_an_error_of_its_own(lm):
+def test_nan_logits_fail_one_row_only(lm):
     class Broken(Counting):
         def __call__(self, ids, cache=None):
             return mx.where(ids[..., None] == 250, mx.nan, super().__call__(ids, cache))
@@ -298,7 +298,7 @@ def test_a_row_whose_logits_are_no_numbers_is_an_error_of_its_own(lm):
             same(found[index], alone(lm, wanted[index]))
 
 
-def test_an_interrupt_ends_a_batch_and_the_next_is_whole(lm):
+def test_a_batch_after_an_interrupt(lm):
     class Interrupted(Counting):
         def __call__(self, ids, cache=None):
             if len(self.calls) == 5:
@@ -338,14 +338,3 @@ def test_common_prefix_length(one, other, n):
     one, other = [7] * n + one, [7] * n + other
     pairs = zip(one, other, strict=False)
     assert common_prefix_length(one, other) == len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def test_texts_that_differ_early_are_not_compared_to_the_end():
-    class Text(list):
-        read = 0
-
-        def __getitem__(self, where):
-            Text.read += where.stop - where.start
-            return super().__getitem__(where)
-
-    assert common_prefix_length(Text([1, 2, *range(5000)]), Text([1, 3, *range(5000)])) == 1 and Text.read < 100

@@ -171,12 +171,12 @@ def test_memory_is_flat_with_a_rotating_cache(lm):
     assert len(text.result.tokens) == 200 and text.result.finish_reason is None
 
 
-def test_a_rotating_cache_has_no_end_but_max_tokens(lm):
+def test_only_max_tokens_ends_a_text_with_a_rotating_cache(lm):
     result = generate(lm, [1] * 200, kv=KVOptions.of(size=32), max_tokens=20, temperature=0)
     assert (len(result.tokens), result.finish_reason, result.prompt_tokens) == (20, "length", 200)
 
 
-def test_learned_positions_end_with_the_context_though_a_cache_rotates(lm):
+def test_learned_positions_end_with_a_rotating_cache(lm):
     config = lm.config.with_changes(positions="learned", max_position_embeddings=40)
     model = Decoder(config)
     model.init_weights(2)
@@ -200,7 +200,7 @@ def test_a_context_has_its_own_cache_settings(lm):
 
 
 @pytest.mark.parametrize("kv", KINDS)
-def test_two_texts_at_once_need_two_contexts(lm, kv):
+def test_concurrent_texts_need_two_contexts(lm, kv):
     """In step, with prompts of the same length that begin alike: nothing but the changes tells them apart."""
     context, other = Context(lm.model, kv), [*PROMPT[:-1], 65]
     alone = list(generate_tokens(Context(lm.model, kv), other, greedy, 5))
@@ -212,7 +212,7 @@ def test_two_texts_at_once_need_two_contexts(lm, kv):
     assert found + list(second) == alone and is_consistent(context)
 
 
-def test_texts_that_speculate_need_two_contexts(lm):
+def test_concurrent_speculative_texts_need_two_contexts(lm):
     context, other = Context(lm.model), [*PROMPT[:-1], 65]
     settings = {"context": context, "temperature": 0, "max_tokens": 5}
     first, second = (stream(lm, p, speculation=SpeculativeDecoder(PromptLookup()), **settings) for p in (PROMPT, other))

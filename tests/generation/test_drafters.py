@@ -44,7 +44,7 @@ def test_lookup_proposes_what_followed_the_longest_suffix(ids, count):
     assert proposed(draft_state, count) == naive(ids, count)
 
 
-def test_lookup_follows_a_text_and_knows_when_it_was_right():
+def test_lookup_reports_whether_its_draft_matched():
     draft_state = PromptLookup().begin(None, [1, 2, 3, 4, 5, 6, 7], 100)
     assert proposed(draft_state, 3) is None and draft_state.last_draft_matched is False
     draft_state.read([3])
@@ -62,7 +62,7 @@ def test_the_latest_of_equally_long_suffixes_counts_and_a_longer_one_wins():
     assert proposed(PromptLookup().begin(None, [0, 1, 2, 3, 9, 1, 2, 4, 0, 1, 2], 9), 1) == [3]
 
 
-def test_many_places_of_a_pair_cost_no_more_than_a_few():
+def test_lookup_compares_a_bounded_number_of_positions():
     draft_state = PromptLookup().begin(None, [1, 2] * 5000, 9)
     assert max(len(places) for places in draft_state._positions.values()) <= MAX_CANDIDATES
 
@@ -75,7 +75,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(lm):
     PromptLookup().check(lm)
 
 
-def test_a_draft_model_that_cannot_take_tokens_back_is_refused(lm):
+def test_a_draft_model_whose_cache_cannot_be_trimmed_is_refused(lm):
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 300}
     state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
@@ -96,7 +96,7 @@ class Greedy:
         return self
 
 
-def test_a_draft_stops_at_its_own_context_and_with_a_bounded_cache_never(lm):
+def test_a_draft_model_stops_at_its_context_length(lm):
     config = lm.config.with_changes(max_position_embeddings=32)
     draft = DraftModel(LoadedModel(lm.model, lm.tokenizer, config, lm.path))
     prompt = list(range(1, 28))

@@ -44,7 +44,7 @@ def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window,
     np.testing.assert_allclose(ours, dry(options, prompt + generated, logits, breakers), rtol=1e-4, atol=1e-4)
 
 
-def test_dry_breaks_a_loop_and_leaves_what_is_new():
+def test_dry_breaks_a_loop():
     logits = np.zeros(V, np.float32)
     options = SamplingOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_sequence_breakers=())
     assert np.flatnonzero(penalized(options, [1, 2, 3, 4, 1, 2], [], logits)).tolist() == [3]
@@ -58,7 +58,7 @@ def test_a_long_repetition_stays_finite():
     assert np.isfinite(logits).all() and logits.argmin() == 5
 
 
-def test_breakers_are_the_tokens_with_their_text(lm):
+def test_breaker_mask(lm):
     table = dry_breaker_mask(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=("q", "<|end")), lm.tokenizer)
     found = [id for id in range(lm.tokenizer.vocab_size) if table[id].item()]
     special = {id for name, id in lm.tokenizer.special_tokens.items() if "<|end" in name or "q" in name}
@@ -66,7 +66,7 @@ def test_breakers_are_the_tokens_with_their_text(lm):
     assert not table[len(table) - 1].item()
 
 
-def test_breakers_that_can_never_act_are_refused(lm):
+def test_breakers_without_a_token_are_refused(lm):
     for options, tokenizer, problem in (
         ({"dry_sequence_breakers": ("no such text",)}, lm.tokenizer, "no token contains 'no such text'"),
         ({}, None, "need a tokenizer"),

@@ -6,7 +6,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.generation.gumbel_noise import _exponential, derive_seed, gumbel_noise, token_noise
 
 
-def test_noise_is_fine_near_its_top():
+def test_gumbel_noise_has_a_fine_upper_tail():
     """The 67 highest or so of 4M numbers all differ, and are as many as they should be.
 
     -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
@@ -18,7 +18,7 @@ def test_noise_is_fine_near_its_top():
     assert len(set(top.tolist())) == len(top)
 
 
-def test_noise_has_gumbels_distribution():
+def test_gumbel_noise_follows_its_distribution():
     """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
     noise = np.sort(np.array(gumbel_noise([token_noise(1, 1)[0]], 100_000))[0].astype(np.float64))
     assert np.isfinite(noise).all()

@@ -89,7 +89,7 @@ def transformers_kept(logits, warper):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [50, 5000])
-def test_each_filter_keeps_what_transformers_keeps(seed, size):
+def test_filters_equal_transformers(seed, size):
     from transformers.generation import logits_process as theirs
 
     logits = np.random.default_rng(seed).normal(scale=3, size=size).astype(np.float32)

@@ -25,7 +25,7 @@ def test_the_repetition_penalty_equals_transformers(seed, penalty):
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6)
 
 
-def test_the_repetition_penalty_looks_back_over_its_window_prompt_included():
+def test_the_window_of_the_repetition_penalty():
     options = SamplingOptions(temperature=0, repetition_penalty=10.0, repetition_context_size=2)
     sampler = Sampler(options, [0, 1], seed=0)
     logits = mx.array([[4.0, 3.0, 2.0, 1.0]])
@@ -76,7 +76,7 @@ def test_options_beyond_the_vocabulary_are_refused():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("n", [0, 1, 4, V])
-def test_logprobs_are_the_models_whatever_changes_the_draw(dtype, n):
+def test_logprobs_are_those_of_the_model(dtype, n):
     options = SamplingOptions(temperature=2.0, top_k=3, logit_bias={2: 5.0}, repetition_penalty=1.5, logprobs=n)
     sampler = Sampler(options, [1, 2], seed=3)
     logits = (mx.random.normal((5, 1, V), key=mx.random.key(1)) * 3).astype(dtype)

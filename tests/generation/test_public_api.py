@@ -7,7 +7,7 @@ import mlxlm
 from mlxlm import chat, generation
 
 
-def test_every_name_is_there():
+def test_public_names():
     assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "plan", "score", "stream"}
     for name in ("batch", "generate", "load", "score", "stream"):
         assert getattr(mlxlm, name) is getattr(generation, name)

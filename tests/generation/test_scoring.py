@@ -29,7 +29,7 @@ def near(values):
 
 @settings(max_examples=10)
 @given(st.text(alphabet="The quick, brown世", min_size=1, max_size=60), st.integers(1, 40))
-def test_every_token_behind_the_start_token_in_any_chunks(lm, text, chunk):
+def test_scores_in_chunks_of_any_size(lm, text, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "_CHUNK_SIZE", chunk)
         found = score(lm, text)
@@ -39,7 +39,7 @@ def test_every_token_behind_the_start_token_in_any_chunks(lm, text, chunk):
     assert found.bits_per_byte == pytest.approx(-found.total / LN2 / len(text.encode()))
 
 
-def test_behind_a_prompt(lm):
+def test_score_after_a_prompt(lm):
     found = score(lm, " brown fox", prompt="The quick")
     prompt = lm.tokenizer.encode("The quick")
     text = lm.tokenizer.encode(" brown fox", add_special_tokens=False)
@@ -68,7 +68,7 @@ def without_start(lm):
     return replace(lm, tokenizer=Bare())
 
 
-def test_a_first_token_with_nothing_in_front_is_not_predicted(lm):
+def test_a_first_token_without_bos_is_not_predicted(lm):
     bare = without_start(lm)
     found = score(bare, TEXT)
     ids = bare.tokenizer.encode(TEXT)
@@ -97,7 +97,7 @@ def test_refused(lm, text, prompt, message):
         score(lm, text, prompt=prompt)
 
 
-def test_logits_that_are_no_numbers_are_an_error(lm):
+def test_nan_logits_are_an_error(lm):
     class Broken:
         layers, config = lm.model.layers, lm.config
 

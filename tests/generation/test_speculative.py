@@ -140,7 +140,7 @@ class Failing(Greedy):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 9])
-def test_an_interrupt_in_a_pass_leaves_empty_contexts_that_work_again(lm, n):
+def test_an_interrupt_in_a_pass_empties_the_contexts(lm, n):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     speculation, context = always(DraftModel(lm), 3), Context(lm.model)
     with pytest.raises(KeyboardInterrupt):
@@ -171,7 +171,7 @@ def test_a_draft_model_reads_only_what_is_new(lm):
     assert sum(calls) <= 3 + 2 + 20
 
 
-def test_two_texts_of_one_speculation_at_once(lm):
+def test_concurrent_texts_of_one_decoder(lm):
     prompts = [PROMPT, PROMPT[:6] + [3, 4]]
     wanted = [list(generate_tokens(Context(lm.model), prompt, Greedy(), 25)) for prompt in prompts]
     speculation = always(DraftModel(lm), 4)

@@ -157,7 +157,7 @@ def test_a_model_with_windows(lm):
     assert found.tokens == wanted.tokens and speculation.stats.accepted > 60
 
 
-def test_positions_that_change_with_the_length(lm):
+def test_dynamic_rope(lm):
     """ "dynamic" ones, beyond the model's context: tokens read together would be turned otherwise than one by one."""
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     config = lm.config.with_changes(max_position_embeddings=32, rope_scaling=scaling)
@@ -172,7 +172,7 @@ def test_positions_that_change_with_the_length(lm):
     assert speculation.stats.accepted > 8 and "positions" in speculation.stats.reason
 
 
-def test_ctrl_c_at_any_line_leaves_a_context_that_can_be_used(soft):
+def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
     """A KeyboardInterrupt at every 67th line that speculation runs: context and draft are exact or empty."""
     wanted = list(text(soft, None, temperature=0, max_tokens=8)[1].tokens)
     draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
@@ -229,7 +229,7 @@ def test_no_guess_is_reported(soft):
     assert not found.speculation.active and "no guess" in found.speculation.reason
 
 
-def test_a_text_with_measured_draft_lengths_is_the_same_and_has_statistics(soft):
+def test_measured_draft_lengths(soft):
     options = {"temperature": 0, "max_tokens": 60}
     _, wanted = text(soft, None, **options)
     for drafter in (DraftModel(soft), PromptLookup()):

@@ -19,7 +19,7 @@ def cut(text, stops):
 
 
 @given(letters, stop_lists, st.lists(st.integers(1, 5)))
-def test_what_is_emitted_is_the_text_before_the_cut(text, stops, sizes):
+def test_text_before_the_stop_string(text, stops, sizes):
     matcher = StopStrings(stops)
     wanted = cut(text, stops)
     emitted, flush = "", text
@@ -32,7 +32,7 @@ def test_what_is_emitted_is_the_text_before_the_cut(text, stops, sizes):
 
 
 @given(letters, stop_lists)
-def test_no_more_is_held_back_than_could_begin_a_stop_string(text, stops):
+def test_only_the_start_of_a_stop_string_is_buffered(text, stops):
     matcher = StopStrings(stops)
     held = text[len(matcher.push(text)) :]
     assert matcher.matched or not held or any(stop.startswith(held) and stop != held for stop in stops)

@@ -61,7 +61,7 @@ def test_the_end_token_ends_the_text_and_adds_nothing(lm):
     assert (result.text, result.finish_reason, result.tokens) == ("The fox", "eos", [*ids, eos])
 
 
-def test_a_stop_string_is_cut_off_with_everything_behind(lm):
+def test_text_ends_before_a_stop_string(lm):
     result = generate(scripted(lm, "x", "The quick brown fox"), "x", temperature=0, stop=["ck b", "zzz"])
     assert (result.text, result.finish_reason) == ("The qui", "stop")
 
@@ -72,7 +72,7 @@ def test_buffered_text_is_returned_at_the_end(lm):
     assert generate(model, "x", temperature=0, stop="quick").text == "The qui"
 
 
-def test_an_unfinished_character_is_shown_as_such_at_the_end(lm):
+def test_an_incomplete_character_at_the_end(lm):
     ids = lm.tokenizer.encode("🦊", add_special_tokens=False)
     assert len(ids) > 1
     result = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=1)
@@ -85,7 +85,7 @@ def test_the_context_ends_a_text(lm):
     assert generate(lm, [1] * 120, max_tokens=8, temperature=0).finish_reason == "length"
 
 
-def test_equal_seeds_equal_texts_and_a_drawn_seed_is_reported(lm):
+def test_equal_seeds_give_equal_texts(lm):
     first = generate(lm, "The", max_tokens=20, temperature=1.0)
     again = generate(lm, "The", max_tokens=20, temperature=1.0, seed=first.seed)
     assert first.tokens == again.tokens
@@ -102,7 +102,7 @@ def test_timings(lm):
     assert timings.peak_memory_bytes > 0
 
 
-def test_a_text_left_early_keeps_an_exact_context(lm):
+def test_a_closed_text_keeps_its_context(lm):
     context = Context(lm.model)
     prompt = lm.tokenizer.encode("The quick brown")
     text = TextStream(lm, Request(prompt, GenerationOptions(temperature=0)), context=context)
@@ -265,7 +265,7 @@ def test_without_end_tokens_a_constraint_ends_the_text_itself(lm):
     assert (text.result.finish_reason, text.result.constraint_error) == ("eos", None)
 
 
-def test_a_schema_that_can_not_be_served_is_refused_before_anything_is_computed(lm):
+def test_an_unsupported_schema_is_refused_at_once(lm):
     with pytest.raises(GenerationError, match="json_schema"):
         stream(lm, "x", json_schema={"type": "object", "minProperties": 3, "unheardOf": 1, "$ref": "#/nowhere"})
 
@@ -299,6 +299,6 @@ def test_invalid_arguments_are_refused(lm, arguments, message):
         stream(lm, "a", **arguments)
 
 
-def test_a_length_beyond_what_the_device_counts(lm):
+def test_a_length_beyond_int32(lm):
     with pytest.raises(GenerationError, match="dry_allowed_length is 2147483648"):
         GenerationOptions(dry_multiplier=1, dry_allowed_length=2**31)

@@ -69,7 +69,7 @@ def test_a_prompt_in_token_ids(read):
     assert read({"prompt": [5, 6, 7]})[0].request.prompt == [5, 6, 7]
 
 
-def test_options_count_instead_of_the_defaults(read):
+def test_options_replace_the_defaults(read):
     (row,) = read({"prompt": "x", "temperature": 1.5, "stop": ["a", "b"], "logit_bias": {"7": -3}, "logprobs": 2})
     options = row.request.options
     assert (options.temperature, options.max_tokens, options.stop) == (1.5, 7, ("a", "b"))
@@ -114,7 +114,7 @@ def test_seeds(read):
     assert seeds({"id": 3, "prompt": "x", "seed": None}) == [derive_seed(0, "3", 0)]
 
 
-def test_samples_that_are_done_are_left_out(read):
+def test_finished_samples_are_skipped(read):
     digest = read({"id": "a", "prompt": "x"})[0].task.digest
     done = {("a", 0): digest, ("a", 2): digest}
     rows = read({"id": "a", "prompt": "x", "num_samples": 4}, done=lambda *row: done.get(row))
@@ -123,7 +123,7 @@ def test_samples_that_are_done_are_left_out(read):
     assert read({"id": "a", "prompt": "x"}, done=lambda *row: done.get(row)) == []
 
 
-def test_what_is_done_for_another_request_ends_the_run(read):
+def test_results_of_another_request_are_an_error(read):
     with pytest.raises(
         GenerationError, match='line 5: the results for the id "a" are those of another request'
     ) as error:
@@ -131,7 +131,7 @@ def test_what_is_done_for_another_request_ends_the_run(read):
     assert not isinstance(error.value, BadRequest)
 
 
-def test_a_digest_is_of_all_that_decides_the_text(read, lm, reader):
+def test_the_digest_covers_all_that_determines_the_text(read, lm, reader):
     """But of the id, which is compared itself, and of how many samples there are."""
 
     def digest(value, **settings):
@@ -257,15 +257,15 @@ def test_two_system_prompts(refused):
 
 
 @pytest.mark.parametrize("prompt", ["x", [1, 2]])
-def test_a_system_prompt_for_what_is_continued(refused, prompt):
+def test_a_system_prompt_needs_a_chat(refused, prompt):
     assert "can't have a system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
 
 
-def test_ids_of_tokens_are_no_message(refused):
+def test_token_ids_are_not_a_message(refused):
     assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is not a string"
 
 
-def test_what_the_template_refuses_is_an_error_of_its_line(lm):
+def test_template_errors_are_errors_of_their_line(lm):
     def refuse(messages):
         raise TokenizerError("roles must alternate", "a question")
 
@@ -285,7 +285,7 @@ def test_a_byte_order_mark_and_spaces(reader):
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_no_line_does_worse_than_a_bad_request(lm, line):
+def test_any_line_is_a_request_or_a_bad_request(lm, line):
     reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     with pytest.raises(BadRequest):
         reader.read(1, line)
@@ -300,7 +300,7 @@ NAMES = ("id", "prompt", "messages", "system_prompt", "num_samples", *Generation
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4), st.sampled_from(["x", [2**31], [10**30], 0]))
-def test_no_value_does_worse_than_a_bad_request(lm, value, prompt):
+def test_any_value_is_a_request_or_a_bad_request(lm, value, prompt):
     reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     try:
         task = reader.read(1, json.dumps({"prompt": prompt} | value).encode())
@@ -314,7 +314,7 @@ WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isin
 
 @pytest.mark.parametrize("name", [*WHOLE, "seed", "logprobs"])
 @pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 1e300])
-def test_no_number_is_too_much(lm, name, value):
+def test_large_numbers(lm, name, value):
     reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
     others = {"dry_multiplier": 1, "xtc_probability": 1, "presence_penalty": 1}
     try:

@@ -35,7 +35,7 @@ def opened(out, *lines):
 
 @given(st.text(st.characters()))
 @example("\u202e\u2066\ud800\x7f")
-def test_a_line_is_one_line_for_everyone(text):
+def test_a_result_is_one_line(text):
     content = json_line({"text": text})
     assert json.loads(content) == {"text": text}
     assert len(content.decode().splitlines()) == 1 and content.endswith(b"\n")
@@ -50,7 +50,7 @@ def test_a_new_file(out):
     assert out.read_bytes() == line("a") + line("b")
 
 
-def test_nothing_written_leaves_nothing(out, tmp_path):
+def test_an_unwritten_new_file_is_removed(out, tmp_path):
     assert opened(out) == set()
     assert list(tmp_path.iterdir()) == []
     out.touch()
@@ -72,12 +72,12 @@ def test_folders_are_made(tmp_path):
     assert out.read_bytes() == line("a")
 
 
-def test_what_is_done(out):
+def test_done(out):
     out.write_bytes(line("a", 0) + line("a", 2) + line(1) + line("b", error="no"))
     assert opened(out) == {("a", 0), ("a", 2), ("1", 0), (1, 0)}
 
 
-def test_errors_are_dropped_to_be_tried_again(out):
+def test_failed_results_are_removed(out):
     out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", constraint_error="cut off"))
     out.chmod(0o640)
     assert opened(out, line("b")) == {("a", 0)}
@@ -86,26 +86,26 @@ def test_errors_are_dropped_to_be_tried_again(out):
 
 
 @pytest.mark.parametrize("zeros", [b"\0" * 3, line("b")[:-5] + b"\0" * 900])
-def test_zeros_after_a_power_cut_are_dropped(out, zeros):
+def test_trailing_zeros_are_removed(out, zeros):
     out.write_bytes(line("a") + zeros)
     assert opened(out, line("b")) == {("a", 0)}
     assert out.read_bytes() == line("a") + line("b")
 
 
 @pytest.mark.parametrize("cut", range(1, len(line("b")) - 1, 5))
-def test_a_torn_last_line_is_dropped(out, cut):
+def test_a_torn_last_line_is_removed(out, cut):
     out.write_bytes(line("a") + line("b")[:cut])
     assert opened(out, line("b")) == {("a", 0)}
     assert out.read_bytes() == line("a") + line("b")
 
 
-def test_a_last_line_that_lacks_only_its_end(out):
+def test_a_last_line_without_a_line_end(out):
     out.write_bytes(line("a") + line("b")[:-1])
     assert opened(out, line("c")) == {("a", 0), ("b", 0)}
     assert out.read_bytes() == line("a") + line("b") + line("c")
 
 
-def test_a_torn_line_behind_errors(out):
+def test_a_torn_line_after_failed_results(out):
     out.write_bytes(line("a", error="no") + line("b") + line("c", 1)[:9])
     assert opened(out, line("c", 1)) == {("b", 0)}
     assert out.read_bytes() == line("b") + line("c", 1)
@@ -117,14 +117,14 @@ def test_a_torn_line_behind_errors(out):
      b"\x00\x00\n", line("a")[:-3] + b"\n" + line("b"), b'{"x', b'{"id": 1, "text": "x"}\n',
      b'{"id": 1, "request": 3, "text": "x"}\n', b'{"id": 1, "request": "0", "text": "x", "sample": []}\n'],
 )  # fmt: skip
-def test_another_file_stays_as_it_is(out, content):
+def test_other_files_are_refused(out, content):
     out.write_bytes(line("a") + content)
     with pytest.raises(GenerationError, match="line 2 of .* is not a result, and the file stays as it is"):
         ResultFile(out)
     assert out.read_bytes() == line("a") + content
 
 
-def test_a_link_stays_a_link(out, tmp_path):
+def test_symbolic_links_stay(out, tmp_path):
     (tmp_path / "real").write_bytes(line("a", error="no") + line("b"))
     out.symlink_to(tmp_path / "real")
     opened(out, line("a"))
@@ -147,7 +147,7 @@ def test_one_process_at_a_time(out):
     assert opened(out) == {("a", 0)}
 
 
-def test_also_where_errors_were_dropped(out):
+def test_one_process_at_a_time_after_a_rewrite(out):
     out.write_bytes(line("a", error="no"))
     with ResultFile(out), pytest.raises(GenerationError, match="another process is writing"):
         ResultFile(out)
@@ -191,7 +191,7 @@ def test_an_interrupt_between_two_parts_of_a_line_leaves_whole_lines(out, monkey
     assert out.read_bytes() == line("a") + line("c")
 
 
-def test_lines_are_in_the_file_as_soon_as_they_are_written(out):
+def test_lines_are_not_buffered(out):
     """Nothing is buffered in the process: one that is killed loses at most the line that it is writing."""
     with ResultFile(out) as file:
         for n in range(3):
