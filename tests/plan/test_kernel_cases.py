@@ -71,24 +71,20 @@ def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path)
 
 
 def test_cases_of_a_model_have_its_windows_caps_and_slopes():
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 9,
-    }
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
-    capped = cases_of(ModelConfig(**sizes, **windows, attn_logit_softcapping=5.0), "float16", "bfloat16")
+    capped = cases_of(ModelConfig(**sizes, vocab_size=9, **windows, attn_logit_softcapping=5.0), "float16", "bfloat16")
     alone = {case.features for operation, case in capped if operation is DECODE and "first" not in case.features}
     assert alone == {("softcap",), ("window", "softcap")}
-    bloom = cases_of(ModelConfig(**sizes, norm="layer", positions="alibi"), "float16", "bfloat16")
+    bloom = cases_of(ModelConfig(**sizes, vocab_size=9, norm="layer", positions="alibi"), "float16", "bfloat16")
     assert all("slopes" in case.features for _, case in bloom)
 
 
 def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
-    small = tiny_config.with_changes(hidden_size=16, max_position_embeddings=32)
+    monkeypatch.setattr("mlxlm.kernels.bench._repeats", lambda call: 1)
+    small = tiny_config.with_changes(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+    small = small.with_changes(max_position_embeddings=32)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(small)))
     assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--repeats", "1", "--json"]) == 0
     measured = [found["case"] for found in json.loads(capsys.readouterr().out)["cases"]]

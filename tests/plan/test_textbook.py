@@ -19,17 +19,6 @@ DAY = 86_400
 GPT3 = {"h": 12288, "layers": 96}
 
 
-def encoder_decoder_parameters(hidden: int, feed_forward: int, layers: int, vocab_size: int) -> int:
-    """Of the Transformer with as many encoder as decoder layers, one matrix being both embeddings and the head, its
-    biases and LayerNorms included (Vaswani et al. 2017, 3)."""
-    attention = 4 * hidden * hidden + 4 * hidden
-    inner = 2 * hidden * feed_forward + feed_forward + hidden
-    norm = 2 * hidden
-    encoder = attention + inner + 2 * norm
-    decoder = 2 * attention + inner + 3 * norm  # the second attention is to the encoder's output
-    return layers * (encoder + decoder) + vocab_size * hidden
-
-
 def test_llama3_405b():
     """126 layers, hidden 16384, FFN 53248, 128 heads, 8 key-value heads, vocabulary 128,000."""
     config = find_config("llama3-405b")
@@ -123,24 +112,6 @@ def test_cache_of_gpt3():
     assert textbook.cache_bytes(64, **GPT3, prompt=512, generated=32) == expected
     assert round(expected / 1e9) == 164
     assert inference_memory(find_config("gpt3-175b"), Serving(num_sequences=64, context_length=544)).cache == expected
-
-
-def test_encoder_decoder_transformers():
-    """With a vocabulary of 37,000: base 63.1 million, big 214.2, where the paper's table has 65 and 213."""
-    base = encoder_decoder_parameters(512, 2048, 6, 37_000)
-    big = encoder_decoder_parameters(1024, 4096, 6, 37_000)
-    assert round(base / 1e6) == 63
-    assert big == pytest.approx(213e6, rel=0.01) and round(big / 1e6, 1) == 214.2
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_encoder_decoder_counts_are_those_of_torch():
-    torch = pytest.importorskip("torch")
-    model = torch.nn.Transformer(16, 4, 2, 2, 40)
-    for half in (model.encoder, model.decoder):
-        half.norm = None  # torch adds a norm after the last layer
-    count = sum(p.numel() for p in model.parameters())
-    assert encoder_decoder_parameters(16, 40, 2, 100) == count + 100 * 16
 
 
 @pytest.mark.parametrize(

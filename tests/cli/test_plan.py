@@ -12,7 +12,9 @@ from mlxlm.plan.advice import usable_memory
 
 
 @pytest.fixture
-def run(capfdbinary):
+def run(capfdbinary, monkeypatch):
+    monkeypatch.setattr("mlxlm.plan.machines.measure_matmul", lambda **options: 100.0)
+
     def call(*arguments):
         with pytest.raises(SystemExit) as stop:
             main(["plan", *map(str, arguments)])
@@ -28,51 +30,25 @@ def test_tables(run):
     assert code == 0 and out.startswith("Training does not fit in the h100's 80 GB")
     assert "No change makes this model fit" in out and "406B" in out
     assert "a model FLOPs utilization of 40% is assumed" in err
-    for line in (
-        "feed forward",
-        "cache, multi-query",
-        "20Φ",
-        "12lh²",
-        "training memory of 1 x 512 tokens on each device",
-    ):
-        assert line in out
+    for text in ("feed forward", "cache, multi-query", "20Φ", "12lh²", "memory of 1 x 512 tokens on each device"):
+        assert text in out
 
 
-def test_json_of_sizes_without_a_name(run):
-    code, out, _ = run(
-        "--hidden-size",
-        64,
-        "--num-layers",
-        2,
-        "--num-heads",
-        4,
-        "--num-kv-heads",
-        2,
-        "--intermediate-size",
-        128,
-        "--vocab-size",
-        100,
-        "--tie-word-embeddings",
-        "--machine",
-        "a100",
-        "--set",
-        "norm=layer",
-        "--batch-size",
-        3,
-        "--json",
-    )
+def test_sizes_instead_of_a_name(run):
+    sizes = "--hidden-size 64 --num-layers 2 --num-heads 4 --num-kv-heads 2 --intermediate-size 128 --vocab-size 100"
+    options = "--tie-word-embeddings --machine a100 --set norm=layer --batch-size 3 --json"
+    code, out, _ = run(*sizes.split(), *options.split())
     found = json.loads(out)
     assert code == 0 and found["training"]["batch_size"] == 3 and found["training"]["dtype"] == "bfloat16"
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
     assert found["parameters"]["total"] == 2 * layer + 100 * 64 + 5 * 2 * 64
 
 
-def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
+def test_probe(run, monkeypatch):
     from mlxlm import train
     from mlxlm.plan import machines
 
     monkeypatch.setattr(train, "probe", lambda config, settings: train.Probe(9.0, 0.5, 0.0, 10**9))
-    monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
     shape = ("0.3m", "--probe", "--batch-size", 2, "--max-seq-length", 32)
     code, out, _ = run(*shape)
     steps = [line.split() for line in out.splitlines() if line.startswith("per step ")]
@@ -87,7 +63,7 @@ def test_a_probe_shows_predicted_beside_measured(run, monkeypatch):
     assert "other work slowed the machine" in run(*shape)[1]
 
 
-def test_a_time_by_the_speed_of_another_dtype_says_so(run):
+def test_note_on_the_speed_of_another_dtype(run):
     remark = "the time is for bfloat16 products; float32 products"
     assert remark in run("1m", "--machine", "h100", "--dtype", "float32")[2]
     for machine in (("--machine", "h100"), ("--machine", "m1"), ("--flops", "1e12", "--dtype", "float32")):
@@ -95,22 +71,19 @@ def test_a_time_by_the_speed_of_another_dtype_says_so(run):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
-def test_bits_that_a_cpu_does_not_keep(run, monkeypatch):
-    from mlxlm.plan import machines
-
-    monkeypatch.setattr(machines, "measure_matmul", lambda **_: 100.0)
+def test_cpu_does_not_keep_quantized_bits(run):
     _, out, err = run("0.3m", "--bits", 4, "--kv-bits", 16)
     assert "32-bit weights" in out and "4-bit weights become 32-bit weights" in err
     assert "a key-value cache of 16 bits has 32 bits" in err
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")
-def test_what_a_cpu_is_no_use_for_is_not_probed(run):
+def test_probe_of_bfloat16_on_a_cpu(run):
     code, _, err = run("1m", "--probe", "--dtype", "bfloat16")
     assert code == 1 and "a CPU computes bfloat16 products many times slower" in err
 
 
-def test_advice_is_read_from_the_environment_that_it_asks_for(run):
+def test_kernels_of_the_environment(run):
     from mlxlm.kernels import dispatch
 
     def peak():
@@ -122,7 +95,7 @@ def test_advice_is_read_from_the_environment_that_it_asks_for(run):
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture(run, tmp_path, kind):
+def test_plot(run, tmp_path, kind):
     path = tmp_path / f"plan.{kind}"
     assert run("1m", "--machine", "a100", "--plot", path)[0] == 0
     start = path.read_bytes()[:200]
@@ -142,7 +115,7 @@ def test_a_picture(run, tmp_path, kind):
         (["1m", "--text-column", "story"], "--text-column would have no effect"),
     ],
 )
-def test_options_without_effect_are_refused(run, arguments, problem):
+def test_options_without_effect(run, arguments, problem):
     code, out, err = run(*arguments)
     assert code == 2 and not out and problem in err
 
@@ -177,7 +150,7 @@ def test_models_by_path(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quantization", "quantization_config"])
-def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
+def test_quantized_folder_keeps_its_bits(run, tmp_path, name):
     from mlxlm.families import config_to_hf, load_preset
 
     values = {**config_to_hf(load_preset("1m")), name: {"bits": 4, "group_size": 64}}
@@ -208,12 +181,12 @@ def test_a_quantized_folder_has_its_own_bits(run, tmp_path, name):
         (["1m", "--machine", "a100", "--batch-size", 10**8], ["Largest batch that fits: "], [" 0 tokens", "preset: -"]),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said_in_words(run, arguments, expected, unexpected):
+def test_messages_if_it_does_not_fit(run, arguments, expected, unexpected):
     code, out, _ = run(*arguments)
     assert code == 0 and all(text in out for text in expected) and not any(text in out for text in unexpected), out
 
 
-def test_the_bits_that_are_named_fit():
+def test_bits_that_fit():
     config, serving = find_config("llama-65b"), Serving()
     memory = 80 * 10**9
 

@@ -1,0 +1,89 @@
+"""Memory of training: the planner's parts, and real steps beside them."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.config import ModelConfig
+from mlxlm.families import load_preset
+from mlxlm.plan import Training, training_memory
+from mlxlm.plan.memory import layer_bytes, optimizer_bytes
+
+SMALL = Training(batch_size=2, max_seq_length=64)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor"])
+def test_optimizer_bytes(optimizer):
+    from mlxlm.backend.mlx import tree_flatten
+    from mlxlm.model import Decoder
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.step import TrainStep
+
+    config = load_preset("0.3m").with_changes(tie_word_embeddings=False, attention_bias=True, norm="layer")
+    step = TrainStep(Decoder(config), TrainSettings(steps=1, learning_rate=1.0, optimizer=optimizer))
+    held = {name: array for name, array in step.save_state().items() if array.size > 2}
+    mx.eval(held)
+    assert sum(array.nbytes for _, array in tree_flatten(held)) == optimizer_bytes(config, optimizer)
+
+
+def test_layer_bytes():
+    """Stream and norm twice, queries and result, keys and values, gate, up and product; and of the
+    scores, in blocks of 64 rows, 3/4 of 128 x 128."""
+    config = ModelConfig(64, 2, 4, 160, 100, num_key_value_heads=2)
+    numbers = 4 * 64 + 2 * 64 + 2 * 32 + 3 * 160
+    assert layer_bytes(config, Training(max_seq_length=128)) == 4 * (numbers + 4 * 128 * 3 // 4)
+    fused = Training(max_seq_length=128, attention="fused")
+    assert layer_bytes(config, fused) == 4 * (numbers + 4)
+    assert layer_bytes(config, replace(fused, dtype="bfloat16")) == 2 * numbers + 4 * 4
+    plain = config.with_changes(mlp_gated=False, norm_placement="both")
+    assert layer_bytes(plain, fused) == 4 * (numbers + 2 * 64 - 160 + 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "options"),
+    [
+        (8, 128, {}),
+        (1, 1024, {}),
+        (4, 128, {"grad_accumulation_steps": 2, "ema_decay": 0.9}),
+    ],
+)
+def test_measured_step_is_near_the_plan(batch, length, options):
+    """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
+    from mlxlm.train import TrainSettings, probe
+
+    config = load_preset("0.3m", max_position_embeddings=length)
+    settings = TrainSettings(1, 1.0, batch_size=batch, max_seq_length=length, **options)
+    planned = training_memory(config, Training.from_settings(settings))
+    found = probe(config, settings)
+    if planned.total / found.memory != pytest.approx(1, abs=0.25):
+        found = max(found, probe(config, settings), key=lambda found: found.memory)
+    assert planned.total / found.memory == pytest.approx(1, abs=0.25)
+    assert found.memory > planned.states and found.step > 0 and found.validation == 0
+
+
+def test_options_that_save_memory():
+    config = load_preset("5m")
+
+    def total(**changes):
+        return training_memory(config, replace(Training(batch_size=8, max_seq_length=512), **changes)).total
+
+    plain = total(loss_chunk_size=0)
+    assert total() < plain
+    assert total(attention="blockwise") < total()
+    assert total(grad_checkpoint=True) < 0.5 * total()
+    assert total(batch_size=4, grad_accumulation_steps=2) < total()
+    assert total(optimizer="lion") < total()
+    assert total(ema_decay=0.99) == total() + 4 * config.parameter_count()
+
+
+def test_each_core_has_its_own_gradients(monkeypatch):
+    from mlxlm.plan import training as module
+
+    config, training = load_preset("5m"), replace(SMALL, device="cpu")
+    found = {}
+    for parts in (1, 2):
+        monkeypatch.setattr(module, "num_batch_shards", lambda batch_size, parts=parts: parts)
+        found[parts] = training_memory(config, training)
+    assert found[2].gradients == 2 * found[1].gradients == 8 * config.parameter_count()
+    assert found[2].activations == found[1].activations
