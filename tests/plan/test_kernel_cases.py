@@ -14,6 +14,7 @@ from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
 from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import DECODE
+from mlxlm.kernels.bench import Measurement, Timing
 from mlxlm.kernels.dispatch import Operation
 from mlxlm.model import Decoder
 from mlxlm.plan.kernel_cases import cases_of, generation_cases, training_cases
@@ -82,9 +83,12 @@ def test_cases_of_a_model_have_its_windows_caps_and_slopes():
 
 def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
-    monkeypatch.setattr("mlxlm.kernels.bench._repeats", lambda call: 1)
-    small = tiny_config.with_changes(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
-    small = small.with_changes(max_position_embeddings=32)
+
+    def benchmark(operation, case, num_repeats):
+        return Measurement(case, {"mlx": Timing([0.001], 0.0, 0)}, {}, "mlx")
+
+    monkeypatch.setattr("mlxlm.kernels.bench.benchmark", benchmark)
+    small = tiny_config.with_changes(hidden_size=16, max_position_embeddings=32)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(small)))
     assert _run(["kernels", "bench", str(tmp_path), "--dtype", "float16", "--repeats", "1", "--json"]) == 0
     measured = [found["case"] for found in json.loads(capsys.readouterr().out)["cases"]]
