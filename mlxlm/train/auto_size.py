@@ -1,4 +1,4 @@
-"""Which model to train in a given time: the best size by a scaling law, for the text and the speed of this machine.
+"""Which model to train in a certain time: the best size by a scaling law, for the text and the speed of this machine.
 
 By default the law is that of Hoffmann et al. 2022. Repeated text counts less (Muennighoff et al. 2023): up to four
 epochs are nearly as good as new text, later ones teach less and less, and so do parameters that memorize the text. So

@@ -77,11 +77,11 @@ class Budget:
 
 
 def check_duration(**durations: float | None) -> None:
-    """Raise ConfigError unless at most one of these is given, and is a positive number."""
-    given = {name: value for name, value in durations.items() if value is not None}
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} each say how long to train", "only one of them")
-    for name, value in given.items():
+    """Raise ConfigError unless at most one of these is set, and is a positive number."""
+    limits = {name: value for name, value in durations.items() if value is not None}
+    if len(limits) > 1:
+        raise ConfigError(f"{' and '.join(limits)} each say how long to train", "only one of them")
+    for name, value in limits.items():
         if not (isinstance(value, int | float) and 0 < value < float("inf")):
             raise ConfigError(f"{name} is {value!r}, it must be a positive number")
 

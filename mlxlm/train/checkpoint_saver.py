@@ -1,6 +1,6 @@
 """When checkpoints are saved, and saving them on a disk that may be full.
 
-A checkpoint that does not fit is postponed, and the training goes on.
+A checkpoint that does not fit is postponed, and the training continues.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mlxlm.train.train_state import TrainState
 _UPDATES = 50  # how often in a run, evenly, the number of steps is computed again; more often towards the end
 _MEMORY = 0.1  # of the time limit: step times from longer ago count little
 _MIN_CHANGE = 0.01  # of the remaining steps
-_PLOT_SECONDS = 2.0  # for loss.png and report.html after the last step, before they were drawn once
+_PLOT_SECONDS = 2.0  # for loss.png and report.html after the last step
 VALIDATION_FRACTION = 0.05  # of the time limit, at most, for validations and the checkpoints of the best of them
 _MAX_VALIDATIONS = 20
 
@@ -44,7 +44,6 @@ class Deadline:
     Attributes:
         steps: The number of steps as planned now.
         recorded_elapsed: The value of `elapsed` at the last call of `record_time`.
-        plot_time_known: Whether the time of drawing plots has been measured, or doesn't matter.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Deadline:
         self._steps_changed, self._validations = dict(plan["steps_changed"]), frozenset(plan["validations"])
         plot = min(_PLOT_SECONDS, _MEMORY * self._limit) if self._limit else 0.0
         self._cost = {"validation": 0.0, "sample": 0.0, "save": 0.0, "plot": plot}  # seconds of each
-        self.plot_time_known = self._limit is None
         self._step_seconds = self._step_count = 0.0  # sums over steps, in which older ones fade
         self._compiled = False
         if forecast:
@@ -114,8 +112,8 @@ class Deadline:
         """Record what the time since the last call was used for.
 
         Args:
-            activity: "step" (with what belongs to each step), "validation" (with its sample), "sample", "save" or
-                "plot"; None for what happens once.
+            activity: "step" (with what belongs to each step), "validation" (with its sample), "sample" or "save"; None
+                for what happens once.
         """
         now = self._now()
         seconds, self._last = now - self._last, now
@@ -130,7 +128,6 @@ class Deadline:
             self._cost[activity] = seconds
             if activity == "validation":
                 self._next_validation = self.recorded_elapsed + self._interval
-            self.plot_time_known = self.plot_time_known or activity == "plot"
 
     def steps_changed(self, step: int) -> bool:
         """Compute `steps` again after step `step`. Returns whether it changed; the run may end here."""

@@ -228,7 +228,7 @@ def _default_batch_size(
     """Return the batch size with which an epoch, and the time, have enough steps.
 
     Raises:
-        ConfigError: With the given settings, the time is too short.
+        ConfigError: With these settings, the time is too short.
     """
     settings = TrainSettings.provisional(values)
     accumulation = settings.grad_accumulation_steps

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,7 +263,10 @@ class Run:
             changed = [name for name, value in self.settings.to_dict().items() if saved[name] != value]
             if state["step"] != locations.checkpoint_step(folder):
                 raise ValueError(f"state.json is of step {state['step']}")
-            _check_digests(folder, state["sha256"])
+            for name in (MODEL_FILE, OPTIMIZER_FILE):
+                if file_sha256(folder / name, CheckpointError) != state["sha256"][name]:
+                    problem = f"has changed since it was saved: its SHA-256 is not the one in {STATE_FILE}"
+                    raise CheckpointError(f"{folder / name} {problem}", "an unchanged copy of this file, or a new run")
             # Contiguous, as they were: a product with a transposed view may differ in the last bit.
             weights = {name: mx.contiguous(tensor.read()) for name, tensor in tensors.items()}
             step.load(weights, mx.load(str(optimizer)))
@@ -274,14 +277,6 @@ class Run:
             problem = f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}"
             raise CheckpointError(problem, "the settings that the run began with, or a new run")
         return state
-
-
-def _check_digests(checkpoint: Path, digests: Mapping[str, str]) -> None:
-    """Raise CheckpointError for a file that has changed since `state.json` was written."""
-    for name in (MODEL_FILE, OPTIMIZER_FILE):
-        if file_sha256(checkpoint / name, CheckpointError) != digests[name]:
-            problem = f"{checkpoint / name} has changed since it was saved: its SHA-256 is not the one in {STATE_FILE}"
-            raise CheckpointError(problem, "an unchanged copy of this file, or a new run")
 
 
 def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""Detects loss spikes: tells a run that diverges from one noisy batch."""
+"""Detects loss spikes: the loss of a run that diverges, not that of one noisy batch."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def start_run(
         tokenizer: Path of a tokenizer, or TokenizerOptions. None: that of the prepared data, or train one.
         minutes: Short for `budget=Budget(minutes=minutes)`.
         budget: How long to train, unless `settings` have "steps". Default: 20 tokens per parameter. With minutes, what
-            is left of them becomes the `time_limit` of the settings, and the settings that are not given (batch size,
+            is left of them becomes the `time_limit` of the settings, and missing settings (batch size,
             sequence length, validation) follow from the time.
         settings: Fields of `TrainSettings`. `grad_accumulation_steps` are those of one process. The learning rate
             defaults by model size, weight decay by the number of epochs.

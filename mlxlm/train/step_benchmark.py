@@ -8,7 +8,9 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -90,15 +92,10 @@ def _measure(
     first, *times = [_seconds(lambda: eval_arrays(step(batches, 0.0), step.state)) for _ in range(1 + _BENCHMARK_STEPS)]
     if validation_data is None:
         return first, times, 0.0
-    _, validation = [_seconds(lambda: _validate(model, validation_data, settings)) for _ in range(2)]
-    return first, times, validation
-
-
-def _validate(model: Decoder, validation_data: TokenDataset, settings: TrainSettings) -> None:
-    """Validate on one batch, as a run does."""
     length, rows = settings.max_seq_length, settings.batch_size
     masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
-    evaluate_dataset(model, validation_data, length, rows, rows * length, **masks)
+    validate = partial(evaluate_dataset, model, validation_data, length, rows, rows * length, **masks)
+    return first, times, [_seconds(validate) for _ in range(2)][1]
 
 
 def _free_memory() -> None:
@@ -112,15 +109,13 @@ def _batches(config: ModelConfig, settings: TrainSettings) -> list[Batch]:
     rows, length = settings.batch_size, settings.max_seq_length
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (settings.grad_accumulation_steps, rows, length + 1), dtype=np.int32)
-    segment_ids = np.cumsum(rng.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
+    ids = np.cumsum(rng.random((rows, length)) < 4 / length, axis=1, dtype=np.int32)
     weights = (rng.random((rows, length)) < 0.5).astype(np.float32)
-    return [
-        Batch(micro, segment_ids if settings.document_mask else None, weights if settings.mask_prompt else None)
-        for micro in tokens
-    ]
+    masks = ids if settings.document_mask else None, weights if settings.mask_prompt else None
+    return [Batch(micro, *masks) for micro in tokens]
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

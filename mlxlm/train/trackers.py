@@ -69,17 +69,12 @@ class Trackers:
                 del self._openers[name]
                 reason = one_line(f"{type(error).__name__}: {error}".strip(": "))
                 yield TrainingWarning(getattr(event, "step", 0), f"{name} gets no more events of this run: {reason}")
-                self._close(name)
 
     def close(self) -> None:
         """Close all trackers."""
-        for name in list(self._open):
-            self._close(name)
-
-    def _close(self, name: str) -> None:
-        with suppress(Exception):  # nobody would see the error
-            if name in self._open:
-                self._open.pop(name).close()
+        for tracker in self._open.values():
+            with suppress(Exception):  # nobody would see the error
+                tracker.close()
 
 
 def _values(event: Step | Validation | Sample) -> dict[str, Any]:

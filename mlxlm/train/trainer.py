@@ -170,7 +170,7 @@ class Trainer:
         self.deadline.exclude_pause(self.throttle.paused - before)
 
     def validate_and_save(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
-        """Do what is due after the last finished step: validation, sample, checkpoint, plots."""
+        """Do what is due after the last finished step: validation, sample, checkpoint."""
         deadline, validation, sampled = self.deadline, None, self.should_sample()
         if self.should_validate():
             validation = self.validate()
@@ -190,10 +190,6 @@ class Trainer:
             else:
                 yield from self.save(validation)
             deadline.record_time("save" if self.saver.saved_step != before else None)
-        if validation and not deadline.plot_time_known:  # plots are the last thing that a run has to do in its time
-            with suppress(MlxlmError):
-                self.run.write_plots()
-            deadline.record_time("plot")
 
     def should_validate(self) -> bool:
         """Whether a validation is due after the last finished step."""

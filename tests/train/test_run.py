@@ -41,9 +41,9 @@ def test_checkpoint_without_a_state_is_not_good(stopped, state):
 def test_truncated_checkpoint(stopped):
     weights = stopped.checkpoints()[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match="model.safetensors is not a valid safetensors file"):
         finish(stopped, resume=True)
-    with pytest.raises(CheckpointError, match="model.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match="model.safetensors is not a valid safetensors file"):
         load_model(weights.parent)
 
 
