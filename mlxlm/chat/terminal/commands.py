@@ -284,7 +284,7 @@ _ALL = (
     Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
     Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
     Command("/model [MODEL]", "continue with another model", _model, _models),
-    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its key-value cache)", _save, _words(PATHS)),
+    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
     Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),

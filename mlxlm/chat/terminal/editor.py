@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
@@ -20,7 +19,6 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.layout import Dimension
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
-from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.backend import platform
 from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command
@@ -62,7 +60,7 @@ class Editor:
             EOFError: Ctrl-D, or the terminal is closed.
             KeyboardInterrupt: Ctrl-C.
         """
-        return self._read(self._session, partial(self._prompt, prompt), draft)
+        return self._read(self._session, prompt, draft)
 
     def ask(self, question: str) -> str:
         """Read one line without history. Raise as `read` does."""
@@ -87,27 +85,9 @@ class Editor:
             output.flush()
 
     def _height(self) -> Dimension:
-        """Limit a long text to half of the screen, so that the lines above, such as an error, stay visible."""
-        return Dimension(max=self._half) if self._is_folded() or not get_app().is_done else Dimension()
-
-    def _prompt(self, prompt: StyleAndTextTuples) -> StyleAndTextTuples:
-        """Return the prompt, with the size of the text above it if only a part is visible."""
-        if not self._is_folded():
-            return prompt
-        text = self._session.default_buffer.text
-        lines = text.count("\n") + 1
-        size = f"{lines} lines, {len(text)} characters" if lines > 1 else f"{len(text)} characters"
-        return [("fg:ansibrightblack", f"[{size}; Ctrl-G opens an editor]\n"), *prompt]
-
-    def _is_folded(self) -> bool:
-        """Whether the text is higher than half of the screen (once sent: than the screen)."""
-        rows = _rows(self._session.default_buffer.text, self._session.output.get_size().columns)
-        return rows > self._half * (2 if get_app().is_done else 1)
-
-    @property
-    def _half(self) -> int:
-        """Half of the screen's rows."""
-        return max(self._session.output.get_size().rows // 2, 1)
+        """Limit a text to half of the screen while it is edited, so that an error above it stays visible."""
+        half = max(self._session.output.get_size().rows // 2, 1)
+        return Dimension() if get_app().is_done else Dimension(max=half)
 
     def leave(self) -> None:
         """Make a waiting `read` or `ask` raise EOFError. Can be called in a signal handler."""
@@ -125,12 +105,6 @@ class Editor:
     def typed(self) -> str:
         """The text when Ctrl-C was pressed."""
         return self._session.default_buffer.text
-
-
-@lru_cache(maxsize=1)  # called many times per frame
-def _rows(text: str, columns: int) -> int:
-    """Estimate the rows of a text, without the width of the prompt."""
-    return sum(max(1, -(-get_cwidth(line) // max(columns, 1))) for line in text.split("\n"))
 
 
 def _keys() -> KeyBindings:
