@@ -1,12 +1,14 @@
-"""Turns of a conversation, and its branches."""
+"""The history of a chat: turns, conversations, and branches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mlxlm.chat.chat_template import Message
 from mlxlm.generation import FinishReason
+from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
 MAIN_BRANCH = "main"
@@ -114,6 +116,87 @@ class Branches:
 def check_branch_name(name: str) -> None:
     """Raise GenerationError for an invalid branch name."""
     if not (0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable() and not any(c.isspace() for c in name)):
-        raise GenerationError(
-            f"{name!r} is not a valid branch name", f"one word of at most {_MAX_NAME_LENGTH} characters"
-        )
+        hint = f"one word of at most {_MAX_NAME_LENGTH} characters"
+        raise GenerationError(f"{name!r} is not a valid branch name", hint)
+
+
+class ChatHistory:
+    """The messages of a chat: its system prompt and its branches.
+
+    Every method that changes them first ends an answer that is still being generated; the text so far stays.
+    """
+
+    def __init__(self, system_prompt: str | None):
+        self.system_prompt = system_prompt
+        self._branches = Branches()
+        # A weak reference: an answer that nobody reads has ended.
+        self._answering: Callable[[], Generator[Any, None, None] | None] = lambda: None
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt of the next turns. Setting it raises TokenizerError for lone surrogates."""
+        return self._system_prompt
+
+    @system_prompt.setter
+    def system_prompt(self, text: str | None) -> None:
+        check_unicode(text or "")
+        self._system_prompt = text or None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the current branch, the system prompt first, including dropped ones."""
+        return self._messages(self._branches.current.turns)
+
+    @property
+    def dropped(self) -> int:
+        """How many of the oldest messages of this branch the model no longer sees."""
+        return 2 * self._branches.current.dropped
+
+    @property
+    def branch_name(self) -> str:
+        """The current branch."""
+        return self._branches.name
+
+    @property
+    def branches(self) -> dict[str, int]:
+        """The number of turns in each branch."""
+        return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
+
+    def undo(self) -> Turn:
+        """Remove the last message and its answer, and return them.
+
+        If the model then sees no turn at all, dropped turns become visible again.
+
+        Raises:
+            GenerationError: There is no message.
+        """
+        self._end_answer()
+        shorter, last = self._branches.current.pop_turn()
+        self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
+        return last
+
+    def branch(self, name: str) -> None:
+        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
+        self._end_answer()
+        self._branches.fork(name)
+
+    def switch(self, name: str) -> None:
+        """Continue in another branch. Raise GenerationError if it doesn't exist."""
+        self._end_answer()
+        self._branches.switch(name)
+
+    def reset(self) -> None:
+        """Remove the conversation with all its branches, but keep the system prompt."""
+        self._end_answer()
+        self._branches = Branches()
+
+    def _end_answer(self) -> None:
+        if (answering := self._answering()) is not None:
+            answering.close()
+
+    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
+        system = [Message("system", self._system_prompt)] if self._system_prompt else []
+        return system + [message for turn in turns for message in turn.messages]
+
+    def _set_dropped(self, dropped: int) -> None:
+        self._branches.current = replace(self._branches.current, dropped=dropped)

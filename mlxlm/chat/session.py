@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
 from mlxlm.chat.answer import ChatChunk, ChatStats, chat_chunks, make_turn
-from mlxlm.chat.branches import Branches, Conversation, Turn
+from mlxlm.chat.branches import ChatHistory, Conversation
 from mlxlm.chat.chat_model import ChatModel
-from mlxlm.chat.chat_template import Message
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
 from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
 from mlxlm.generation.gumbel_noise import random_seed
-from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ OnPrefill = Callable[[int], None]
 Answer = Generator[ChatChunk, None, None]
 
 
-class Chat:
+class Chat(ChatHistory):
     """A conversation, its branches, and the cache of what the model has read.
 
         chat = Chat(lm, system_prompt="You are brief.")
@@ -39,8 +37,7 @@ class Chat:
     their common prefix. A cache that drops tokens can at least return to where the last question started. If the
     template drops the reasoning of earlier answers, the last answer is read again without it.
 
-    Every answer (retries and undone ones included) uses the seed after that of the answer before. Any call to the chat
-    first ends an answer that is still being generated, as closing its generator does; the text so far stays.
+    Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
     Args:
         lm: The model.
@@ -72,18 +69,16 @@ class Chat:
         speculation: SpeculativeDecoder | None = None,
         **options: Any,
     ):
-        self._answering: Callable[[], Answer | None] = lambda: None  # weak: an answer nobody reads has ended
+        super().__init__(system_prompt)
         self._options: GenerationOptions
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions())
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
-        self.system_prompt = system_prompt
         self.context_overflow = check_context_overflow(context_overflow)
         self.speculation = speculation
         if speculation is not None:
             speculation.check(lm)
         self.notes: list[str] = []  # what to tell the user after opening a session file
         self.prompt_tokens = 0  # of the last answer, also while it is generated
-        self._branches = Branches()
         self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
         self._files = session_files.SessionFiles()
@@ -140,36 +135,6 @@ class Chat:
     def defaults(self) -> GenerationOptions:
         """The default options: `max_tokens` is None if a chat template lets the model end its answers."""
         return self._chat_model.defaults
-
-    @property
-    def system_prompt(self) -> str | None:
-        """The system prompt of the next turns. Setting it raises TokenizerError for lone surrogates."""
-        return self._system_prompt
-
-    @system_prompt.setter
-    def system_prompt(self, text: str | None) -> None:
-        check_unicode(text or "")
-        self._system_prompt = text or None
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages of the current branch, the system prompt first, including dropped ones."""
-        return self._messages(self._branches.current.turns)
-
-    @property
-    def dropped(self) -> int:
-        """How many of the oldest messages of this branch the model no longer sees."""
-        return 2 * self._branches.current.dropped
-
-    @property
-    def branch_name(self) -> str:
-        """The current branch."""
-        return self._branches.name
-
-    @property
-    def branches(self) -> dict[str, int]:
-        """The number of turns in each branch."""
-        return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
 
     @property
     def context_size(self) -> int:
@@ -234,34 +199,6 @@ class Chat:
         """
         self._end_answer()
         return self._ask(self._branches.current.pop_turn()[0], text, on_prefill)
-
-    def undo(self) -> Turn:
-        """Remove the last message and its answer, and return them.
-
-        If the model then sees no turn at all, dropped turns become visible again.
-
-        Raises:
-            GenerationError: There is no message.
-        """
-        self._end_answer()
-        shorter, last = self._branches.current.pop_turn()
-        self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
-        return last
-
-    def branch(self, name: str) -> None:
-        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
-        self._end_answer()
-        self._branches.fork(name)
-
-    def switch(self, name: str) -> None:
-        """Continue in another branch. Raise GenerationError if it doesn't exist."""
-        self._end_answer()
-        self._branches.switch(name)
-
-    def reset(self) -> None:
-        """Remove the conversation with all its branches, but keep the system prompt."""
-        self._end_answer()
-        self._branches = Branches()
 
     def drop_oldest(self, for_message: str = "") -> int:
         """Drop the oldest turns now, as the policy "drop" does. They stay in `messages` and in session files.
@@ -332,26 +269,13 @@ class Chat:
             chat.notes.append(problem)
         return chat
 
-    def _end_answer(self) -> None:
-        answering = self._answering()
-        if answering is not None:
-            answering.close()
-
-    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
-        system = [Message("system", self._system_prompt)] if self._system_prompt else []
-        return system + [message for turn in turns for message in turn.messages]
-
     def _prompt_with(self, question: str) -> Callable[[Conversation], list[int]]:
         return lambda conversation: self._chat_model.prompt(self._messages(conversation.visible_turns), question)
-
-    def _set_dropped(self, dropped: int) -> None:
-        self._branches.current = replace(self._branches.current, dropped=dropped)
 
     def _ask(self, conversation: Conversation, question: str, on_prefill: OnPrefill | None) -> Answer:
         if not question:
             raise GenerationError("the message is empty", "some text")
-        limit, max_tokens = self._chat_model.limit, self._options.max_tokens
-        prompt_of = self._prompt_with(question)
+        prompt_of, limit, max_tokens = self._prompt_with(question), self._chat_model.limit, self._options.max_tokens
         conversation, prompt = fit_to_context(conversation, prompt_of, limit, self.context_overflow, max_tokens)
         self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)

@@ -274,10 +274,6 @@ def _setting_values(repl: Repl) -> list[str]:
     return [*(f"{name} " for name in settings.NAMES), *choices]
 
 
-def _branches(repl: Repl) -> Iterable[str]:
-    return repl.chat.branches
-
-
 _ALL = (
     Command("/help [COMMAND]", "show the commands (also /?)", _help, lambda repl: [name[1:] for name in COMMANDS]),
     Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
@@ -289,12 +285,7 @@ _ALL = (
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message and answer it again", _edit),
-    Command(
-        "/branch [NAME]",
-        "list the branches, or switch to another or a new one",
-        _branch,
-        lambda repl: repl.chat.branches,
-    ),
+    Command("/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches),
     Command("/reset", "remove all but the system prompt (also /clear)", _reset),
     Command("/tokens", "count the tokens of each message", _tokens),
     Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
