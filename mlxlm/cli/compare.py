@@ -53,13 +53,13 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
         render.emit_json({**names, **outputs.to_dict(), "weights": weights.to_dict()})
         return
     render.result(summarize(outputs, weights))
-    render.print_result(render.table(_totals(outputs, weights), ("", "A", "B")))
+    render.print_table(_totals(outputs, weights), ("", "A", "B"))
     windows = render.windows(outputs.context_length, outputs.stride)
     render.result(f"evaluated on: {eval_text or _BUILT_IN}, {outputs.tokens} tokens {windows}")
     for title, errors in (("hidden states", outputs.layers), ("weights", weights.tensors)):
         worst = sorted(errors.items(), key=lambda item: item[1], reverse=True)[:_MAX_LISTED]
         if rows := [(one_line(name), f"{error:.2e}") for name, error in worst if error]:
-            render.print_result(render.table(rows, (f"largest errors, {title}", "relative")))
+            render.print_table(rows, (f"largest errors, {title}", "relative"))
     for line in _differences(weights):
         render.result(one_line(line))
 

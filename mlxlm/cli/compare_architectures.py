@@ -71,7 +71,7 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
         rows = [asdict(result) for result in results]
         render.emit_json({"path": str(out), "plot": str(comparison.plot()), "variants": rows, "notes": notes})
     else:
-        render.print_result(render.table([*map(_row, results)], _HEADER))
+        render.print_table([*map(_row, results)], _HEADER)
         for note in notes:
             render.say(note, style="yellow")
         render.result(str(comparison.plot()))

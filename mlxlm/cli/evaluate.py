@@ -99,7 +99,7 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
         return
     rows = {**losses, "all": total_loss} if len(losses) > 1 else losses
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
-    render.print_result(render.table([(name, *_row(loss)) for name, loss in rows.items()], header))
+    render.print_table([(name, *_row(loss)) for name, loss in rows.items()], header)
     render.result(render.windows(context_length, stride))
     seconds = time.perf_counter() - start
     render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
@@ -139,4 +139,4 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
         for name, share in (("accuracy", accuracy.accuracy), ("accuracy by bytes", accuracy.accuracy_by_bytes))
     ]
     rows.append(("chance", f"{accuracy.random_accuracy:.1%}", ""))
-    render.print_result(render.table(rows, (f"{accuracy.questions} questions", "", "")))
+    render.print_table(rows, (f"{accuracy.questions} questions", "", ""))

@@ -30,7 +30,7 @@ _HELP_TEXTS = {
     "batch_size": "Rows per forward pass.  [default: 16, fewer for few conversations]",
     "max_seq_length": "Tokens per row.  [default: the model's context, at most 512]",
     "learning_rate": "Peak learning rate.  [default: a fifth of pretrain's, which depends on the model size]",
-    "eval_every": "Steps between validations; 0 validates at the end only.  [default: a tenth of all steps]",
+    "eval_every": "Steps between validations; 0: only at the end.  [default: a tenth of all steps]",
     "seed": "Random seed of data order and dropout.  [default: 0]",
 }
 
@@ -50,10 +50,11 @@ _HELP_TEXTS = {
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA, .jsonl files of conversations.
 
-    MODEL is a run, a folder, a .gguf file or a hub id. A line of DATA is
+    MODEL is a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
 
     \b
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"messages": [{"role": "user", "content": "What is 2 + 2?"},
+                  {"role": "assistant", "content": "4"}]}
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
 

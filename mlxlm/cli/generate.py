@@ -26,7 +26,7 @@ from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.generation import Context, GenerationOptions, GenerationResult, LoadedModel, TextStream
+    from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
     from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages
     from mlxlm.generation.speculative import SpeculativeDecoder
 
@@ -101,7 +101,7 @@ def generate(
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
-    from mlxlm.generation import Request, TextStream
+    from mlxlm.generation import Context, Request, TextStream
 
     request = Request(ids, options, eos_token_ids)
     if flags["num_samples"] > 1:
@@ -111,7 +111,9 @@ def generate(
         print_samples(lm, request, flags["num_samples"], kv, batch_size=flags["batch_size"], **output)
         return
     cache_file = flags["prompt_cache_file"]
-    context = _context(lm, kv, cache_file)
+    context = Context(lm.model, kv)
+    if cache_file is not None and Path(cache_file).exists():
+        context.load(cache_file, lm)
     save = partial(context.save, cache_file, lm, replace=True) if cache_file else None
     decoder = speculation and speculation()
     make_stream = partial(TextStream, lm, request, context=context, speculation=decoder)
@@ -180,15 +182,6 @@ def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Call
     if now:
         encoder()
     return encode
-
-
-def _context(lm: LoadedModel, kv: KVOptions, prompt_cache_file: str | None) -> Context:
-    from mlxlm.generation import Context
-
-    context = Context(lm.model, kv)
-    if prompt_cache_file is not None and Path(prompt_cache_file).exists():
-        context.load(prompt_cache_file, lm)
-    return context
 
 
 def _print_one(

@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 60.0  # if stderr is not a terminal
 
 
 class JobProgress:
-    """Counts of results so far. `expected` is the total as far as it is known; None for a pipe."""
+    """Counts of results so far. `expected` is the total, None for a pipe; wrong lines may change it."""
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples
@@ -25,12 +25,12 @@ class JobProgress:
         self._start: float | None = None
 
     def begin(self, lines: int | None) -> None:
-        """Start the clock, with so many lines to come (None: unknown)."""
+        """Start the clock. `lines` is the number of requests, None if unknown."""
         self._start = time.monotonic()
         self.expected = None if lines is None else lines * self.num_samples
 
     def expect(self, rows: int) -> None:
-        """Correct the total: a line turned out to ask for `rows` results."""
+        """Correct the total: a line has `rows` results."""
         if self.expected is not None:
             self.expected += rows - self.num_samples
 

@@ -40,7 +40,10 @@ def kernels() -> None:
 @_DTYPE
 @json_option
 def list_(model: str, dtype: str | None, as_json: bool) -> None:
-    """Show the implementation that each operation of MODEL uses on this machine, and why."""
+    """Show which implementation each operation uses.
+
+    MODEL is a model folder or a preset.
+    """
     from mlxlm.kernels import dispatch, measurements
 
     choices = [(case, *_choice(operation, case)) for operation, case in _cases(model, dtype)]
@@ -49,7 +52,7 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
         render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": operations})
         return
     rows = [(case.operation, case.dtype, case.label, path or "-", why) for case, path, why in choices]
-    render.print_result(render.table(rows, ("operation", "dtype", "case", "path", "why")))
+    render.print_table(rows, ("operation", "dtype", "case", "path", "why"))
 
 
 @kernels.command()
@@ -58,7 +61,9 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 @click.option("--repeats", **_REPEATS, help="Timings per implementation.")
 @json_option
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
-    """Benchmark all implementations of the operations of MODEL; from then on the fastest ones are used.
+    """Benchmark all implementations of operations.
+
+    MODEL is a model folder or a preset. From then on, the fastest implementations of its operations are used.
 
     A run that is resumed after this may use other implementations, whose sums round differently.
     """
@@ -80,7 +85,7 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
         render.emit_json({"machine": measurements.device_key(), "repeats": repeats, "cases": results})
     else:
         header = ("operation", "case", "path", "ms", "range", "error", "peak memory", "")
-        render.print_result(render.table([row for m in measured for row in _rows(m)], header))
+        render.print_table([row for m in measured for row in _rows(m)], header)
         for line in sorted({f"{path}: {reason}" for m in measured for path, reason in m.skipped.items()}):
             render.say(f"not measured: {line}")
     if error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,14 @@ def print_plan(plan: Plan) -> None:
     render.result(_summary(plan))
     render.result("")
     _table("parameters", [(name, human_count(n), _percent(n, plan.parameter_count)) for name, n in _parts(plan)])
-    _table("FLOPs (forward, per token)", list(_flops(plan)))
+    _table("FLOPs (forward, per token)", _flops(plan))
     header = ("tokens", *(_SHORT_NAMES.get(part, part) for part in plan.flops.forward), "total")
-    _table("forward FLOPs by sequence length", list(_flops_by_length(plan)), header)
-    _table(_memory_title(plan), list(_memory(plan)))
-    _table(_inference_title(plan), list(_inference(plan)))
-    _table("time", list(_time(plan)))
-    _table("disk", list(_disk(plan)))
-    _table("textbook formulas", list(_textbook(plan)))
+    _table("forward FLOPs by sequence length", _flops_by_length(plan), header)
+    _table(_memory_title(plan), _memory(plan))
+    _table(_inference_title(plan), _inference(plan))
+    _table("time", _time(plan))
+    _table("disk", _disk(plan))
+    _table("textbook formulas", _textbook(plan))
     if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
         mfu = f"{100 * plan.duration.mfu:.0f}%"
         render.say(f"a model FLOPs utilization of {mfu} is assumed (try: --mfu, or --probe on this machine)")
@@ -44,8 +44,8 @@ def _summary(plan: Plan) -> str:
     return f"Training on {human_count(duration.tokens)} tokens takes {long_time(duration.seconds)}, {source}"
 
 
-def _table(title: str, rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None) -> None:
-    render.print_result(render.table(rows, header, title))
+def _table(title: str, rows: Iterable[tuple[Any, ...]], header: tuple[str, ...] = ()) -> None:
+    render.print_table(list(rows), header, title)
     render.result("")
 
 
@@ -69,7 +69,7 @@ def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for name, count in flops.forward.items():
         yield _spaced(name), human_count(count), _percent(count, flops.forward_total)
     attention = _percent(flops.attention, flops.forward_total)
-    yield "forward", human_count(flops.forward_total), f"{attention} of it is attention"
+    yield "forward", human_count(flops.forward_total), f"{attention} for attention"
     yield "backward", human_count(flops.backward), "twice the forward pass"
     if flops.recomputed:
         yield "recomputed", human_count(flops.recomputed), "forward pass of the layers"

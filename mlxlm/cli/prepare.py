@@ -75,7 +75,7 @@ def prepare(sources: tuple[str, ...], tokenizer_path: str, out: Path, as_json: b
     if as_json:
         render.emit_json(manifest.to_dict())
         return
-    render.print_result(render.table(_rows(manifest), ("split", "tokens", "documents", "text")))
+    render.print_table(_rows(manifest), ("split", "tokens", "documents", "text"))
     speed = human_bytes((manifest.train.bytes + manifest.validation.bytes) / seconds)
     render.say(f"wrote {out} in {human_seconds(seconds)} ({speed}/s)")
     if manifest.validation_split == "tail":

@@ -34,4 +34,4 @@ def presets(as_json: bool) -> None:
         )
         for name, c in configs.items()
     ]
-    render.print_result(render.table(rows, header))
+    render.print_table(rows, header)

@@ -36,7 +36,7 @@ from mlxlm.cli.training_options import (
 if TYPE_CHECKING:
     from mlxlm.train import ProcessGroup, Run
 
-_REPEAT = "Train the same weights as RUN again, in --out, by its log."
+_REPEAT = "Repeat RUN in --out; it ends with the same weights."
 _HOURS = "Wall-clock budget; also picks the model size unless --preset or --config is given."
 _LAW = "Pick the model size by the law that mlxlm scaling fitted in FOLDER."
 _HOSTS = "Train on these machines, this one first; or an MLX hostfile."

@@ -102,10 +102,10 @@ def print_report(report: QuantizationReport) -> None:
     """Print the report."""
     size = f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight"
     render.result(f"{report.path}: {size}")
-    render.print_result(render.table(list(_rows(report)), ("", "source", "quantized")))
+    render.print_table(list(_rows(report)), ("", "source", "quantized"))
     rows = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst_layers(_NUM_WORST_LAYERS)]
     if rows:
-        render.print_result(render.table(rows, (f"largest errors of {report.error_of}", "bits", "relative")))
+        render.print_table(rows, (f"largest errors of {report.error_of}", "bits", "relative"))
     for check in report.checks:
         render.result(f"{check.name}: {check.result}, {check.detail}")
     if not report.checks:

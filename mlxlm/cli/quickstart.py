@@ -19,7 +19,6 @@ from mlxlm.utils.errors import DataError
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from mlxlm.chat.terminal.repl import Repl
     from mlxlm.generation import LoadedModel
     from mlxlm.train import Run
 
@@ -62,10 +61,7 @@ def quickstart(
     change = report.metrics and f"; {report.metrics.bits_per_byte_change:+.4f} bits per byte on the validation text"
     render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{change or ''}")
     lm = load(small)
-    if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
-        _chat(lm)
-    else:
-        _continuation(lm)
+    _chat(lm, in_terminal=sys.stdin.isatty() and sys.stdout.isatty() and not no_chat)
     render.say(f"Chat with it again: mlxlm chat {shlex.quote(str(small))}")
 
 
@@ -119,30 +115,21 @@ def _unused_name(path: Path) -> Path:
     return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
-def _chat(lm: LoadedModel) -> None:
-    greeting = "4. Chat. A model this small gets the form right, but seldom the facts. /help lists the commands.\n"
-    greeting += (
-        "Ask it, for example: What is assert?" if _has_roles(lm) else "Start a text, and the model continues it."
-    )
-    if code := _repl(lm, in_terminal=True).run(greeting.split("\n")):
-        sys.exit(code)
-
-
-def _continuation(lm: LoadedModel) -> None:
-    question = "What is assert?" if _has_roles(lm) else "The"
-    render.say(f"4. {question}")
-    _repl(lm, in_terminal=False).once(question)
-
-
-def _repl(lm: LoadedModel, in_terminal: bool) -> Repl:
+def _chat(lm: LoadedModel, in_terminal: bool) -> None:
+    """Start a chat in a terminal; elsewhere print one answer."""
     from mlxlm.chat.terminal.autosave import Autosave
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
 
+    has_roles = lm.tokenizer.chat_template is not None  # trained on conversations
     settings = Settings(ask_on_overflow=in_terminal)
-    return open_repl(lm, load_model, autosave=Autosave(unnamed=in_terminal), settings=settings)
-
-
-def _has_roles(lm: LoadedModel) -> bool:
-    """Whether the model was trained on conversations."""
-    return lm.tokenizer.chat_template is not None
+    repl = open_repl(lm, load_model, autosave=Autosave(unnamed=in_terminal), settings=settings)
+    if not in_terminal:
+        question = "What is assert?" if has_roles else "The"
+        render.say(f"4. {question}")
+        repl.once(question)
+        return
+    what = "Ask it, for example: What is assert?" if has_roles else "Start a text, and the model continues it."
+    about = "4. Chat. A model this small gets the form right, but seldom the facts. /help lists the commands."
+    if code := repl.run([about, what]):
+        sys.exit(code)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,30 +64,21 @@ def write_line(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def table(rows: list[tuple[Any, ...]], header: tuple[str, ...] | None = None, title: str | None = None) -> Table:
-    """Make a plain table. Columns of numbers are right-aligned."""
-    view = Table(title=title, show_header=header is not None, box=None, pad_edge=False, title_justify="left")
-    for i in range(len(rows[0]) if rows else len(header or ())):
-        numeric = bool(rows) and all(_looks_numeric(row[i]) for row in rows)
-        view.add_column(header[i] if header else "", justify="right" if numeric else "left")
-    for row in rows:
-        view.add_row(*(Text(one_line(str(cell))) for cell in row))
-    return view
+def print_table(rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title: str | None = None) -> None:
+    """Print a plain table on stdout, with columns of numbers right-aligned; in full width if that is not a terminal."""
+    view = Table(title=title, show_header=bool(header), box=None, pad_edge=False, title_justify="left")
+    texts = [[one_line(str(cell)) for cell in row] for row in rows]
+    for column, name in itertools.zip_longest(zip(*texts, strict=True), header, fillvalue=""):
+        numeric = column and all(cell.strip()[:1] in set("+-0123456789.") for cell in column)
+        view.add_column(name, justify="right" if numeric else "left")
+    for row in texts:
+        view.add_row(*map(Text, row))
+    _StdoutConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000).print(view)
 
 
 def windows(context_length: int, stride: int) -> str:
     """How a text was split for evaluation, to print beside a loss."""
     return f"in windows of {context_length} tokens, stride {stride}"
-
-
-def print_result(view: Table) -> None:
-    """Print a table on stdout; in full width if that is not a terminal."""
-    width = None if sys.stdout.isatty() else 1000
-    _StdoutConsole(highlight=False, soft_wrap=True, width=width).print(view)
-
-
-def _looks_numeric(cell: Any) -> bool:
-    return str(cell).strip()[:1] in set("+-0123456789.")
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def _print_tables(analysis: Analysis) -> None:
         ratio = f"{p.tokens / p.parameters:.1f}"
         rows.append((f"{p.parameters:,}", human_count(p.tokens), ratio, f"{p.loss:.4f}", *fitted))
     header = ("parameters", "tokens", "tokens per parameter", "loss", "fit", "residual")
-    render.print_result(render.table(rows, header))
+    render.print_table(rows, header)
     rows = []
     for name, fit in (("L(N)", analysis.by_parameters), ("L(D)", analysis.by_tokens), ("L(N, D)", joint)):
         if fit is None:
@@ -106,7 +106,7 @@ def _print_tables(analysis: Analysis) -> None:
             low, high = fit.interval(attrgetter(part))
             rows.append((name, part, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
     if rows:
-        render.print_result(render.table(rows, ("law", "", "fitted", "90% interval")))
+        render.print_table(rows, ("law", "", "fitted", "90% interval"))
     if analysis.check:
         point, (low, high) = analysis.check.point, analysis.check.interval
         render.result(

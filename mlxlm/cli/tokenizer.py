@@ -155,7 +155,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
             ("speed", f"{human_count(measured.tokens_per_second)} tokens/s"),
             ("vocabulary used", f"{100 * measured.vocabulary_used:.1f}%"),
         ]
-    render.print_result(render.table(rows))
+    render.print_table(rows)
 
 
 def _stdin() -> BinaryIO:

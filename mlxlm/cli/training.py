@@ -205,7 +205,7 @@ def print_summary(ending: Finished | Stopped, run: Run) -> None:
 def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
     """Yields `show(event)`: a live status in a terminal, elsewhere a line every ten seconds."""
     if not render.console.is_terminal:
-        yield _PlainDisplay().show
+        yield _print_lines()
         return
     # A shorter measurement finds a lower speed. It draws random numbers, so it comes before the run sets its seed.
     metrics = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * num_processes)
@@ -222,20 +222,20 @@ def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
         yield show
 
 
-class _PlainDisplay:
-    """Lines for a file or a pipe."""
+def _print_lines() -> Callable[[Event], None]:
+    """Returns `show(event)` for a file or a pipe."""
+    metrics, last = TrainingMetrics(), -math.inf
 
-    def __init__(self) -> None:
-        self._metrics, self._last = TrainingMetrics(), -math.inf
-
-    def show(self, event: Event) -> None:
-        self._metrics.update(event)
+    def show(event: Event) -> None:
+        nonlocal last
+        metrics.update(event)
         _print_event(event)
-        if isinstance(event, Step) and (
-            time.monotonic() - self._last > _SECONDS_BETWEEN_LINES or event.step == event.steps
-        ):
-            self._last = time.monotonic()
-            render.say(f"step {event.step}/{event.steps} {'  '.join(self._metrics.metrics())}")
+        is_due = time.monotonic() - last > _SECONDS_BETWEEN_LINES
+        if isinstance(event, Step) and (is_due or event.step == event.steps):
+            last = time.monotonic()
+            render.say(f"step {event.step}/{event.steps} {'  '.join(metrics.metrics())}")
+
+    return show
 
 
 def _print_event(event: Event) -> None:

@@ -29,7 +29,7 @@ _DATA = "Data"
 SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Batches and memory": (
         ("--batch-size", int, "Sequences per forward pass.  [default: 16, or fitted to the time limit]"),
-        ("--max-seq-length", int, "Tokens per sequence.  [default: the context, at most 512, or by the time limit]"),
+        ("--max-seq-length", int, "Tokens per sequence.  [default: the model's context up to 512; or by time limit]"),
         ("--grad-accumulation-steps", int, "Forward passes per optimizer step.  [default: 1]"),
         ("--packing", ["concatenate", "best-fit"], "best-fit packs whole documents and pads.  [default: concatenate]"),
         ("--document-mask", bool, "Let tokens attend only to their own document."),

@@ -19,7 +19,7 @@ def test_a_broken_pipe_while_printing_a_table(monkeypatch):
 
     monkeypatch.setattr("sys.stdout", Gone())
     with pytest.raises(BrokenPipeError):
-        render.print_result(render.table([("a", 1)]))
+        render.print_table([("a", 1)])
 
 
 def test_long_lines_are_indented_in_a_terminal(monkeypatch):
