@@ -17,7 +17,7 @@ def hasty(tmp_path, monkeypatch):
     for name in ("_MIN_TOKENS", "_MIN_STEPS"):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.cli.quickstart.MAX_SEQ_LENGTH", 64)
-    monkeypatch.setattr("mlxlm.train.loop.plot_run", lambda run: None)
+    monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
     monkeypatch.chdir(tmp_path)
 
 
