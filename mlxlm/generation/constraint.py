@@ -231,7 +231,7 @@ def _generation_error(name: str, message: str) -> GenerationError:
 
 
 def _reason(message: str) -> str:
-    """The line of an error that says what is wrong; for regular expressions it follows a picture of the position."""
+    """The line of an error that says what is wrong; for regular expressions it follows an excerpt that marks the position."""
     if message.startswith("NoExtension"):
         return "no token of this model can follow"
     if "lookarounds not supported" in message:

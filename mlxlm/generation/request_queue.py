@@ -17,7 +17,7 @@ class RequestQueue:
         """Wrap an iterable.
 
         Args:
-            requests: None stands for "no request at the moment".
+            requests: None means that there is no request at the moment.
             check: Raises MlxlmError for a request that can't be served.
         """
         self._source = iter(requests)

@@ -79,7 +79,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A generated text and how it came about.
+    """A generated text and its statistics.
 
     Attributes:
         text: The text, without the stop string or the end token.

@@ -168,8 +168,8 @@ class Sampler:
     def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
-        The margin of a draw is its lead over the runner-up. It says nothing of a token at the very threshold of a
-        filter, which rounding may keep or drop. `draft` is read only with a constraint.
+        The margin of a draw is its lead over the runner-up. It doesn't cover a token at the threshold of a filter, which
+        rounding may keep or drop. `draft` is read only with a constraint.
 
         Args:
             logits: `[k + 1, V]`.
@@ -250,7 +250,7 @@ def _sample_group(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
 
 def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
-    """Record the log-probabilities of `tokens` `[R]`, drawn from logits `[R, V]`, if asked for.
+    """Record the log-probabilities of `tokens` `[R]`, drawn from logits `[R, V]`, if requested.
 
     `samplers` has one sampler per row, or one for all rows.
 

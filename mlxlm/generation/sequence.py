@@ -88,7 +88,7 @@ class TokenSequence:
         return GenerationChunk(text, token, self._finish_reason, logprob)
 
     def result(self, speculation: SpeculationStats | None = None) -> GenerationResult:
-        """The text so far and how it came about."""
+        """The text so far, with its statistics."""
         return GenerationResult(
             text=self._text.getvalue(),
             tokens=self._tokens.tolist(),

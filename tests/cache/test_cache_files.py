@@ -1,4 +1,4 @@
-"""Caches in files: what comes back, and malformed files."""
+"""Cache files: saving, loading, malformed files."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_files_are_replaced_only_if_allowed(tmp_path):
 
 
 def test_two_processes_write_one_file(tmp_path, monkeypatch):
-    """One begins, another one writes all of its own, the first one ends: the file is what the first one wrote."""
+    """While one process writes, another one writes the whole file: the last to finish wins."""
     model, path, write = make(), tmp_path / "new" / "a.cache", cache_file.write_tensors
     texts = IDS[:5], IDS[5:30]
     caches = [read(model, KVOptions(), ids) for ids in texts]

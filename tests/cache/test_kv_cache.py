@@ -54,7 +54,7 @@ def vectors(tokens, bits, sign):
 
 
 class Pair:
-    """A cache and what it must hold, moved together."""
+    """A cache and its expected contents."""
 
     def __init__(self, kind, texts=None, cache=None):
         self.kind, self.texts = kind, texts or [Text()]

@@ -1,4 +1,4 @@
-"""A model small enough to check against the plainest computation, and a tokenizer that fits it."""
+"""A tiny model and its tokenizer."""
 
 import pytest
 

@@ -69,5 +69,5 @@ def perturbed(model, share):
 
 
 def exact(context):
-    """Whether the caches hold what the context says."""
+    """Whether the caches hold as many tokens as the context."""
     return {cache.offset for cache in context.caches} == {len(context.ids)}

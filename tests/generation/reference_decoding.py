@@ -1,4 +1,4 @@
-"""The plainest loop of generation, which engines are compared with, and a prompt for it."""
+"""A naive generation loop to compare with, a prompt, and small models of mlx_lm."""
 
 import pytest
 

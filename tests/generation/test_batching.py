@@ -178,7 +178,7 @@ def test_nothing_is_computed_for_a_list_with_a_bad_prompt(lm):
 
 
 def test_a_new_request_starts_while_others_run(lm):
-    """Also where one row of eight is free; and what can't be served is answered at once."""
+    """Also if one of eight rows is free. A bad request has its result at once."""
     came = []
 
     def source():

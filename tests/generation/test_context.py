@@ -22,7 +22,7 @@ KINDS = [KVOptions(), KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)]
 
 
 def is_consistent(context):
-    """Whether every layer has read what the context says."""
+    """Whether every layer holds as many tokens as the context."""
     return {cache.offset for cache in context.caches} <= {len(context.ids)}
 
 

@@ -1,4 +1,4 @@
-"""Drafters: what n-gram lookup proposes, against the plainest search; what a draft model needs."""
+"""Drafters: prompt lookup against a naive search; draft models."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +10,11 @@ from mlxlm.generation import Context, LoadedModel
 from mlxlm.generation.drafters import MAX_CANDIDATES, DraftModel, PromptLookup, max_trimmable_tokens
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
+from tests.generation.reference_decoding import STATE_SPACE, mlx_lm_model
 
 
 def naive(ids, count):
-    """What follows the longest suffix of two tokens or more that stands earlier in `ids`, the latest such place."""
+    """What follows the latest earlier occurrence of the longest suffix of at least two tokens."""
     best, longest = None, 1
     for place in range(len(ids) - 1, 1, -1):
         length = 0
@@ -24,7 +25,7 @@ def naive(ids, count):
     if best is None:
         return None
     found = list(ids)
-    for _ in range(count):  # reading on from the place, into what it has just proposed
+    for _ in range(count):  # possibly into the draft itself
         found.append(found[best])
         best += 1
     return found[len(ids) :]
@@ -35,11 +36,11 @@ def proposed(draft_state, count):
     return None if found is None else found.tolist()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 3), max_size=MAX_CANDIDATES), st.integers(1, 6))
 def test_lookup_proposes_what_followed_the_longest_suffix(ids, count):
     draft_state = PromptLookup().begin(None, ids, 1)
-    if draft_state.last_draft_matched:  # it goes on where it was, also where a longer suffix would be found elsewhere
+    if draft_state.last_draft_matched:  # it continues its match, even if there is a longer one
         return
     assert proposed(draft_state, count) == naive(ids, count)
 
@@ -76,11 +77,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(lm):
 
 
 def test_a_draft_model_whose_cache_cannot_be_trimmed_is_refused(lm):
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 300}
-    state = {"state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
-    model_class, arguments = utils._get_classes({"model_type": "mamba"})
-    model = model_class(arguments.from_dict({"model_type": "mamba", **sizes, **state}))
+    model = mlx_lm_model("mamba", **STATE_SPACE)
     draft = DraftModel(LoadedModel(model, lm.tokenizer, lm.config, lm.path))
     with pytest.raises(GenerationError, match="cache .* can.t be trimmed"):
         draft.begin(Context(lm.model), [1, 2, 3], 5)

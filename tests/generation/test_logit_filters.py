@@ -148,7 +148,7 @@ def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
 
 
 def test_the_order_of_filters():
-    """Each pair where the order shows: thresholds are of what the earlier filter has left."""
+    """Each pair whose order matters: thresholds apply to what the earlier filter has left."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     kept = lambda **o: np.flatnonzero(probabilities(logits, SamplingOptions(**{"temperature": 1.0, **o}))).tolist()  # noqa: E731
     # top-k first: 0.4 and 0.3 become 0.57 and 0.43, so that 0.55 of them is the first alone.

@@ -144,7 +144,7 @@ SETTINGS = [
     st.data(),
 )
 def test_a_batched_row_equals_its_sampler_alone(rows, size, seed, data):
-    """Bit for bit, with neighbours of any settings, and rows that leave on the way."""
+    """Bit for bit, with rows of other settings, some of which end early."""
     made = lambda: [Sampler(SamplingOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
     together, alone = made(), made()
     logits = mx.random.normal((6, len(rows), size), key=mx.random.key(seed)) * 2

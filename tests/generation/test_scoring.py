@@ -1,4 +1,4 @@
-"""Scores: what a plain forward pass says of every token, whatever the tokenizer puts in front."""
+"""Scores equal the log-probabilities of one forward pass, with any special tokens in front."""
 
 import math
 from dataclasses import replace

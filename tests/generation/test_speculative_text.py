@@ -223,7 +223,7 @@ def test_invalid_settings_are_refused(soft, lm):
 
 
 def test_no_guess_is_reported(soft):
-    """All tokens differ: there is nothing to look up, however well it would pay."""
+    """All tokens differ, so there is nothing to look up."""
     _, found = text(soft, always(PromptLookup(), 4), temperature=0, max_tokens=12, repetition_penalty=100.0)
     assert len(set(found.tokens)) == 12 and found.speculation.proposed == 0
     assert not found.speculation.active and "no guess" in found.speculation.reason

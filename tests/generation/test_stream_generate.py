@@ -227,7 +227,6 @@ def test_an_incomplete_constrained_text(lm):
     ],
 )  # fmt: skip
 def test_stop_strings_beside_a_constraint(lm, constraint, stop, text, reason, constraint_error):
-    """Whichever comes first ends the text, and what is left of it is judged."""
     options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {lm.tokenizer.eos_id: -1000}}
     run = stream(lm, "x", **options)
     chunks = list(run)

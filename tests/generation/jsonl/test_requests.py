@@ -1,4 +1,4 @@
-"""Lines of requests: what they mean, and what is wrong with them."""
+"""JSONL requests: parsing and errors."""
 
 import json
 from dataclasses import replace

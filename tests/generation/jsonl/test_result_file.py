@@ -26,7 +26,7 @@ def out(tmp_path):
 
 
 def opened(out, *lines):
-    """The file after it was opened and lines were added, and what it knew to be done."""
+    """Open the file and append lines; return the results that it had."""
     with ResultFile(out) as file:
         for one in lines:
             file.write(one)
@@ -59,7 +59,6 @@ def test_an_unwritten_new_file_is_removed(out, tmp_path):
 
 
 def test_opening_changes_nothing(out):
-    """Whoever finds that other results were asked for loses none."""
     before = line("a") + line("b", error="no") + line("c")[:-9]
     out.write_bytes(before)
     assert opened(out) == {("a", 0)}
