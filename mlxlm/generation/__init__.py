@@ -13,7 +13,7 @@ from mlxlm.generation.context import Context
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
-from mlxlm.generation.options import GenerationOptions, SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
@@ -29,7 +29,6 @@ __all__ = [
     "Request",
     "GenerationResult",
     "Sampler",
-    "SamplingOptions",
     "Score",
     "TextStream",
     "Timings",

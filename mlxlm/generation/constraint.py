@@ -18,7 +18,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.json_schema import explain_schema_error, to_llguidance_schema
 from mlxlm.generation.llguidance_tokenizer import llguidance_tokenizer
-from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import parse_json
@@ -55,7 +55,7 @@ class Grammar:
 
     @classmethod
     def compile(
-        cls, options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+        cls, options: GenerationOptions, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> Grammar | None:
         """Compile `options.constraint`; None without one. Cached.
 
@@ -231,7 +231,7 @@ def _generation_error(name: str, message: str) -> GenerationError:
 
 
 def _reason(message: str) -> str:
-    """The line of an error that says what is wrong; for regular expressions it follows an excerpt that marks the position."""
+    """The line of an error that says what is wrong; for regular expressions it follows an excerpt."""
     if message.startswith("NoExtension"):
         return "no token of this model can follow"
     if "lookarounds not supported" in message:

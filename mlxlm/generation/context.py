@@ -193,7 +193,8 @@ class Context:
             expected_length = identity.get("expected_length", "")
             if not (expected_length.isdecimal() and len(expected_length) <= len(str(UNLIMITED))):
                 raise CheckpointError(
-                    f"{path} doesn't say how long its text was expected to become", "delete the file and create it again"
+                    f"{path} doesn't say how long its text was expected to become",
+                    "delete the file and create it again",
                 )
             for cache in caches:
                 cache.expected_length = int(expected_length)

@@ -7,14 +7,14 @@ from functools import lru_cache
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 _MAX_PENALTY = 1e6  # bans a token as well as any larger penalty; an infinite one would give NaN
 
 
-def apply_dry(logits: mx.array, options: SamplingOptions, tokens: mx.array, match_lengths: mx.array) -> mx.array:
+def apply_dry(logits: mx.array, options: GenerationOptions, tokens: mx.array, match_lengths: mx.array) -> mx.array:
     """Penalize every token that would extend a repetition of the last n tokens, n >= dry_allowed_length.
 
     The penalty is dry_multiplier * dry_base^(n - dry_allowed_length), for the largest n of each token.
@@ -73,7 +73,7 @@ def mask_breakers(tokens: mx.array, breakers: mx.array | None) -> mx.array:
     return mx.where(breakers[mx.clip(tokens, 0, len(breakers) - 1)], -1, tokens)
 
 
-def dry_breaker_mask(options: SamplingOptions, tokenizer: Tokenizer | None) -> mx.array | None:
+def dry_breaker_mask(options: GenerationOptions, tokenizer: Tokenizer | None) -> mx.array | None:
     """Which tokens contain one of `dry_sequence_breakers`. Cached; computed in a second or less.
 
     Returns:

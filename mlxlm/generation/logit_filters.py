@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
 _TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
@@ -18,7 +18,7 @@ _TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in an
 _MAX_SORTED = 8192
 
 
-def filter_logits(logits: mx.array, options: SamplingOptions, xtc_rows: mx.array | None = None) -> mx.array:
+def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.array | None = None) -> mx.array:
     """Apply temperature, top-k, typical, top-p, min-p and XTC, in this order.
 
     Args:

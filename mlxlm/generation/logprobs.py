@@ -30,7 +30,7 @@ class TokenLogprob(NamedTuple):
 class TokenLogprobs:
     """A sampled token, and the likeliest tokens in its place, in descending order.
 
-    Log-probabilities are the model's, before any option of SamplingOptions has changed the logits.
+    Log-probabilities are the model's, before any option of GenerationOptions has changed the logits.
     """
 
     token: int

@@ -1,4 +1,4 @@
-"""Sampling and generation options."""
+"""Generation options: how tokens are sampled, and where a text ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from mlxlm.utils.errors import GenerationError
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    r"""How tokens are sampled. The steps of `Sampler` apply the options in the order below. NumPy numbers are accepted.
+class GenerationOptions:
+    r"""How tokens are sampled, and where a text ends. NumPy numbers are accepted.
+
+    The steps of `Sampler` apply the options in the order below.
 
     Attributes:
         logit_bias: {token id: number added to its logit}; also as "id=number" strings.
@@ -49,6 +51,8 @@ class SamplingOptions:
         seed: Equal seeds give equal texts. None draws one, which the result reports.
         logprobs: 0 reports the log-probability of every sampled token, n also the n likeliest tokens; None neither.
             They are those of the model, before all of the above.
+        max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
+        stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
 
     Raises:
         GenerationError: Naming every option that is invalid.
@@ -76,11 +80,13 @@ class SamplingOptions:
     choice: tuple[str, ...] = ()
     logprobs: int | None = None
     seed: int | None = None
+    max_tokens: int | None = 256
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option in fields(self):
             self._set(option.name, _python_number(getattr(self, option.name)))
-        for name in ("dry_sequence_breakers", "choice"):
+        for name in ("dry_sequence_breakers", "choice", "stop"):
             self._set(name, _as_tuple(getattr(self, name)))
         if self.dry_sequence_breakers == ("",):
             self._set("dry_sequence_breakers", ())
@@ -129,7 +135,7 @@ class SamplingOptions:
 
     def _problems(self) -> Iterator[str]:
         for name, (is_valid, hint) in CHECKS.items():
-            if not is_valid(value := getattr(self, name, None)):
+            if not is_valid(value := getattr(self, name)):
                 yield f"{name} is {value!r} ({hint})"
         if self.temperature == 0:
             # Both can remove the likeliest token, and greedy decoding has no randomness to choose another one by.
@@ -137,6 +143,7 @@ class SamplingOptions:
                 if getattr(self, name) != off:
                     yield f"{name} needs a temperature above 0 (such as 0.7)"
         yield from string_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
+        yield from string_problems("a stop string", self.stop)
         yield from logit_bias_problems(self.logit_bias)
         yield from self._constraint_problems()
 
@@ -153,27 +160,6 @@ class SamplingOptions:
         texts = [self.regex if isinstance(self.regex, str) else "", "" if problems else "".join(self.choice)]
         if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
             yield f"{names[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
-
-
-@dataclass(frozen=True)
-class GenerationOptions(SamplingOptions):
-    """SamplingOptions, and where a text ends.
-
-    Attributes:
-        max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
-        stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
-    """
-
-    max_tokens: int | None = 256
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._set("stop", _as_tuple(self.stop))
-        super().__post_init__()
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from string_problems("a stop string", self.stop)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

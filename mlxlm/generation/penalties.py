@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.dry import apply_dry, initial_match_lengths, mask_breakers, update_match_lengths
-from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PenaltyState:
 
     @classmethod
     def from_prompt(
-        cls, options: SamplingOptions, prompt: Sequence[int], vocab_size: int, breakers: mx.array | None
+        cls, options: GenerationOptions, prompt: Sequence[int], vocab_size: int, breakers: mx.array | None
     ) -> PenaltyState:
         """The state of one row after its prompt. `breakers`: see `dry_breaker_mask`."""
         recent_tokens = token_counts = dry_tokens = dry_match_lengths = None
@@ -80,7 +80,10 @@ class PenaltyState:
 
 
 def apply_penalties(
-    logits: mx.array, options: SamplingOptions, state: PenaltyState, logit_bias: tuple[mx.array, mx.array] | None = None
+    logits: mx.array,
+    options: GenerationOptions,
+    state: PenaltyState,
+    logit_bias: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """Apply logit bias, repetition, presence and frequency penalties, and DRY, in this order.
 

@@ -15,14 +15,14 @@ from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.generation.gumbel_noise import gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
-from mlxlm.generation.options import SamplingOptions
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
-_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "logit_bias")
-_SHARED = tuple(field.name for field in fields(SamplingOptions) if field.name not in _PER_TEXT)
+_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "logit_bias", "max_tokens", "stop")
+_SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
 
 
 class LogitsProcessor:
@@ -34,7 +34,7 @@ class LogitsProcessor:
         key: Equal for processors that do the same, so that their rows can be drawn together.
     """
 
-    def __init__(self, options: SamplingOptions, breakers: mx.array | None):
+    def __init__(self, options: GenerationOptions, breakers: mx.array | None):
         ids = np.array(list(options.logit_bias), np.int32)
         values = np.array(list(options.logit_bias.values()), np.float32)
         self.options, self.breakers = options, breakers
@@ -76,7 +76,7 @@ class LogitsProcessor:
 class Sampler:
     """Draws the tokens of one text: `sampler(logits [1, V]) -> token [1]`, int32, without evaluating either.
 
-    The order of the steps is that of `SamplingOptions`. The last is the draw: the highest logit plus Gumbel noise,
+    The order of the steps is that of `GenerationOptions`. The last is the draw: the highest logit plus Gumbel noise,
     which follows the softmax of the logits (Gumbel 1954; Maddison et al. 2014, section 2). At temperature 0 it is the
     highest logit. The token is -1 if the highest logit isn't finite; `accept` raises for it.
 
@@ -94,7 +94,7 @@ class Sampler:
 
     def __init__(
         self,
-        options: SamplingOptions,
+        options: GenerationOptions,
         prompt: Sequence[int],
         seed: int,
         *,
@@ -168,8 +168,8 @@ class Sampler:
     def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
-        The margin of a draw is its lead over the runner-up. It doesn't cover a token at the threshold of a filter, which
-        rounding may keep or drop. `draft` is read only with a constraint.
+        The margin of a draw is its lead over the runner-up. It doesn't cover a token at the threshold of a filter,
+        which rounding may keep or drop. `draft` is read only with a constraint.
 
         Args:
             logits: `[k + 1, V]`.

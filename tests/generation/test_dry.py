@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Sampler, SamplingOptions
+from mlxlm.generation import GenerationOptions, Sampler
 from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.utils.errors import GenerationError
 from tests.generation.penalized import V, few_tokens, penalized
@@ -37,7 +37,9 @@ def dry(options, said, logits, breakers):
     st.sampled_from([1.0, 1.3, 2.0]),
 )
 def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window, base):
-    options = SamplingOptions(dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_penalty_last_n=window)
+    options = GenerationOptions(
+        dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_penalty_last_n=window
+    )
     logits = np.linspace(-3, 3, V, dtype=np.float32)
     table = mx.array([token in breakers for token in range(V)] + [False]) if breakers else None
     ours = penalized(options, prompt, generated, logits, table)
@@ -46,20 +48,20 @@ def test_dry_equals_its_definition(prompt, generated, breakers, allowed, window,
 
 def test_dry_breaks_a_loop():
     logits = np.zeros(V, np.float32)
-    options = SamplingOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_sequence_breakers=())
+    options = GenerationOptions(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2, dry_sequence_breakers=())
     assert np.flatnonzero(penalized(options, [1, 2, 3, 4, 1, 2], [], logits)).tolist() == [3]
     assert penalized(options, [1, 2, 3, 4, 1, 2, 3], [], logits)[4] == -2
     assert not penalized(options, [1, 2, 3, 4, 5, 6], [], logits).any()
 
 
 def test_a_long_repetition_stays_finite():
-    options = SamplingOptions(dry_multiplier=100.0, dry_base=100.0, dry_sequence_breakers=(), temperature=0)
+    options = GenerationOptions(dry_multiplier=100.0, dry_base=100.0, dry_sequence_breakers=(), temperature=0)
     logits = penalized(options, [5] * 400, [5] * 40, np.zeros(V, np.float32))
     assert np.isfinite(logits).all() and logits.argmin() == 5
 
 
 def test_breaker_mask(lm):
-    table = dry_breaker_mask(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=("q", "<|end")), lm.tokenizer)
+    table = dry_breaker_mask(GenerationOptions(dry_multiplier=1.0, dry_sequence_breakers=("q", "<|end")), lm.tokenizer)
     found = [id for id in range(lm.tokenizer.vocab_size) if table[id].item()]
     special = {id for name, id in lm.tokenizer.special_tokens.items() if "<|end" in name or "q" in name}
     assert found == sorted(special | {i for i in range(300) if b"q" in lm.tokenizer.token_bytes(i)}) and found
@@ -72,6 +74,6 @@ def test_breakers_without_a_token_are_refused(lm):
         ({}, None, "need a tokenizer"),
     ):
         with pytest.raises(GenerationError, match=problem):
-            Sampler(SamplingOptions(dry_multiplier=1.0, **options), [1], 0, tokenizer=tokenizer)
-    Sampler(SamplingOptions(dry_multiplier=1.0, dry_sequence_breakers=()), [1], 0)
-    Sampler(SamplingOptions(), [1], 0)
+            Sampler(GenerationOptions(dry_multiplier=1.0, **options), [1], 0, tokenizer=tokenizer)
+    Sampler(GenerationOptions(dry_multiplier=1.0, dry_sequence_breakers=()), [1], 0)
+    Sampler(GenerationOptions(), [1], 0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import SamplingOptions, filter_logits
+from mlxlm.generation import GenerationOptions, filter_logits
 
 V = 50
 
@@ -49,7 +49,7 @@ def probabilities(logits, options, excluding=None):
 
 
 some_options = st.builds(
-    SamplingOptions,
+    GenerationOptions,
     temperature=st.floats(0.2, 3),
     top_k=st.integers(0, 2 * V),
     top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.9999)),  # nearer to 1, the rounding of masses decides
@@ -101,22 +101,22 @@ def test_filters_equal_transformers(seed, size):
         ({"typical_p": 0.95}, theirs.TypicalLogitsWarper(0.95)),
         ({"min_p": 0.05}, theirs.MinPLogitsWarper(0.05)),
     ):
-        kept = probabilities(logits, SamplingOptions(temperature=1.0, **option)) > 0
+        kept = probabilities(logits, GenerationOptions(temperature=1.0, **option)) > 0
         assert (kept == transformers_kept(logits, warper)).all(), option
 
 
 def test_ties_with_the_last_kept_token_stay():
     logits = np.log(np.array([0.4, 0.2, 0.2, 0.2], np.float32))
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_k=2)) > 0).tolist() == [True] * 4
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.5)) > 0).tolist() == [True] * 4
-    assert (probabilities(logits, SamplingOptions(temperature=1.0, top_p=0.3)) > 0).tolist() == [True] + [False] * 3
+    assert (probabilities(logits, GenerationOptions(temperature=1.0, top_k=2)) > 0).tolist() == [True] * 4
+    assert (probabilities(logits, GenerationOptions(temperature=1.0, top_p=0.5)) > 0).tolist() == [True] * 4
+    assert (probabilities(logits, GenerationOptions(temperature=1.0, top_p=0.3)) > 0).tolist() == [True] + [False] * 3
 
 
 def test_no_filter_removes_all_tokens():
     """However little probability is asked for; and however flat the distribution."""
     for logits in (np.zeros(100_000, np.float32), np.linspace(-50, 50, V, dtype=np.float32)):
         for option in ({"top_p": 1e-12}, {"typical_p": 1e-12}, {"top_p": 1 - 1e-12}, {"typical_p": 1 - 1e-12}):
-            p = probabilities(logits, SamplingOptions(temperature=1.0, **option))
+            p = probabilities(logits, GenerationOptions(temperature=1.0, **option))
             assert np.isfinite(p).all() and p.sum() == pytest.approx(1, abs=1e-4)
 
 
@@ -124,7 +124,7 @@ def test_no_filter_removes_all_tokens():
 def test_extreme_temperatures_stay_finite(temperature):
     logits = np.linspace(-1e4, 1e4, V, dtype=np.float32)
     for option in ({}, {"top_p": 0.9}, {"typical_p": 0.9}):
-        p = probabilities(logits, SamplingOptions(temperature=temperature, **option))
+        p = probabilities(logits, GenerationOptions(temperature=temperature, **option))
         assert np.isfinite(p).all() and p.argmax() == V - 1
 
 
@@ -140,7 +140,7 @@ def test_extreme_temperatures_stay_finite(temperature):
     ],
 )
 def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
-    options = SamplingOptions(temperature=1.0, xtc_probability=0.5, xtc_threshold=threshold)
+    options = GenerationOptions(temperature=1.0, xtc_probability=0.5, xtc_threshold=threshold)
     logits = mx.log(mx.array([likely, likely]))
     both = filter_logits(logits, options, mx.array([True, False]))
     assert np.flatnonzero(np.isfinite(np.array(both[0]))).tolist() == kept
@@ -150,7 +150,7 @@ def test_xtc_leaves_the_least_likely_top_choice(likely, threshold, kept):
 def test_the_order_of_filters():
     """Each pair whose order matters: thresholds apply to what the earlier filter has left."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    kept = lambda **o: np.flatnonzero(probabilities(logits, SamplingOptions(**{"temperature": 1.0, **o}))).tolist()  # noqa: E731
+    kept = lambda **o: np.flatnonzero(probabilities(logits, GenerationOptions(**{"temperature": 1.0, **o}))).tolist()  # noqa: E731
     # top-k first: 0.4 and 0.3 become 0.57 and 0.43, so that 0.55 of them is the first alone.
     assert kept(top_k=2, top_p=0.55) == [0]
     # temperature first: at 4 the first two no longer hold 0.6.
@@ -158,5 +158,5 @@ def test_the_order_of_filters():
     # typical before top-p: typical alone leaves the middle, of which top-p takes the likelier part.
     assert kept(typical_p=0.5) == [1, 2] and kept(typical_p=0.5, top_p=0.55) == [1]
     # XTC last, on renormalised probabilities: after top-k both of 0.57 and 0.43 are top choices from 0.42.
-    options = SamplingOptions(temperature=1.0, top_k=2, xtc_probability=1.0, xtc_threshold=0.42)
+    options = GenerationOptions(temperature=1.0, top_k=2, xtc_probability=1.0, xtc_threshold=0.42)
     assert np.flatnonzero(probabilities(logits, options, mx.array([True]))).tolist() == [1]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, Sampler, SamplingOptions
+from mlxlm.generation import GenerationOptions, Sampler
 from mlxlm.utils.errors import GenerationError
 
 
@@ -90,7 +90,7 @@ def test_all_problems_are_reported_at_once():
 )
 def test_invalid_values(setting):
     with pytest.raises(GenerationError, match=next(iter(setting))) as caught:
-        SamplingOptions(**setting)
+        GenerationOptions(**setting)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 3000
 
 
@@ -121,23 +121,23 @@ def test_accepted_forms_of_values():
     """JSON has ids as texts and lists for tuples; the shell has everything as text."""
     biases = {5: -100.0, 7: 2.5}
     for given in (biases, {"5": -100.0, "7": "2.5"}, ["5=-100", "7=2.5"], ("5=-1e2", "7=2.5")):
-        assert SamplingOptions(logit_bias=given).logit_bias == biases
-    assert SamplingOptions(choice="yes").choice == SamplingOptions(choice=["yes"]).choice == ("yes",)
+        assert GenerationOptions(logit_bias=given).logit_bias == biases
+    assert GenerationOptions(choice="yes").choice == GenerationOptions(choice=["yes"]).choice == ("yes",)
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
-    assert json.loads(SamplingOptions(json_schema=schema).json_schema) == schema
-    assert SamplingOptions(json_schema=schema).constraint == "json_schema"
-    assert SamplingOptions(json_schema=True).json_schema == "true"
-    assert SamplingOptions().constraint is None
+    assert json.loads(GenerationOptions(json_schema=schema).json_schema) == schema
+    assert GenerationOptions(json_schema=schema).constraint == "json_schema"
+    assert GenerationOptions(json_schema=True).json_schema == "true"
+    assert GenerationOptions().constraint is None
     assert (
-        SamplingOptions(dry_sequence_breakers="").dry_sequence_breakers
-        == SamplingOptions(dry_sequence_breakers=[""]).dry_sequence_breakers
+        GenerationOptions(dry_sequence_breakers="").dry_sequence_breakers
+        == GenerationOptions(dry_sequence_breakers=[""]).dry_sequence_breakers
         == ()
     )
 
 
 def test_numpy_numbers_are_accepted():
-    options = SamplingOptions(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(5): np.float32(1)})
-    assert options == SamplingOptions(temperature=0.5, top_k=3, logit_bias={5: 1.0})
+    options = GenerationOptions(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(5): np.float32(1)})
+    assert options == GenerationOptions(temperature=0.5, top_k=3, logit_bias={5: 1.0})
     assert type(options.temperature) is float and type(options.top_k) is int and type(*options.logit_bias) is int
 
 

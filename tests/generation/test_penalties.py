@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Sampler, SamplingOptions
+from mlxlm.generation import GenerationOptions, Sampler
 from mlxlm.utils.errors import GenerationError
 from tests.generation.penalized import V, few_tokens, penalized
 
@@ -21,12 +21,12 @@ def test_the_repetition_penalty_equals_transformers(seed, penalty):
     logits = rng.normal(size=V).astype(np.float32)
     prompt, generated = rng.integers(0, V, 5).tolist(), rng.integers(0, V, 3).tolist()
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + generated]), torch.tensor(logits)[None])
-    ours = penalized(SamplingOptions(repetition_penalty=penalty), prompt, generated, logits)
+    ours = penalized(GenerationOptions(repetition_penalty=penalty), prompt, generated, logits)
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6)
 
 
 def test_the_window_of_the_repetition_penalty():
-    options = SamplingOptions(temperature=0, repetition_penalty=10.0, repetition_context_size=2)
+    options = GenerationOptions(temperature=0, repetition_penalty=10.0, repetition_context_size=2)
     sampler = Sampler(options, [0, 1], seed=0)
     logits = mx.array([[4.0, 3.0, 2.0, 1.0]])
     assert [sampler(logits).item() for _ in range(5)] == [2, 0, 1, 2, 0]
@@ -34,15 +34,15 @@ def test_the_window_of_the_repetition_penalty():
 
 def test_a_prompt_shorter_than_the_window_penalises_nothing_else():
     logits = np.arange(1, V + 1, dtype=np.float32)
-    ours = penalized(SamplingOptions(repetition_penalty=2.0), [3], [], logits)
+    ours = penalized(GenerationOptions(repetition_penalty=2.0), [3], [], logits)
     assert np.flatnonzero(ours != logits).tolist() == [3]
-    assert (penalized(SamplingOptions(repetition_penalty=2.0), [], [], logits) == logits).all()
+    assert (penalized(GenerationOptions(repetition_penalty=2.0), [], [], logits) == logits).all()
 
 
 @settings(max_examples=50)
 @given(few_tokens, few_tokens, st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_count_what_was_generated(prompt, generated, presence, frequency):
-    options = SamplingOptions(presence_penalty=presence, frequency_penalty=frequency)
+    options = GenerationOptions(presence_penalty=presence, frequency_penalty=frequency)
     counts = np.bincount(generated, minlength=V)
     wanted = np.zeros(V) - presence * (counts > 0) - frequency * counts
     ours = penalized(options, prompt, generated, np.zeros(V, np.float32))
@@ -50,7 +50,7 @@ def test_presence_and_frequency_count_what_was_generated(prompt, generated, pres
 
 
 def test_the_order_is_bias_then_repetition_then_the_others():
-    options = SamplingOptions(
+    options = GenerationOptions(
         logit_bias={3: -4.0, 5: 1.0}, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
         dry_multiplier=3.0, dry_allowed_length=1, dry_sequence_breakers=(),
     )  # fmt: skip
@@ -69,15 +69,15 @@ def test_options_beyond_the_vocabulary_are_refused():
         ({"logprobs": V + 1}, "logprobs is 13, and the model has 12 tokens"),
     ):
         with pytest.raises(GenerationError, match=problem):
-            SamplingOptions(**options).check_vocabulary(V)
+            GenerationOptions(**options).check_vocabulary(V)
         with pytest.raises(GenerationError, match=problem):
-            Sampler(SamplingOptions(**options), [1], 0)(mx.zeros((1, V)))
+            Sampler(GenerationOptions(**options), [1], 0)(mx.zeros((1, V)))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("n", [0, 1, 4, V])
 def test_logprobs_are_those_of_the_model(dtype, n):
-    options = SamplingOptions(temperature=2.0, top_k=3, logit_bias={2: 5.0}, repetition_penalty=1.5, logprobs=n)
+    options = GenerationOptions(temperature=2.0, top_k=3, logit_bias={2: 5.0}, repetition_penalty=1.5, logprobs=n)
     sampler = Sampler(options, [1, 2], seed=3)
     logits = (mx.random.normal((5, 1, V), key=mx.random.key(1)) * 3).astype(dtype)
     tokens = [sampler(row).item() for row in logits]
@@ -92,6 +92,6 @@ def test_logprobs_are_those_of_the_model(dtype, n):
 
 
 def test_no_logprobs_without_the_option():
-    sampler = Sampler(SamplingOptions(), [1], 0)
+    sampler = Sampler(GenerationOptions(), [1], 0)
     sampler(mx.zeros((1, V)))
     assert sampler.pop_logprobs() is None

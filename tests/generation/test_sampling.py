@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import LoadedModel, Sampler, SamplingOptions, generate
+from mlxlm.generation import GenerationOptions, LoadedModel, Sampler, generate
 from mlxlm.generation.drafters import DraftModel
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
@@ -78,13 +78,13 @@ def repeated(penalty):
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else "",
 )
 def test_draws_follow_the_distribution(options, wanted):
-    assert_follows(drawn(SamplingOptions(**{"temperature": 1.0, **options})), wanted)
+    assert_follows(drawn(GenerationOptions(**{"temperature": 1.0, **options})), wanted)
 
 
 def test_the_tokens_of_one_text_are_independent():
     """Pairs of draws that follow each other have the product of their distributions."""
     p = np.array([0.5, 0.3, 0.2])
-    sampler = Sampler(SamplingOptions(temperature=1.0), [1], seed=0)
+    sampler = Sampler(GenerationOptions(temperature=1.0), [1], seed=0)
     logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
     tokens = np.array(sampler.verify_draft(logits, mx.zeros(4000, mx.int32))[0])  # 4001 steps at once
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
@@ -94,7 +94,7 @@ def test_adjacent_seeds_are_independent():
     p = np.array([0.5, 0.3, 0.2])
     logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
     tokens = np.array(
-        sample_batch([Sampler(SamplingOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits)
+        sample_batch([Sampler(GenerationOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits)
     )
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
 
@@ -106,7 +106,7 @@ def texts(options, seed, n=20):
 
 
 def test_a_text_depends_only_on_its_seed():
-    options = SamplingOptions(temperature=1.0)
+    options = GenerationOptions(temperature=1.0)
     first = texts(options, seed=7)
     mx.random.seed(123)  # whatever else the process draws
     mx.random.normal((10,))
@@ -145,7 +145,7 @@ SETTINGS = [
 )
 def test_a_batched_row_equals_its_sampler_alone(rows, size, seed, data):
     """Bit for bit, with rows of other settings, some of which end early."""
-    made = lambda: [Sampler(SamplingOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
+    made = lambda: [Sampler(GenerationOptions(**SETTINGS[which]), [1, 2, 1, 2], s) for which, s in rows]  # noqa: E731
     together, alone = made(), made()
     logits = mx.random.normal((6, len(rows), size), key=mx.random.key(seed)) * 2
     live = list(range(len(rows)))
@@ -161,7 +161,7 @@ def test_a_batched_row_equals_its_sampler_alone(rows, size, seed, data):
 @pytest.mark.parametrize("seed", range(2))
 def test_verify_draft_draws_what_single_steps_draw(which, seed):
     """Whatever part of it is taken; also with a fork."""
-    options = SamplingOptions(**SETTINGS[which])
+    options = GenerationOptions(**SETTINGS[which])
     plain, verify_draft = Sampler(options, [1, 2, 1], seed), Sampler(options, [1, 2, 1], seed)
     logits = mx.random.normal((14, V), key=mx.random.key(seed)) * 2
     wanted = [plain(row[None]).item() for row in logits]
@@ -181,7 +181,7 @@ def test_verify_draft_draws_what_single_steps_draw(which, seed):
 
 
 def test_a_wrong_draft_does_not_change_the_tokens_before_it():
-    options = SamplingOptions(temperature=1.0, dry_multiplier=1.0, dry_sequence_breakers=(), repetition_penalty=2.0)
+    options = GenerationOptions(temperature=1.0, dry_multiplier=1.0, dry_sequence_breakers=(), repetition_penalty=2.0)
     logits = mx.random.normal((3, V), key=mx.random.key(1))
     wanted = [Sampler(options, [1, 2], 0)(logits[:1]).item()]
     sampler = Sampler(options, [1, 2], 0)
@@ -195,7 +195,7 @@ def test_a_wrong_draft_does_not_change_the_tokens_before_it():
 
 @pytest.mark.parametrize("temperature", [0, 1.0, 3.0])
 def test_margins_are_leads_in_logits(temperature):
-    options = SamplingOptions(temperature=temperature, top_k=4)
+    options = GenerationOptions(temperature=temperature, top_k=4)
     logits = mx.random.normal((1, V), key=mx.random.key(2)) * 3
     token, gap = Sampler(options, [1], 0).verify_draft(logits, mx.array([], mx.int32))
     for by, same in ((0.99, True), (1.01, False)):
@@ -206,7 +206,7 @@ def test_margins_are_leads_in_logits(temperature):
 
 def test_greedy_ignores_filters():
     logits = mx.array([[1.0, 3.0, 2.9, 0.0]])
-    options = SamplingOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
+    options = GenerationOptions(temperature=0, top_k=2, top_p=0.1, min_p=0.9)
     assert Sampler(options, [1], seed=0)(logits).item() == 1
 
 
@@ -219,7 +219,7 @@ def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
     """And rows beside them are drawn as ever."""
     broken = LOGITS.copy()
     broken[list(where)] = value
-    options = SamplingOptions(**options)
+    options = GenerationOptions(**options)
     rows = [Sampler(options, [1, 2], seed) for seed in range(3)]
     logits = mx.array(np.stack([LOGITS, broken, LOGITS])).astype(dtype)
     tokens = sample_batch(rows, logits).tolist()
@@ -272,17 +272,17 @@ def test_a_draft_model_with_nan_logits_changes_no_token(lm, constraint):
 def test_impossible_tokens_are_never_drawn():
     logits = mx.where(mx.arange(V) < 3, 0.0, -mx.inf)[None]
     for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 10, "top_p": 0.9}, {"typical_p": 0.9}):
-        sampler = Sampler(SamplingOptions(**options), [1], 0)
+        sampler = Sampler(GenerationOptions(**options), [1], 0)
         assert {sampler(logits).item() for _ in range(20)} <= {0, 1, 2}
 
 
 def test_a_vocabulary_of_one():
-    tokens, _ = Sampler(SamplingOptions(top_p=0.5), [0], 0).verify_draft(mx.zeros((2, 1)), mx.array([0]))
+    tokens, _ = Sampler(GenerationOptions(top_p=0.5), [0], 0).verify_draft(mx.zeros((2, 1)), mx.array([0]))
     assert tokens.tolist() == [0, 0]
 
 
 def test_a_fork_records_no_logprobs():
-    sampler = Sampler(SamplingOptions(logprobs=2), [1], 0)
+    sampler = Sampler(GenerationOptions(logprobs=2), [1], 0)
     fork = sampler.fork()
     assert fork(mx.array(LOGITS)[None]).item() == sampler(mx.array(LOGITS)[None]).item()
     assert fork.pop_logprobs() is None and sampler.pop_logprobs() is not None
@@ -294,7 +294,7 @@ def test_logprobs_without_alternatives_sort_nothing(monkeypatch, n):
     for name in ("argsort", "argpartition"):
         found = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
-    sampler = Sampler(SamplingOptions(temperature=0, logprobs=n), [1], 0)
+    sampler = Sampler(GenerationOptions(temperature=0, logprobs=n), [1], 0)
     token = sampler(mx.array(LOGITS)[None]).item()
     logprobs = sampler.pop_logprobs()
     assert logprobs.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(logprobs.top_logprobs) == n
@@ -302,11 +302,11 @@ def test_logprobs_without_alternatives_sort_nothing(monkeypatch, n):
 
 
 def test_equal_logit_biases_share_a_group():
-    made = [SamplingOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
+    made = [GenerationOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
     samplers = [Sampler(options, [1], 0) for options in made]
     assert len({sampler.processor.key for sampler in samplers}) == 1
     assert (
-        Sampler(SamplingOptions(temperature=0, logit_bias={1: -11.0}), [1], 0).processor.key
+        Sampler(GenerationOptions(temperature=0, logit_bias={1: -11.0}), [1], 0).processor.key
         != samplers[0].processor.key
     )
     for options in made:
@@ -316,7 +316,7 @@ def test_equal_logit_biases_share_a_group():
 
 def test_nothing_is_evaluated(monkeypatch):
     """A draw leaves everything to the device: step t + 1 can be dispatched before token t is read."""
-    options = SamplingOptions(**SETTINGS[-1])
+    options = GenerationOptions(**SETTINGS[-1])
     sampler = Sampler(options, [1, 2], 0)
     sampler(mx.zeros((1, V)))
     for name in ("eval", "async_eval"):
