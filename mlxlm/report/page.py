@@ -1,7 +1,7 @@
 """Renders the report: one self-contained HTML file that can be read without network and without scripts.
 
-Every text from a run is escaped, and the page's content security policy forbids everything but its own style and
-script.
+The template escapes every text from a run, and the page's content security policy forbids everything but its own style
+and script.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from mlxlm.report.chart import NUM_COLORS, Series, chart, format_value, single_values
 from mlxlm.report.log_entries import number
@@ -24,53 +25,40 @@ _MAX_SAMPLES, _MAX_SAMPLE_CHARS, _MAX_EVENTS = 40, 4000, 200  # shown per run
 _CHART_SIZE, _NARROW_SIZE, _WIDE_SIZE = (400, 240), (400, 280), (1160, 330)
 _MAX_POINTS = 1200  # of a curve, divided by the number of runs
 _MISSING = "–"
-_LOSS_KEY = "faint: each step; solid: smoothed; dots: validation; ▲: highest value above the chart"
 
 
 def render_page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[str, Any]]) -> str:
     """Render the page of one run, or of several side by side. `defaults`: see `write_report`."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    from jinja2 import Environment, FileSystemLoader
+
     here = Path(__file__).parent
     style, script = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    body = [
-        f"<h1>{_text(title)}</h1>",
-        _legend(runs) if len(runs) > 1 else f'<p class="soft">{_text(_summary(runs[0]))}</p>',
-        "<h2>Results</h2>", _results(runs),
-        "<h2>Curves</h2>", _axis_choice(), *_charts(runs),
-        *(["<h2>Differences</h2>", _differences(runs)] if len(runs) > 1 else []),
-        *(part for run in runs for part in _run_details(run, _non_default(run, defaults), len(runs) > 1)),
-    ]  # fmt: skip
-    return (
-        f'<!doctype html>\n{REPORT_MARKER}\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{style}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + f'\n<div id="readout"></div><script>{script}</script></body></html>\n'
+    environment = Environment(
+        loader=FileSystemLoader(here), autoescape=True, finalize=_displayed, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html").render(
+        marker=Markup(REPORT_MARKER),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        style=Markup(style),
+        script=Markup(script),
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        several=len(runs) > 1,
+        runs=runs,
+        num_colors=NUM_COLORS,
+        result_header=list(_results(runs[0])),
+        results=[tuple(_results(run).values()) for run in runs],
+        figures=_figures(runs),
+        differences=_differences(runs),
+        details=[_details(run, defaults) for run in runs],
     )
 
 
-def _text(value: Any) -> str:
-    """Escape a value; unprintable characters become U+FFFD."""
-    return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(value)))
-
-
-def _table(rows: Iterable[Sequence[Any]], header: Sequence[str] = (), bold: Iterable[Any] = ()) -> str:
-    """Render a table; rows whose first cell is in `bold` are bold."""
-    bold = set(bold)
-    head = f"<thead><tr>{''.join(f'<th>{_text(cell)}</th>' for cell in header)}</tr></thead>" if header else ""
-    body = []
-    for row in rows:
-        cells = "".join(f"<td>{_text(_rounded(cell))}</td>" for cell in row)
-        body.append(f'<tr class="changed">{cells}</tr>' if row[0] in bold else f"<tr>{cells}</tr>")
-    return f'<div class="scroll"><table>{head}<tbody>{"".join(body)}</tbody></table></div>'
-
-
-def _rounded(value: Any) -> Any:
-    """Round floats to seven digits: 0.006049133196100126 becomes 0.006049133."""
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+def _displayed(value: Any) -> Any:
+    """Round floats to seven digits, and replace unprintable characters by U+FFFD."""
+    if isinstance(value, Markup):
+        return value
+    text = f"{float(f'{value:.7g}')}" if isinstance(value, float) else str(value)
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _formatted(value: float, unit: Callable[[float], str]) -> str:
@@ -86,57 +74,36 @@ def _last_step(run: RunHistory) -> int:
     return int(run.steps["step"][-1]) if run.steps["step"] else 0
 
 
-def _legend(runs: Sequence[RunHistory]) -> str:
-    keys = []
-    for i, run in enumerate(runs):
-        classes = f"c{i % NUM_COLORS}{' second' if i >= NUM_COLORS else ''}"
-        line = f'<svg viewBox="0 0 16 7"><polyline class="{classes}" points="0,4 16,4"/></svg>'
-        keys.append(f"<span>{line} {_text(run.name)}</span>")
-    return f'<div class="legend">{"".join(keys)}</div>'
+def _results(run: RunHistory) -> dict[str, Any]:
+    speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
+    memory = [v for v in run.steps["memory"] if not math.isnan(v)]
+    at, loss, bits = run.best or (_MISSING, math.nan, math.nan)
+    return {
+        "run": run.name,
+        "state": run.state,
+        "parameters": _formatted(run.parameters, human_count),
+        "steps": _last_step(run),
+        "tokens": _formatted(run.last("tokens"), human_count),
+        "best bits per byte": _formatted(bits, "{:.4f}".format),
+        "best loss": _formatted(loss, "{:.4f}".format),
+        "at step": at,
+        "time in steps": _formatted(run.last("seconds"), human_seconds),
+        "tokens/s": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else _MISSING,
+        "peak memory": human_bytes(max(memory)) if memory else _MISSING,
+    }
 
 
-def _results(runs: Sequence[RunHistory]) -> str:
-    header = (
-        "run", "state", "parameters", "steps", "tokens", "best bits per byte", "best loss", "at step", "time in steps",
-        "tokens/s", "peak memory",
-    )  # fmt: skip
-    rows = []
-    for run in runs:
-        speeds = sorted(v for v in run.steps["tokens_per_second"] if v > 0)
-        memory = [v for v in run.steps["memory"] if not math.isnan(v)]
-        at, loss, bits = run.best or (_MISSING, math.nan, math.nan)
-        rows.append((
-            run.name, run.state, _formatted(run.parameters, human_count), _last_step(run),
-            _formatted(run.last("tokens"), human_count), _formatted(bits, "{:.4f}".format),
-            _formatted(loss, "{:.4f}".format), at,
-            _formatted(run.last("seconds"), human_seconds),
-            f"{speeds[len(speeds) // 2]:,.0f}" if speeds else _MISSING,
-            human_bytes(max(memory)) if memory else _MISSING,
-        ))  # fmt: skip
-    return _table(rows, header)
-
-
-def _axis_choice() -> str:
-    return (
-        "<fieldset>Against "
-        '<label><input type="radio" name="axis" id="by-tokens" checked> tokens</label> '
-        '<label><input type="radio" name="axis" id="by-seconds"> time</label></fieldset>'
-    )
-
-
-def _charts(runs: Sequence[RunHistory]) -> list[str]:
+def _figures(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     def metric(name: str) -> Callable[[RunHistory, int, str], list[Series]]:
         return lambda run, i, axis: [_metric_curve(run, i, axis, name)]
 
     return [
-        '<div class="charts">',
         _figure(runs, "loss (nats per token)", _loss_curves, wide=True),
         _figure(runs, "validation (bits per byte)", _validation_curves),
         _figure(runs, "learning rate", metric("learning_rate"), from_zero=True),
         _figure(runs, "gradient norm", metric("grad_norm")),
         _figure(runs, "tokens per second", metric("tokens_per_second"), from_zero=True),
         _figure(runs, "memory", metric("memory"), "bytes", from_zero=True),
-        "</div>",
     ]
 
 
@@ -168,27 +135,23 @@ def _figure(
     *,
     wide: bool = False,
     from_zero: bool = False,
-) -> str:
+) -> dict[str, Any]:
     """A chart over tokens and one over time, of which the page shows one. Wide charts also have a narrow version."""
-    content = ""
+    parts = []
     for axis in ("tokens", "seconds"):
         series = [s for i, run in enumerate(runs) for s in curves(run, i, axis)]
         if len(runs) > 3:  # noise would hide the differences
             series = [s for s in series if s.style != "faint"]
         if values := single_values(series, axis, unit):
-            content += f'<div class="by-{axis}"><p>{_text("; ".join(values))} (a single value)</p></div>'
+            parts.append({"classes": f"by-{axis}", "svg": "", "text": "; ".join(values)})
             continue
         points = max(100, _MAX_POINTS // len(runs))
         marks = _marks(runs[0], axis) if len(runs) == 1 and wide else ()
         versions = [("broad", _WIDE_SIZE, points), ("narrow", _NARROW_SIZE, points // 2)]
         for kind, size, max_points in versions if wide else [("", _CHART_SIZE, points // 2)]:
-            svg = chart(series, axis, unit, size=size, max_points=max_points, from_zero=from_zero, marks=marks)
-            content += svg and f'<div class="by-{axis} {kind}">{svg}</div>'
-    if not content:
-        return ""
-    key = f'<p class="soft">{_LOSS_KEY}</p>' if wide and "<svg" in content else ""
-    opening = '<figure class="wide">' if wide else "<figure>"
-    return f"{opening}<figcaption>{_text(title)}</figcaption>{key}{content}</figure>"
+            if svg := chart(series, axis, unit, size=size, max_points=max_points, from_zero=from_zero, marks=marks):
+                parts.append({"classes": f"by-{axis} {kind}", "svg": Markup(svg), "text": ""})
+    return {"title": title, "wide": wide, "parts": parts}
 
 
 def _marks(run: RunHistory, axis: str) -> list[tuple[float, str]]:
@@ -202,13 +165,12 @@ def _is_resumption(event: Mapping[str, Any]) -> bool:
     return event["event"] == "started" and event.get("step", 0) > 0
 
 
-def _differences(runs: Sequence[RunHistory]) -> str:
+def _differences(runs: Sequence[RunHistory]) -> list[tuple[Any, ...]]:
     """Settings, model and data that are not the same for all runs."""
     fields = [{**run.model, **_displayed_settings(run), **run.data} for run in runs]
     names = dict.fromkeys(name for run_fields in fields for name in run_fields)
     rows = [(name, *(run_fields.get(name, _MISSING) for run_fields in fields)) for name in names]
-    rows = [row for row in rows if any(value != row[1] for value in row[2:])]
-    return _table(rows, ("", *(run.name for run in runs))) if rows else "<p>None: same settings, model and data.</p>"
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
 def _non_default(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> list[str]:
@@ -224,59 +186,43 @@ def _displayed_settings(run: RunHistory) -> dict[str, Any]:
     return {**run.settings, "repeat_plan": "of another run" if repeat_plan else None}
 
 
-def _run_details(run: RunHistory, non_default: Sequence[str], several: bool) -> list[str]:
-    """Samples, events, settings, model and data of a run; one level lower if the page has several runs."""
-    tag = "h3" if several else "h2"
-    heading = f'<h2>{_text(run.name)}</h2><p class="soft">{_text(_summary(run))}</p>' if several else ""
-    tables = [
-        ("Settings", _table(_displayed_settings(run).items(), bold=non_default)),
-        ("Model", _table(run.model.items())),
-        ("Data", _table(run.data.items())),
-    ]
-    sections = "".join(f"<section><h3>{name}</h3>{table}</section>" for name, table in tables)
-    return [
-        heading,
-        *([f"<{tag}>Samples</{tag}>", *_samples(run)] if run.samples else []),
-        f"<{tag}>Events</{tag}>",
-        _events(run),
-        f"<{tag}>Settings, model and data</{tag}>",
-        '<p class="soft">Settings in bold differ from the default.</p>',
-        f'<div class="facts">{sections}</div>',
-    ]
+def _details(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples, events, settings, model and data of a run."""
+    return {
+        "name": run.name,
+        "summary": _summary(run),
+        "samples": _samples(run),
+        "num_samples": len(run.samples),
+        "events": [
+            (e.get("step", _MISSING), str(e.get("time", _MISSING)).replace("T", " ")[:19], _describe(e))
+            for e in run.events[-_MAX_EVENTS:]
+        ],
+        "notes": _notes(run),
+        "settings": _displayed_settings(run).items(),
+        "non_default": _non_default(run, defaults),
+        "model": run.model.items(),
+        "data": run.data.items(),
+    }
 
 
-def _samples(run: RunHistory) -> list[str]:
+def _samples(run: RunHistory) -> list[tuple[int, str]]:
     """The latest first; if there are many, evenly spread over the run."""
-    count = len(run.samples)
-    chosen = run.samples
+    count, chosen = len(run.samples), run.samples
     if count > _MAX_SAMPLES:
-        chosen = [run.samples[i * (count - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
-    parts = [
-        f"<details{' open' if i == 0 else ''}><summary>step {step}</summary>"
-        f"<pre>{_text(_truncated(text))}</pre></details>"
-        for i, (step, text) in enumerate(reversed(chosen))
-    ]
-    note = [f'<p class="soft">{_MAX_SAMPLES} of {count} samples.</p>'] if count > _MAX_SAMPLES else []
-    return parts + note
+        chosen = [chosen[i * (count - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
+    cut = _MAX_SAMPLE_CHARS
+    return [(step, text if len(text) <= cut else f"{text[:cut]} …") for step, text in reversed(chosen)]
 
 
-def _truncated(text: str) -> str:
-    return text if len(text) <= _MAX_SAMPLE_CHARS else text[:_MAX_SAMPLE_CHARS] + " …"
-
-
-def _events(run: RunHistory) -> str:
-    shown = run.events[-_MAX_EVENTS:]
-    rows = [(e.get("step", _MISSING), str(e.get("time", _MISSING)).replace("T", " ")[:19], _describe(e)) for e in shown]
-    earlier = len(run.events) - len(shown)
+def _notes(run: RunHistory) -> list[str]:
     notes = [f"{run.num_saved} checkpoints were saved"]
     if run.steps_changed:
         count, steps = len(run.steps_changed), _formatted(run.steps_changed[-1], "{:,.0f}".format)
         times = f"{count} times, most recently" if count > 1 else "once,"
         notes.append(f"to fit the time limit, the number of steps was changed {times} to {steps}")
-    if earlier:
-        notes.append(f"{earlier} earlier events are not shown")
-    table = f'<div class="events">{_table(rows, ("step", "time (UTC)", ""))}</div>'
-    return f'{table}<p class="soft">{"; ".join(notes)}.</p>'
+    if len(run.events) > _MAX_EVENTS:
+        notes.append(f"{len(run.events) - _MAX_EVENTS} earlier events are not shown")
+    return notes
 
 
 def _describe(event: Mapping[str, Any]) -> str:
