@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -61,8 +60,11 @@ class Autosave:
 
     def save(self, chat: Chat, path: Path, cache: bool = False) -> None:
         """Save the chat to `path`, with `cache` also the key-value cache. Raise as `Chat.save` does."""
-        with _private_umask():
+        before = os.umask(0o077)  # new files are readable by their owner only
+        try:
             chat.save(path, cache=cache)
+        finally:
+            os.umask(before)
 
     def set_path(self, path: Path, cached: bool = False) -> None:
         """Save to `path` from now on. An unnamed file used before is removed."""
@@ -85,10 +87,9 @@ class Autosave:
 
 def latest_session() -> Path:
     """Return the file of the last unnamed chat. Raise GenerationError if there is none."""
-    paths = _by_age(_folder())
-    if not paths:
-        raise GenerationError("there is no conversation to continue", "a chat without --continue")
-    return paths[-1]
+    if paths := _by_age(_folder()):
+        return paths[-1]
+    raise GenerationError("there is no conversation to continue", "a chat without --continue")
 
 
 def _new_unnamed() -> Path:
@@ -113,13 +114,3 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _folder() -> Path:
     return platform.state_folder() / "chats"
-
-
-@contextmanager
-def _private_umask() -> Iterator[None]:
-    """Make new files readable by their owner only."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ def open_repl(
     return Repl(chat, settings or Settings(), autosave, load, arguments)
 
 
+@dataclass(eq=False)
 class Repl:
     """A chat with its display settings and its file: the state that commands change.
 
@@ -89,22 +91,19 @@ class Repl:
         stop: Set to end the current answer.
     """
 
-    def __init__(
-        self,
-        chat: Chat,
-        settings: Settings,
-        autosave: Autosave,
-        load: Callable[[str], LoadedModel],
-        chat_arguments: Mapping[str, Any],
-    ):
-        self.chat: Chat = chat
-        self.settings, self.autosave, self.load, self.chat_arguments = settings, autosave, load, chat_arguments
-        self.interactive = sys.stdin is not None and sys.stdin.isatty()
-        self.bytes_per_token: BytesPerToken | str = ""
-        self.draft, self.editing, self.leaving = "", False, False
-        self.stop = threading.Event()
-        self._editor: Editor | None = None
-        self._hung_up = False
+    chat: Chat
+    settings: Settings
+    autosave: Autosave
+    load: Callable[[str], LoadedModel]
+    chat_arguments: Mapping[str, Any]
+    interactive: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
+    bytes_per_token: BytesPerToken | str = ""
+    draft: str = ""
+    editing: bool = False
+    leaving: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+    _editor: Editor | None = None
+    _hung_up: bool = False
 
     def once(self, message: str) -> None:
         """Answer one message. Errors and Ctrl-C are raised."""

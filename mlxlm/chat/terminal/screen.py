@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -152,12 +151,8 @@ class TerminalScreen:
 
 def terminal_size() -> tuple[int, int]:
     """Return the current columns and rows of the terminal on standard output."""
-    try:
-        columns, rows = os.get_terminal_size(sys.stdout.fileno())
-    except OSError:
-        columns, rows = 0, 0
-    default = shutil.get_terminal_size()
-    return columns or default.columns, rows or default.lines
+    columns, rows = os.get_terminal_size(sys.stdout.fileno())
+    return columns or 80, rows or 24
 
 
 def _status_line(text: str) -> str:
