@@ -212,18 +212,6 @@ def test_concurrent_texts_need_two_contexts(lm, kv):
     assert found + list(second) == alone and is_consistent(context)
 
 
-def test_concurrent_speculative_texts_need_two_contexts(lm):
-    context, other = Context(lm.model), [*PROMPT[:-1], 65]
-    settings = {"context": context, "temperature": 0, "max_tokens": 5}
-    first, second = (stream(lm, p, speculation=SpeculativeDecoder(PromptLookup()), **settings) for p in (PROMPT, other))
-    next(first)
-    next(second)
-    with pytest.raises(GenerationError, match="another text has used this context"):
-        next(first)
-    list(second)
-    assert second.result.tokens == list(generate_tokens(Context(lm.model), other, greedy, 5))
-
-
 def test_a_text_keeps_its_own_statistics(lm):
     speculation = SpeculativeDecoder(PromptLookup())
     first = stream(lm, PROMPT, speculation=speculation, temperature=0, max_tokens=8)

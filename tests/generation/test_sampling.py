@@ -212,11 +212,12 @@ def test_greedy_ignores_filters():
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9},
                                      {"typical_p": 0.9}, {"repetition_penalty": 1.2}, {"logprobs": 1}])  # fmt: skip
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", [[3], range(V)])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize(
+    ("value", "where", "dtype"),
+    [(np.nan, [3], mx.float32), (np.inf, [3], mx.float32), (np.nan, range(V), mx.float16)],
+)
 def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
-    """And rows beside them are drawn as ever."""
+    """The other rows of the batch are unchanged."""
     broken = LOGITS.copy()
     broken[list(where)] = value
     options = GenerationOptions(**options)
@@ -233,13 +234,13 @@ def test_logits_that_are_not_numbers_are_an_error(options, value, where, dtype):
     assert verify_draft.tolist() == tokens[:2]
 
 
-@pytest.mark.parametrize("good", [0, 1, 3])
+@pytest.mark.parametrize("good", [0, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"regex": "[a-z]{9,}"}, {"temperature": 0, "logprobs": 0}, {"draft": True, "regex": "[a-z]{9,}"},
                 {"draft": True}],
 )  # fmt: skip
 def test_a_model_with_nan_logits_is_an_error(lm, options, good):
-    """From the first pass on, or after some `good` ones; with guesses, too."""
+    """From the first pass on, or after `good` ones; also with a draft model."""
 
     class Broken:
         layers, passes = lm.model.layers, 0
@@ -288,19 +289,6 @@ def test_a_fork_records_no_logprobs():
     assert fork.pop_logprobs() is None and sampler.pop_logprobs() is not None
 
 
-@pytest.mark.parametrize("n", [0, 2])
-def test_logprobs_without_alternatives_sort_nothing(monkeypatch, n):
-    sorts = []
-    for name in ("argsort", "argpartition"):
-        found = getattr(mx, name)
-        monkeypatch.setattr(mx, name, lambda *a, found=found, **k: sorts.append(1) or found(*a, **k))
-    sampler = Sampler(GenerationOptions(temperature=0, logprobs=n), [1], 0)
-    token = sampler(mx.array(LOGITS)[None]).item()
-    logprobs = sampler.pop_logprobs()
-    assert logprobs.logprob == pytest.approx(np.log(P[token]), abs=1e-5) and len(logprobs.top_logprobs) == n
-    assert bool(sorts) == (n > 0)
-
-
 def test_equal_logit_biases_share_a_group():
     made = [GenerationOptions(temperature=0, logit_bias={id: -11.0 * id for id in range(V)}) for _ in range(3)]
     samplers = [Sampler(options, [1], 0) for options in made]
@@ -315,7 +303,7 @@ def test_equal_logit_biases_share_a_group():
 
 
 def test_nothing_is_evaluated(monkeypatch):
-    """A draw leaves everything to the device: step t + 1 can be dispatched before token t is read."""
+    """So that step t + 1 can be dispatched before token t is read."""
     options = GenerationOptions(**SETTINGS[-1])
     sampler = Sampler(options, [1, 2], 0)
     sampler(mx.zeros((1, V)))

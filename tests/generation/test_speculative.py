@@ -97,16 +97,6 @@ def test_a_text_ends_if_another_one_used_its_context(lm):
     assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
 
 
-def test_a_text_can_be_closed_after_another_one_used_its_context(lm):
-    wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 40))
-    context = Context(lm.model)
-    left = always(Oracle(wanted), 5).generate_tokens(context, PROMPT, Greedy(), 40)
-    found = [next(left) for _ in range(9)]
-    again = list(generate_tokens(context, PROMPT + found, Greedy(), 31))
-    left.close()
-    assert found + again == wanted and context.ids == PROMPT + wanted[:-1] and exact(context)
-
-
 def test_no_pass_goes_beyond_the_limit(lm):
     wanted = list(generate_tokens(Context(lm.model), PROMPT, Greedy(), 20))
     for limit in (1, 2, 3, 5, 8, 9, 10, 11):

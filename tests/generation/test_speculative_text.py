@@ -8,11 +8,10 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream, generate
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream
 from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
-from mlxlm.tokenizer import train
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import Oracle, always, exact, perturbed
 from tests.generation.reference_decoding import PROMPT, STATE_SPACE, mlx_lm_model
@@ -213,13 +212,10 @@ def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
     assert interrupted > 5 and lines < stop_at
 
 
-def test_invalid_settings_are_refused(soft, lm):
-    for num_draft_tokens in (0, MAX_DRAFT_TOKENS + 1):
-        with pytest.raises(GenerationError, match="num_draft_tokens is"):
-            SpeculativeDecoder(PromptLookup(), num_draft_tokens=num_draft_tokens)
-    with pytest.raises(GenerationError, match="another tokenizer"):
-        other = LoadedModel(soft.model, train(["another text " * 50], 270), soft.config, soft.path)
-        generate(soft, PROMPT, speculation=SpeculativeDecoder(DraftModel(other)), max_tokens=4)
+@pytest.mark.parametrize("num_draft_tokens", [0, MAX_DRAFT_TOKENS + 1])
+def test_an_invalid_number_of_draft_tokens(num_draft_tokens):
+    with pytest.raises(GenerationError, match="num_draft_tokens is"):
+        SpeculativeDecoder(PromptLookup(), num_draft_tokens=num_draft_tokens)
 
 
 def test_no_guess_is_reported(soft):
