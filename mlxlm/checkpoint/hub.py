@@ -52,26 +52,23 @@ def _snapshot(id: str, patterns: list[str]) -> Path:
     from huggingface_hub import errors
 
     repository, _, revision = id.partition("@")
+    hint: str | None = None
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except errors.GatedRepoError:
-        raise CheckpointError(
-            f"{id} is gated", f"request access at https://huggingface.co/{repository}, then hf auth login"
-        ) from None
+        problem = f"{id} is gated"
+        hint = f"request access at https://huggingface.co/{repository}, then hf auth login"
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"there is no path {id}, nor a model of this name on the hub", "check the spelling, or hf auth login"
-        ) from None
+        problem, hint = (
+            f"there is no path {id}, nor a model of this name on the hub",
+            "check the spelling, or hf auth login",
+        )
     except errors.RevisionNotFoundError:
-        raise CheckpointError(
-            f"{repository} has no revision {revision}", "one of its branches, tags or commits"
-        ) from None
+        problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        problem = f"{id} is neither a path nor in the cache, and the hub can't be reached"
         offline = huggingface_hub.constants.HF_HUB_OFFLINE
-        raise CheckpointError(
-            f"{id} is neither a path nor in the cache, and the hub can't be reached",
-            "HF_HUB_OFFLINE=0" if offline else "a network connection, or the path of a model",
-        ) from None
+        hint = "HF_HUB_OFFLINE=0" if offline else "a network connection, or the path of a model"
     except Exception as error:  # whatever its HTTP client and file locks raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{id} can't be downloaded: {text}") from error
+        problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"
+    raise CheckpointError(problem, hint)

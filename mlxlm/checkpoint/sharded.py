@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
@@ -12,8 +12,6 @@ from mlxlm.utils.json_files import parse_json_object
 
 _MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000
-_MAX_FILES = 1_000
-_MAX_TENSORS = 50_000  # in all files, plus one per megabyte: DeepSeek-V3 has 92,000 in 690 GB
 
 
 def joined_tensors(
@@ -25,8 +23,8 @@ def joined_tensors(
         CheckpointError: A tensor is in two files.
     """
     tensors: dict[str, LazyTensor] = {}
-    for file, file_tensors in _read_files(files, read_file):
-        for name, tensor in file_tensors.items():
+    for file in files:
+        for name, tensor in read_file(file).items():
             if name in tensors:
                 raise CheckpointError(f"{file}: tensor {name} is also in another file of {file.parent}")
             tensors[name] = tensor
@@ -46,33 +44,17 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index} is malformed: weight_map is not an object of file names")
     listed = list(dict.fromkeys(weight_map.values()))
-    for file in listed[:_MAX_FILES]:
+    for file in listed:
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(f"{index} points outside its folder: {file}")
         with os_errors_as(CheckpointError, "find a file that is listed in", index):  # its name may be too long
             exists = (index.parent / file).is_file()
         if not exists:
             raise CheckpointError(f"{index}: {file} is missing", "download or copy the whole folder again")
-    paths = [index.parent / file for file in listed]
-    files = {path.name: file_tensors for path, file_tensors in _read_files(paths, read_file)}
+    files = {file: read_file(index.parent / file) for file in listed}
     tensors = {}
     for name, file in weight_map.items():
         if name not in files[file]:
             raise CheckpointError(f"{index}: tensor {name} is not in {file}")
         tensors[name] = files[file][name]
     return tensors
-
-
-def _read_files(
-    files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
-) -> Iterator[tuple[Path, Mapping[str, LazyTensor]]]:
-    """Yield each file with its tensors, up to the limits above."""
-    if len(files) > _MAX_FILES:
-        raise CheckpointError(f"{files[0].parent}: {len(files)} weight files, more than any model has")
-    remaining = _MAX_TENSORS
-    for file in files:
-        file_tensors = read_file(file)
-        remaining += (file.stat().st_size >> 20) - len(file_tensors)
-        if remaining < 0:
-            raise CheckpointError(f"{file}: the files up to this one have more tensors than any model of their size")
-        yield file, file_tensors

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
@@ -133,25 +135,26 @@ def compare(
     max_length = min(config.max_position_embeddings for config in configs)
     context_length, stride = window_lengths(max_length, context_length, stride)
     pairs = run(_batches(documents, context_length, stride))
-    totals = _Totals()
+    totals, max_error, n = np.zeros(4), 0.0, 0
     for logits_a, logits_b, targets in pairs:
-        totals.add(logits_a, logits_b, targets)
-    for checkpoint, loss in ((a, totals.loss_a), (b, totals.loss_b)):
+        sums, error = _sums(logits_a.astype(mx.float32), logits_b.astype(mx.float32), targets)
+        totals, max_error, n = totals + sums, max(max_error, error), n + targets.size
+    kl, loss_a, loss_b, agreement = (totals / n).tolist()
+    for checkpoint, loss in ((a, loss_a), (b, loss_b)):
         if not math.isfinite(loss):
             raise CheckpointError(f"{checkpoint.path}: logits are not finite")
-    n = totals.count
     tokens_per_byte = n / math.log(2) / text_bytes if text_bytes else None
     return Comparison(
         tokens=n,
         context_length=context_length,
         stride=stride,
-        kl=totals.kl / n,
-        top1_agreement=totals.agreed / n,
-        loss_a=totals.loss_a / n,
-        loss_b=totals.loss_b / n,
-        bits_per_byte_a=None if tokens_per_byte is None else totals.loss_a / n * tokens_per_byte,
-        bits_per_byte_b=None if tokens_per_byte is None else totals.loss_b / n * tokens_per_byte,
-        max_logit_error=totals.max_error,
+        kl=kl,
+        top1_agreement=agreement,
+        loss_a=loss_a,
+        loss_b=loss_b,
+        bits_per_byte_a=tokens_per_byte and loss_a * tokens_per_byte,
+        bits_per_byte_b=tokens_per_byte and loss_b * tokens_per_byte,
+        max_logit_error=max_error,
         layers=layers,
         first_different_layer=next((name for name, error in layers.items() if error > tolerance), None),
         tolerance=tolerance,
@@ -206,28 +209,18 @@ def _batches(documents: Sequence[Sequence[int]], context_length: int, stride: in
     return batches
 
 
-class _Totals:
-    """Sums over tokens, in double precision."""
+def _sums(logits_a: mx.array, logits_b: mx.array, targets: mx.array) -> tuple[np.ndarray, float]:
+    """Sums over tokens of KL, the losses of A and B, and equal top tokens; and the largest error of a logit.
 
-    def __init__(self) -> None:
-        self.count = self.agreed = 0
-        self.kl = self.loss_a = self.loss_b = self.max_error = 0.0
-
-    def add(self, logits_a: mx.array, logits_b: mx.array, targets: mx.array) -> None:
-        """Add logits `[n, V]` of both models, and targets `[n]`."""
-        logits_a, logits_b = logits_a.astype(mx.float32), logits_b.astype(mx.float32)
-        log_a, log_b = log_softmax(logits_a), log_softmax(logits_b)
-        kl = kl_divergence(log_a, log_b).sum()
-        loss_a, loss_b = (-mx.take_along_axis(log, targets[:, None], axis=-1).sum() for log in (log_a, log_b))
-        agreed = (logits_a.argmax(axis=-1) == logits_b.argmax(axis=-1)).sum()
-        max_error = mx.abs(logits_a - logits_b).max()
-        mx.eval(kl, loss_a, loss_b, agreed, max_error)
-        self.kl += kl.item()
-        self.loss_a += loss_a.item()
-        self.loss_b += loss_b.item()
-        self.agreed += agreed.item()
-        self.max_error = max(self.max_error, max_error.item())
-        self.count += targets.size
+    Logits are `[n, V]` in float32, targets `[n]`.
+    """
+    log_a, log_b = log_softmax(logits_a), log_softmax(logits_b)
+    losses = [-mx.take_along_axis(log, targets[:, None], axis=-1).sum() for log in (log_a, log_b)]
+    agreed = (logits_a.argmax(axis=-1) == logits_b.argmax(axis=-1)).sum()
+    sums = mx.stack([kl_divergence(log_a, log_b).sum(), *losses, agreed.astype(mx.float32)])
+    max_error = mx.abs(logits_a - logits_b).max()
+    mx.eval(sums, max_error)
+    return np.array(sums, dtype=np.float64), max_error.item()
 
 
 def kl_divergence(log_p: mx.array, log_q: mx.array) -> mx.array:

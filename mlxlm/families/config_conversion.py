@@ -161,7 +161,7 @@ def _without_unused_ids(arguments: dict[str, Any]) -> dict[str, Any]:
 def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     """The `config.json` of a configuration in its own family, and descriptions of the fields that it loses."""
     family = family_of(config)
-    values = {"architectures": [family.architecture], "model_type": family.model_type}
+    values: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
         values[family.hf_names(name)[0]] = getattr(config, name)
     if config.positions == "rope":
@@ -169,7 +169,7 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     values |= {**family.write_extra(config), "torch_dtype": "float32"}
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".
-        values["quantization"] = values["quantization_config"] = _write_quantization(config)
+        values["quantization"] = values["quantization_config"] = _write_quantization(config, config.quantization)
     if reason := unsupported_feature(values):
         return values, [reason]
     read = _model_config_arguments(values, "config.json")
@@ -195,16 +195,16 @@ def _read_quantization(quantization: Any, family: Family) -> Any:
     return result
 
 
-def _write_quantization(config: ModelConfig) -> dict[str, Any]:
+def _write_quantization(config: ModelConfig, quantization: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `_read_quantization`."""
     mappings = {module: mapping for mapping in weight_mappings(config, for_mlx=True) for module in mapping.modules}
     result = {}
-    for name, settings in config.quantization.items():
+    for name, settings in quantization.items():
         mapping = mappings.get(name)
         if mapping is None:
             result[name] = settings
             continue
-        if any(config.quantization.get(module, True) != settings for module in mapping.modules):
+        if any(quantization.get(module, True) != settings for module in mapping.modules):
             raise ConfigError(f"{mapping.name} fuses {', '.join(mapping.modules)}, which are quantized differently")
         result[mapping.name] = settings
     return result

@@ -9,8 +9,8 @@ from mlxlm.families.family import LLAMA_FIELDS, QKV, Family, same_names
 
 
 def _write_extra(config: ModelConfig) -> dict[str, Any]:
-    name = "original_max_position_embeddings"  # outside rope_scaling
-    return {name: config.rope_scaling[name]} if name in (config.rope_scaling or {}) else {}
+    name, scaling = "original_max_position_embeddings", config.rope_scaling or {}  # outside rope_scaling
+    return {name: scaling[name]} if name in scaling else {}
 
 
 PHI3 = Family(

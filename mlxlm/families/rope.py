@@ -32,7 +32,7 @@ def unsupported_rope(values: HFConfig, family: Family) -> str | None:
 
 
 def read_rope(values: HFConfig) -> dict[str, Any]:
-    """ModelConfig's `rope_theta`, `rope_scaling` and `partial_rotary_factor`, as far as the configuration has them.
+    """ModelConfig's `rope_theta`, `rope_scaling` and `partial_rotary_factor`, if the configuration has them.
 
     Raises:
         TypeError: `rope_parameters` or `rope_scaling` is not an object.

@@ -5,10 +5,8 @@ import shutil
 
 import pytest
 
-from mlxlm.checkpoint import open_checkpoint, sharded
-from mlxlm.checkpoint.safetensors import folder_tensors
+from mlxlm.checkpoint import open_checkpoint
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.raw_safetensors import entry, header_file
 
 
 @pytest.mark.parametrize(
@@ -38,20 +36,3 @@ def test_several_files_without_an_index(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
     with pytest.raises(CheckpointError, match="is also in another file of"):
         open_checkpoint(model_dir)
-
-
-def test_limits_hold_for_all_files_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded, "_MAX_TENSORS", 50)
-    monkeypatch.setattr(sharded, "_MAX_FILES", 10)
-    for shard in range(3):
-        empty = {f"{shard}.{i}": entry(0, 0, [0]) for i in range(20)}
-        header_file(tmp_path / f"model-0000{shard}-of-00003.safetensors", empty)
-    with pytest.raises(CheckpointError, match="00002-of-00003.safetensors: the files up to this one have more tensors"):
-        folder_tensors(tmp_path)
-    (tmp_path / "other").mkdir()
-    index = {"weight_map": {f"w{i}": f"{i}.safetensors" for i in range(11)}}
-    (tmp_path / "other" / "model.safetensors.index.json").write_text(json.dumps(index))
-    for i in range(11):
-        (tmp_path / "other" / f"{i}.safetensors").touch()
-    with pytest.raises(CheckpointError, match="other: 11 weight files"):
-        folder_tensors(tmp_path / "other")

@@ -31,6 +31,7 @@ _PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
 _GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
 _LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
 _GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
+_GPT: dict[str, Any] = {"norm": "layer", "activations": _GELU}
 
 
 def _read_biases(keys: MetadataReader) -> dict[str, Any]:
@@ -105,22 +106,6 @@ def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
     return _read_biases(keys)
 
 
-def _read_phi3(keys: MetadataReader) -> dict[str, Any]:
-    return {"sliding_window": keys.count("attention.sliding_window", 0) or None}
-
-
-def _phi3_metadata(config: ModelConfig) -> dict[str, Any]:
-    return {"attention.sliding_window": config.sliding_window or 0}  # llama.cpp recognizes Phi-4 by a window of 0
-
-
-def _read_gpt_neox(keys: MetadataReader) -> dict[str, Any]:
-    return {"use_parallel_residual": keys.flag("gptneox.use_parallel_residual", True)}
-
-
-def _gpt_neox_metadata(config: ModelConfig) -> dict[str, Any]:
-    return {"use_parallel_residual": config.parallel_residual}
-
-
 def _falcon_norms(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Falcon 40B has a norm for each parallel sublayer; attn_norm_2 is the one of attention."""
     if config.shared_norm:
@@ -142,10 +127,6 @@ def _read_falcon(keys: MetadataReader) -> dict[str, Any]:
         "alibi": False,
         "bias": False,
     }
-
-
-def _falcon_metadata(config: ModelConfig) -> dict[str, Any]:
-    return {"tensor_data_layout": "jploski"}  # queries, keys and values one after another
 
 
 def _falcon_problems(config: ModelConfig) -> Iterator[str]:
@@ -217,52 +198,49 @@ ARCHITECTURES = {
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
             partial_rotary=True,
-            read_fields=_read_phi3,
-            metadata=_phi3_metadata,
+            read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},
+            # llama.cpp recognizes Phi-4 by a window of 0
+            metadata=lambda config: {"attention.sliding_window": config.sliding_window or 0},
         ),
         Architecture(
             "gpt2",
             ("gpt2",),
             _GPT_LAYER,
             {**TOP_MODULES, "position_embd": "model.embed_positions"},
-            norm="layer",
             biases="all",
-            activations=_GELU,
             uses_rope=False,
+            **_GPT,
         ),
         Architecture(
             "bloom",
             ("bloom",),
             _GPT_LAYER,
             {**TOP_MODULES, "token_embd_norm": "model.embed_layernorm"},
-            norm="layer",
             biases="all",
-            activations=_GELU,
             uses_rope=False,
+            **_GPT,
         ),
         Architecture(
             "gptneox",
             ("gpt_neox",),
             _GPT_LAYER,
-            norm="layer",
             biases="all",
-            activations=_GELU,
             ties_head=False,
             partial_rotary=True,
-            read_fields=_read_gpt_neox,
-            metadata=_gpt_neox_metadata,
+            read_fields=lambda keys: {"use_parallel_residual": keys.flag("gptneox.use_parallel_residual", True)},
+            metadata=lambda config: {"use_parallel_residual": config.parallel_residual},
+            **_GPT,
         ),
         Architecture(
             "falcon",
             ("falcon",),
             {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_PLAIN_MLP},
             extra_layer=_falcon_norms,
-            norm="layer",
             biases="none",
-            activations=_GELU,
             read_fields=_read_falcon,
-            metadata=_falcon_metadata,
+            metadata=lambda config: {"tensor_data_layout": "jploski"},  # queries, keys and values one after another
             problems=_falcon_problems,
+            **_GPT,
         ),
     )
 }

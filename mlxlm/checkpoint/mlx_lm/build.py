@@ -7,14 +7,10 @@ import dataclasses
 import importlib
 import inspect
 import io
-import linecache
 import pkgutil
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from mlxlm.backend.mlx import nn
@@ -54,12 +50,12 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if plan is not None and (problems := [*quantization.validate_quantization(plan)]):
         raise CheckpointError("; ".join(problems[:3]))
     model_class, args_class = _classes(name)
-    with _field_errors(name, {}, values):
+    with _config_errors(name):
         config = to_mlx_lm_config(values)
     _check_counts(config)
     fields = {**inspect.signature(args_class).parameters, **(_text_fields(name) if "text_config" in config else {})}
     check_unread_fields(name, fields, config)
-    with _field_errors(name, fields, config):
+    with _config_errors(name):
         model = patched_model_class(name, model_class, text_only)(args_class.from_dict(config))
     if name not in MODEL_SPECIFIC_ROPE:
         install_rope(model, values, name in _PARTIAL_ROTARY_MODELS or not _PARTIAL_ROTARY_FIELDS.isdisjoint(fields))
@@ -121,45 +117,16 @@ def _check_counts(config: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _field_errors(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any exception of mlx_lm's code into a CheckpointError that names the fields involved."""
+def _config_errors(name: str) -> Iterator[None]:
+    """Turn any exception of mlx_lm's code into a CheckpointError, which names missing fields."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         missing = _MISSING_ARGUMENT.search(str(error))
-        absent = error.args if isinstance(error, KeyError) else ()
-        if missing:
-            absent = re.findall(r"'(\w+)'", missing[1])
+        absent = re.findall(r"'(\w+)'", missing[1]) if missing else error.args if isinstance(error, KeyError) else ()
         if absent:
             names = ", ".join(map(str, absent))
             raise CheckpointError(f"config.json lacks {names}, which mlx_lm's {name} needs") from error
-        values = ", ".join(f"{field} {config.get(field)!r}" for field in _fields_at(error, fields, config))
-        if not values:
-            raise CheckpointError(f"mlx_lm's {name} can't be built from this config.json: {error}") from error
-        reason = f": {error}" if isinstance(error, ValueError) else ""
-        raise CheckpointError(f"mlx_lm's {name} can't be built with {values}{reason}") from error
-
-
-def _fields_at(error: Exception, fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return the fields that mlx_lm's code was reading when it failed.
-
-    Those are the fields on the line that failed, else the fields that the function read before and the configuration
-    lacks.
-    """
-    lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_mlx_lm(frame.f_code)]
-    if not lines:
-        return []
-    code, last = lines[-1]
-    on_line = _fields_in(linecache.getline(code.co_filename, last), fields)
-    before = "".join(linecache.getline(code.co_filename, line) for line in range(code.co_firstlineno, last))
-    return on_line or [field for field in _fields_in(before, fields) if config.get(field) is None]
-
-
-def _is_mlx_lm(code: CodeType) -> bool:
-    return "mlx_lm" in Path(code.co_filename).parts
-
-
-def _fields_in(text: str, fields: Mapping[str, Any]) -> list[str]:
-    return [name for name in dict.fromkeys(re.findall(r"\.(\w+)", text)) if name in fields]
+        raise CheckpointError(f"mlx_lm's {name} can't be built from this config.json: {error}") from error

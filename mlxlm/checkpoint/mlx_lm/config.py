@@ -92,7 +92,7 @@ def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `sliding_window_pattern`: one layer in so many has full attention."""
+    """Return `sliding_window_pattern` N: every N-th layer has full attention."""
     types = values.get("layer_types")
     if not isinstance(types, list):
         return {}
@@ -169,7 +169,7 @@ def _granite_hybrid(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _minimax(values: Mapping[str, Any]) -> dict[str, Any]:
     factor = values.get("partial_rotary_factor", 1)
-    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor)} | values
+    return {"shared_intermediate_size": 0, "rotary_dim": int(values["head_dim"] * factor), **values}
 
 
 # Further fields that mlx_lm's model of a model_type reads, derived from Hugging Face's.

@@ -114,11 +114,12 @@ def install_rope(model: nn.Module, values: Mapping[str, Any], reads_partial_fact
     ):
         return  # mlx_lm's model reads the only field, rope_theta
     modules = dict(model.named_modules())
-    paths = [path for path, module in modules.items() if _is_rope(module) and _LAYER.search(path)]
-    if not paths and (rope_type := rope_parameters(values)["rope_type"]) != "default":
+    paths = {path: _LAYER.search(path) for path, module in modules.items() if _is_rope(module)}
+    layers = {path: int(match[1]) for path, match in paths.items() if match}
+    if not layers and (rope_type := rope_parameters(values)["rope_type"]) != "default":
         raise unsupported_rope_type(values, rope_type)
-    for path in paths:
-        rope = rope_parameters(values, layer_type(values, int(_LAYER.search(path)[1])))
+    for path, layer in layers.items():
+        rope = rope_parameters(values, layer_type(values, layer))
         if not reads_partial_factor and rope.get(_PARTIAL) not in (None, 1):
             raise CheckpointError(f"{_PARTIAL} is {rope[_PARTIAL]!r}, mlx_lm's model rotates whole heads")
         parent, _, name = path.rpartition(".")
