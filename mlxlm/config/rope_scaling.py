@@ -12,24 +12,15 @@ from mlxlm.utils.errors import short_repr
 if TYPE_CHECKING:
     from mlxlm.config.model_config import ModelConfig
 
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # The fields of each `rope_type`. Source: transformers, modeling_rope_utils.py
 SCALINGS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+    "yarn": ("factor", "original_max_position_embeddings", *_OPTIONAL),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "factor", "attention_factor"),
 }
-_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _LISTS = ("short_factor", "long_factor")
 
 _MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32

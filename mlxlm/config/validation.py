@@ -19,16 +19,6 @@ MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list 
 _MAX_TOKEN_ID = 1 << 24  # a larger id means that the file is damaged
 _MAX_PARAMETERS = 10**13
 
-_COUNTS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "head_dim",
-)
 # By a field's declared type: the test of a value, and what an error message says that it must be.
 _BY_TYPE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
@@ -45,7 +35,8 @@ def validate_config(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
         c: The configuration, whose other methods may fail.
         explicit_head_dim: Whether `head_dim` was given, so that `hidden_size` needn't be a multiple of the heads.
     """
-    bad_counts = [name for name in _COUNTS if not is_count(getattr(c, name))]
+    counts = [field.name for field in fields(c) if field.type == "int" and field.name != "position_offset"]
+    bad_counts = [name for name in counts if not is_count(getattr(c, name))]
     for name in bad_counts:
         yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive whole number"
     field_errors = list(_validate_fields(c))
