@@ -46,7 +46,7 @@ def configs(draw):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(configs())
 def test_parameters_by_group_are_those_of_the_arrays(config):
     from mlxlm.backend.mlx import tree_flatten

@@ -170,7 +170,7 @@ def test_infer_field():
     assert infer_field("none") is None and infer_field("wide") is None  # ambiguous, unknown
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(OVERRIDE_NAMES),

@@ -41,7 +41,7 @@ def test_texts_without_good_cuts_are_cut_anyway(tmp_path, unit):
 
 
 @given(content=st.text(st.sampled_from("a \n漢🎉\r\t"), max_size=200), size=st.integers(1, 9))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_reads_that_end_anywhere(content, size):
     class Trickle(io.BytesIO):
         def read(self, n=-1):
