@@ -81,7 +81,7 @@ def test_cross_entropy_value_and_gradient():
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_cross_entropy_equals_float64(dtype, on_cpu, monkeypatch):
-    """On both kinds of device, also where logits are large and close to each other, or rule tokens out."""
+    """On a CPU and a GPU, also for large close logits and logits of -inf."""
     monkeypatch.setattr(sys.modules["mlxlm.kernels.cross_entropy"], "ON_CPU", on_cpu)
     rows = [[30_000, 29_999.5, 29_000], [-30_000, -30_016, -30_008], [1, -np.inf, 0], [0, 0, 0], [-np.inf, 5, -np.inf]]
     logits, targets = mx.array(rows).astype(getattr(mx, dtype)), np.array([1, 2, 0, 2, 1])
@@ -96,7 +96,7 @@ def test_cross_entropy_equals_float64(dtype, on_cpu, monkeypatch):
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_target_that_is_ruled_out_costs_infinitely_much(on_cpu, monkeypatch):
+def test_loss_of_an_impossible_target_is_infinite(on_cpu, monkeypatch):
     monkeypatch.setattr(sys.modules["mlxlm.kernels.cross_entropy"], "ON_CPU", on_cpu)
     assert cross_entropy(mx.array([[1.0, -mx.inf]]), mx.array([1])).item() == math.inf
 
@@ -137,7 +137,7 @@ def test_attention_gradient_equals_mlx(length):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="compares the CPU path with MLX's own on the CPU")
-def test_half_precision_takes_mlx_own_path():
+def test_half_precision_keeps_its_dtype():
     q = random((1, 2, 4, 8)).astype(mx.float16)
     assert attention(q, q, q, 0.3).dtype == mx.float16
     assert swiglu(q, q).dtype == mx.float16
@@ -146,7 +146,7 @@ def test_half_precision_takes_mlx_own_path():
 @pytest.mark.parametrize("window", [1, 5, 30, 100])
 @pytest.mark.parametrize("new, old", [(1, 40), (6, 40), (70, 0), (70, 9)])
 @pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 2e-6), (mx.float16, 2e-3)])
-def test_a_window_on_every_path_without_metal(window, new, old, dtype, tolerance):
+def test_window_on_every_path_without_metal(window, new, old, dtype, tolerance):
     q = random((2, 4, new, 16), 1).astype(dtype)
     k, v = (random((2, 2, old + new, 16), seed).astype(dtype) for seed in (2, 3))
     wanted, _ = oracle.attention(*map(oracle.as64, (q, k, v)), 0.25, window)

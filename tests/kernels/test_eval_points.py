@@ -1,4 +1,4 @@
-"""A graph can be evaluated a piece at a time, with the same values and no more in memory."""
+"""A graph is evaluated in pieces, with the same values and less memory."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.kernels.eval_points import eval_at_points, eval_point, eval_points
 
 
-def test_points_are_those_of_the_graph_built_inside_in_its_order():
+def test_points_are_collected_in_order():
     outside = eval_point(mx.zeros((1,)))
     with eval_points() as points:
         first = eval_point(mx.ones((2,)) + 1)
@@ -18,7 +18,7 @@ def test_points_are_those_of_the_graph_built_inside_in_its_order():
     assert outside.item() == 0
 
 
-def test_values_are_as_without_points_and_the_list_is_let_go_of():
+def test_values_are_unchanged_and_the_list_is_emptied():
     def chain(x):
         for i in range(12):
             x = eval_point(mx.sin(x) + i)
@@ -34,8 +34,8 @@ def test_values_are_as_without_points_and_the_list_is_let_go_of():
     eval_at_points([])
 
 
-def test_what_is_done_is_not_kept():
-    """Of a chain of 40 arrays of 4 MB, a few are alive at a time."""
+def test_evaluated_points_are_released():
+    """A few of a chain of 40 arrays of 4 MB are in memory at a time."""
     x = mx.zeros((1 << 20,))
     mx.eval(x)
     with eval_points() as points:

@@ -1,4 +1,4 @@
-"""Every part of the decoder, in every combination: against float64 numpy, itself in pieces, and training."""
+"""Every component of the decoder in random combinations: against float64 numpy, in chunks, in training."""
 
 import json
 
@@ -24,7 +24,7 @@ TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (2, LONGEST - 4))
 
 
 def with_weights(config, seed=0):
-    """A decoder in which every parameter matters, and its weights in float64."""
+    """A decoder with random parameters, and its weights in float64."""
     model, rng = Decoder(config), np.random.default_rng(seed)
     weights = {}
     for name, value in tree_flatten(model.parameters()):
@@ -43,18 +43,18 @@ def assert_near(found, wanted, relative=1e-5):
 
 
 @st.composite
-def texts_in_rows(draw):
-    """Numbers of texts, rising along each row; None for one text a row."""
+def packed_rows(draw):
+    """Segment ids, ascending in each row; None for one text per row."""
     rows = [draw(st.lists(st.booleans(), min_size=TEXT.shape[1], max_size=TEXT.shape[1])) for _ in TEXT]
     return draw(st.none() | st.just(np.cumsum(rows, axis=1)))
 
 
-@settings(max_examples=200)
-@given(architectures(), texts_in_rows())
+@settings(max_examples=100)
+@given(architectures(), packed_rows())
 def test_logits_equal_numpy(config, segment_ids):
     model, weights = with_weights(config)
-    given_ = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
-    assert_near(model(mx.array(TEXT), **given_), decoder(weights, config, TEXT, segment_ids))
+    arguments = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
+    assert_near(model(mx.array(TEXT), **arguments), decoder(weights, config, TEXT, segment_ids))
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -71,19 +71,19 @@ def test_every_scaling_equals_numpy(share, data):
     assert_near(model(mx.array(TEXT)), decoder(weights, config, TEXT))
 
 
-@settings(max_examples=60)
-@given(architectures(), texts_in_rows(), st.integers(0, 9))
+@settings(max_examples=35)
+@given(architectures(), packed_rows(), st.integers(0, 9))
 def test_gradients_equal_finite_differences(config, segment_ids, seed):
     """Along a random direction of all parameters, in float64 by numpy: how the loss of the next token changes."""
     model, weights = with_weights(config)
     model.train()
-    given_ = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
+    arguments = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids, mx.int32)}
     rows, columns = np.indices(TEXT.shape)
     targets = np.roll(TEXT, -1, axis=1)
 
     def loss(parameters):
         model.update(parameters)
-        logits = model(mx.array(TEXT), **given_)
+        logits = model(mx.array(TEXT), **arguments)
         picked = mx.take_along_axis(logits, mx.array(targets)[..., None], axis=-1)[..., 0]
         return (mx.logsumexp(logits, axis=-1) - picked).sum()
 
@@ -107,14 +107,14 @@ def test_gradients_equal_finite_differences(config, segment_ids, seed):
 cuts = st.lists(st.integers(1, TEXT.shape[1] - 1), max_size=4, unique=True).map(sorted)
 
 
-def in_pieces(model, tokens, ends, cache):
+def in_chunks(model, tokens, ends, cache):
     parts = [model(mx.array(tokens[:, a:b]), cache) for a, b in zip([0, *ends], [*ends, None], strict=True)]
     return mx.concatenate(parts, axis=1)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(architectures(), cuts)
-def test_pieces_by_the_cache_are_the_whole(config, ends):
+def test_chunks_with_a_cache_equal_one_call(config, ends):
     model, _ = with_weights(config)
     text, cache = TEXT[:1], make_cache(model)
     for layer in cache:
@@ -122,12 +122,12 @@ def test_pieces_by_the_cache_are_the_whole(config, ends):
     whole = np.array(model(mx.array(text)))
     if (config.rope_scaling or {}).get("rope_type") == "dynamic" and text.shape[1] > config.max_position_embeddings:
         return  # keys in a cache keep the base that they had
-    assert_near(in_pieces(model, text, ends, cache), whole, 2e-5)
+    assert_near(in_chunks(model, text, ends, cache), whole, 2e-5)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(architectures(), st.integers(1, TEXT.shape[1] - 1), cuts)
-def test_texts_of_different_lengths_side_by_side(config, pad, ends):
+def test_left_padded_batch(config, pad, ends):
     model, _ = with_weights(config)
     if not model.supports_batching:
         return
@@ -135,18 +135,18 @@ def test_texts_of_different_lengths_side_by_side(config, pad, ends):
     text[1, pad:], ends = TEXT[1, : TEXT.shape[1] - pad], [end for end in ends if end > pad]
     for layer in cache:
         layer.set_left_padding([0, pad])
-    found = np.array(in_pieces(model, text, ends, cache))
+    found = np.array(in_chunks(model, text, ends, cache))
     assert_near(found[0], np.array(model(mx.array(text[:1])))[0], 2e-5)
     assert_near(found[1, pad:], np.array(model(mx.array(text[1:, pad:])))[0], 2e-5)
 
 
-@settings(max_examples=20)
+@settings(max_examples=5)
 @given(architectures())
-def test_a_few_steps_lower_the_loss_of_a_batch(config):
+def test_training_lowers_the_loss(config):
     model = Decoder(config, dropout=0.1)
     model.init_weights(0)
     model.train()
-    optimizer = optim.Adam(learning_rate=3e-3)
+    optimizer = optim.Adam(learning_rate=1e-2)
     tokens, targets = mx.array(TEXT), mx.array(np.roll(TEXT, -1, axis=1))
 
     def loss(parameters):
@@ -156,19 +156,19 @@ def test_a_few_steps_lower_the_loss_of_a_batch(config):
         return (mx.logsumexp(logits, axis=-1) - picked).mean()
 
     losses = []
-    for _ in range(20):
+    for _ in range(8):
         value, gradients = mx.value_and_grad(loss)(model.trainable_parameters())
         optimizer.update(model, gradients)
         mx.eval(value, model.parameters(), optimizer.state)
         losses.append(value.item())
     assert np.isfinite(losses).all()
-    assert np.mean(losses[-3:]) < losses[0] - 0.1
+    assert np.mean(losses[-2:]) < losses[0] - 0.1
     assert all(np.isfinite(np.array(value)).all() for _, value in tree_flatten(model.parameters()))
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(config=architectures())
-def test_a_folder_holds_all_of_it(config, tmp_path_factory):
+def test_saved_model_loads_unchanged(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model, weights = with_weights(config)
     write(folder, {}, config, {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}, None)
@@ -179,13 +179,13 @@ def test_a_folder_holds_all_of_it(config, tmp_path_factory):
     assert mx.array_equal(again(mx.array(TEXT)), model(mx.array(TEXT)))
 
 
-def test_the_textbook_numbers_of_norms():
+def test_norms_of_a_small_example():
     row = mx.array([[100.0, 200.0, 100.0, 0.0]])
     np.testing.assert_allclose(np.array(LayerNorm(4, 1e-5)(row))[0], [0, 1.41, 0, -1.41], atol=5e-3)
     np.testing.assert_allclose(np.array(RMSNorm(4, 1e-5)(row))[0], [0.82, 1.63, 0.82, 0], atol=5e-3)
 
 
-def test_sinusoidal_positions_of_the_paper():
+def test_sinusoidal_positions():
     table = np.array(SinusoidalPositions(9000, 512)(mx.array([0, 1, 8999])))
     assert table[0, :4].tolist() == [0, 1, 0, 1]
     np.testing.assert_allclose(table[1, :2], [np.sin(1), np.cos(1)], atol=1e-7)
@@ -196,7 +196,7 @@ def test_sinusoidal_positions_of_the_paper():
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
-def test_positions_end_with_their_table(positions):
+def test_positions_beyond_the_table(positions):
     model = Decoder(ModelConfig(16, 1, 2, 16, 31, max_position_embeddings=8, positions=positions))
     cache = make_cache(model)
     model(mx.zeros((1, 8), mx.int32), cache)
@@ -206,7 +206,7 @@ def test_positions_end_with_their_table(positions):
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "sinusoidal", "alibi", "none"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_texts_in_one_row_are_as_if_alone(positions, window):
+def test_packed_texts_equal_separate_ones(positions, window):
     model, _ = with_weights(ModelConfig(16, 2, 2, 16, VOCABULARY, positions=positions, sliding_window=window))
     row = mx.array(TEXT[:1])
     segment_ids = mx.array([[0] * 5 + [1] * 1 + [7] * (row.shape[1] - 6)], mx.int32)
@@ -224,7 +224,7 @@ def test_the_head_is_a_product_with_its_weight(tied):
     assert_near(model.head(hidden), np.array(hidden, np.float64) @ np.array(model.head_weight, np.float64).T)
 
 
-def test_dropout_is_of_embeddings_and_of_what_sublayers_add():
+def test_dropout_of_embeddings_and_sublayer_outputs():
     model = Decoder(ModelConfig(16, 1, 2, 16, VOCABULARY), dropout=0.5)
     model.init_weights(0)
     tokens = mx.array(TEXT)
@@ -239,7 +239,7 @@ def test_dropout_is_of_embeddings_and_of_what_sublayers_add():
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "output", "both"])
-def test_a_deep_decoder_starts_sane(placement):
+def test_initialization_of_a_deep_decoder(placement):
     """Twelve layers: logits of a fresh model say little, and every layer's gradient is of one order of magnitude."""
     model = Decoder(ModelConfig(64, 12, 4, 128, VOCABULARY, norm_placement=placement, norm="layer"))
     model.init_weights(0)

@@ -1,4 +1,4 @@
-"""Documents packed into a row: each has the logits, and the gradients, that it has alone."""
+"""Packed documents have the same logits and gradients as separate ones."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def packed(rows=LENGTHS):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", ["auto", "blockwise"])
-def test_logits_are_those_of_each_document_alone(tiny_config, form, path):
+def test_logits_equal_those_of_separate_documents(tiny_config, form, path):
     model = model_of(tiny_config, **FORMS[form])
     tokens, segment_ids = packed()
     with use_kernels(path):
@@ -51,8 +51,8 @@ def test_logits_are_those_of_each_document_alone(tiny_config, form, path):
 
 
 @pytest.mark.parametrize("form", ["rope", "learned", "alibi", "window"])
-def test_gradients_are_those_of_each_document_alone(tiny_config, form):
-    """Of the loss, what a document's last token predicts left out: it has no such target alone."""
+def test_gradients_equal_those_of_separate_documents(tiny_config, form):
+    """Without the loss of each document's last token, which has no target in a separate document."""
     model = model_of(tiny_config, **FORMS[form])
     model.train()
     tokens, segment_ids = packed([[9, 1, 14, 9], [20, 13]])

@@ -1,4 +1,4 @@
-"""Projections have MLX's values and gradients, in the layout that the optimizer goes through fastest."""
+"""Projections have MLX's values and gradients, with the weight's memory layout."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mlxlm.model.linear import Linear
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 7), (7,)])
-def test_values_and_gradients_are_those_of_mlx(bias, shape):
+def test_values_and_gradients_equal_mlx(bias, shape):
     mx.random.seed(0)
     ours, plain = Linear(7, 4, bias=bias), nn.Linear(7, 4, bias=bias)
     plain.update(ours.parameters())
@@ -33,7 +33,7 @@ def test_values_and_gradients_are_those_of_mlx(bias, shape):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="elsewhere the layout costs nothing")
-def test_the_gradient_lies_in_memory_as_the_weight_does():
+def test_gradient_has_the_layout_of_the_weight():
     layer = Linear(7, 4, bias=False)
     x = mx.random.normal((3, 7))
 
@@ -46,7 +46,7 @@ def test_the_gradient_lies_in_memory_as_the_weight_does():
     assert memoryview(gradient).strides == (7 * 4, 4)
 
 
-def test_it_is_quantized_as_others_are():
+def test_quantization():
     layer = nn.Sequential(Linear(64, 32, bias=False))
     nn.quantize(layer, group_size=32, bits=8)
     assert isinstance(layer.layers[0], nn.QuantizedLinear)

@@ -63,6 +63,8 @@ _LOCATION = re.compile(r"(<[a-z -]+>|[^\s<>,]+):(\d+):\d+")
 def audit(tree: str) -> list[str]:
     """One line per offence in the output of clang's -ast-dump: file:line: what is wrong."""
     offences, file, line, function = {}, "", 0, ""
+    if kernel := re.search("<(?:header|signature):", tree):  # the library comes first: skip it
+        tree = tree[tree.rfind("\n", 0, kernel.start()) + 1 :]
     for node in tree.splitlines():
         if not (parts := _NODE.match(node)):
             continue
