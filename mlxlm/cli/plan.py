@@ -54,7 +54,6 @@ _setting_options = setting_options(
     },
 )
 _ATTENTION = "Attention implementation to plan for.  [default: as in training]"
-_LOSS_CHUNK = "Plan for logits of this many rows at a time; 0 is all rows.  [default: as in training]"
 _BITS = "Bits per weight: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: the model's own, or 16; 32 on a CPU]"
 _GROUP_SIZE = "Group size of quantized weights: 32, 64 or 128.  [default: the model's own, or 64]"
 _CONTEXT = "Tokens per sequence.  [default: 4096, or the model's context if shorter]"
@@ -72,7 +71,6 @@ _inference = partial(option, "Inference")
 @override_option
 @_setting_options
 @_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION)
-@_batches("--loss-chunk-size", click.IntRange(0), _LOSS_CHUNK)
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
 @text_column_option("Training data")
@@ -101,7 +99,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     config = _config(model, options)
     if options["group_size"] is not None and (options["bits"] or quantized_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
-    names = (*_TRAINING, *_INFERENCE, "attention", "loss_chunk_size")
+    names = (*_TRAINING, *_INFERENCE, "attention")
     settings = given_values({name: options[name] for name in names})
     settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
     if with_probe:
@@ -146,7 +144,7 @@ def _check_options(model: str | None, with_probe: bool, options: dict[str, Any])
         options,
         (model is not None, [*sizes, "tie_word_embeddings"], f"{model} has its own sizes"),
         (not options["data"], ["text_column"], "--data is not given"),
-        (with_probe, ["attention", "loss_chunk_size"], "--probe trains as mlxlm pretrain does"),
+        (with_probe, ["attention"], "--probe trains as mlxlm pretrain does"),
     )
     other_machine = options["flops"] is not None or options["machine"] not in (None, "here")
     if options["flops"] is not None and options["machine"] is not None:

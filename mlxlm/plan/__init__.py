@@ -14,29 +14,24 @@ from types import ModuleType
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.plan.advice import Change, Fits, bits_that_fit, find_limits, suggest_change
+from mlxlm.plan.advice import Fits, bits_that_fit, find_limits, suggest_change
 from mlxlm.plan.duration import Duration
-from mlxlm.plan.flops import Flops, LengthFlops, count_training_flops, flops_by_length
-from mlxlm.plan.inference import InferenceMemory, Serving, inference_memory
+from mlxlm.plan.flops import count_training_flops, flops_by_length
+from mlxlm.plan.inference import Serving, inference_memory
 from mlxlm.plan.machines import MACHINES, Machine
-from mlxlm.plan.memory import TrainingMemory, training_memory
-from mlxlm.plan.model_lookup import find_config, reference_names
+from mlxlm.plan.memory import training_memory
+from mlxlm.plan.model_lookup import find_config
 from mlxlm.plan.planner import Plan, plan
 from mlxlm.plan.training import Training
 
 __all__ = [
     "MACHINES",
-    "Change",
     "Duration",
     "Fits",
-    "Flops",
-    "InferenceMemory",
     "Machine",
     "Plan",
     "Serving",
     "Training",
-    "TrainingMemory",
-    "LengthFlops",
     "bits_that_fit",
     "suggest_change",
     "find_config",
@@ -44,7 +39,6 @@ __all__ = [
     "count_training_flops",
     "inference_memory",
     "plan",
-    "reference_names",
     "training_memory",
     "flops_by_length",
 ]

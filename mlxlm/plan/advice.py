@@ -135,10 +135,6 @@ def suggest_change(config: ModelConfig, training: Training, memory: int, preset:
 
     if peak([]) <= available:
         return None
-    if training.loss_chunk_size is not None:  # a plan's option that training doesn't have
-        training = replace(training, loss_chunk_size=None)
-        if peak([]) <= available:
-            return Change("the default loss chunks instead of --loss-chunk-size", "nothing", training, config, peak([]))
     options = _options(config, training)
     single = next(([option] for option in options if peak([option]) <= available), None)
     chosen = single or _combine(options, lambda changes: peak(changes) <= available)

@@ -41,7 +41,6 @@ class Training:
         grad_checkpoint: Recompute each layer's activations in the backward pass.
         attention: "plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" recompute
             them. None for what training chooses on the device.
-        loss_chunk_size: Rows of logits that exist at a time. 0 for all, None for what training chooses.
         device: "cpu", "metal" or "cuda". None for this machine's.
 
     Raises:
@@ -56,7 +55,6 @@ class Training:
     dtype: str = "float32"
     grad_checkpoint: bool = False
     attention: str | None = None
-    loss_chunk_size: int | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -70,13 +68,10 @@ class Training:
         return cls(**values)
 
     def _problems(self) -> Iterator[str]:
-        minimums = {"batch_size": 1, "max_seq_length": 1, "grad_accumulation_steps": 1}
-        if self.loss_chunk_size is not None:
-            minimums["loss_chunk_size"] = 0
-        for name, minimum in minimums.items():
+        for name in ("batch_size", "max_seq_length", "grad_accumulation_steps"):
             value = getattr(self, name)
-            if not is_int(value) or not minimum <= value < MAX_COUNT:
-                yield f"{name} is {value!r}, it must be a whole number from {minimum} to {MAX_COUNT - 1:,}"
+            if not is_int(value) or not 1 <= value < MAX_COUNT:
+                yield f"{name} is {value!r}, it must be a whole number from 1 to {MAX_COUNT - 1:,}"
         if not is_number(self.ema_decay) or not 0 <= self.ema_decay < 1:
             yield f"ema_decay is {self.ema_decay!r}, it must be at least 0 and less than 1"
         choices = {"optimizer": tuple(OPTIMIZERS), "dtype": tuple(DTYPES), "attention": ATTENTION, "device": DEVICES}
@@ -100,8 +95,7 @@ class Training:
     def loss_rows(self, vocab_size: int) -> int:
         """Return the rows of logits that exist at a time, in each worker."""
         rows = -(-self.batch_size // self.num_workers) * self.max_seq_length
-        default = chunk_rows(vocab_size, self._cpu_or_gpu)
-        return min(default if self.loss_chunk_size is None else self.loss_chunk_size or rows, rows)
+        return min(chunk_rows(vocab_size, self._cpu_or_gpu), rows)
 
     def block_rows(self, heads: int, window: int | None = None) -> int:
         """Return the query rows whose scores blockwise attention holds at a time, in each worker."""

@@ -31,7 +31,8 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
         ConfigError: The target can't be reached; the hint is the nearest one that can.
     """
     source, settings = job.source, job.settings
-    counter = progress_counter(job.progress, "measuring each matrix", sum(f is not None for f in plan.matrix_formats()))
+    total = sum(plan.format_of(matrix) is not None for matrix in plan.matrices)
+    counter = progress_counter(job.progress, "measuring each matrix", total)
     sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, job.texts.calibration_windows, counter)
     if settings.max_kl is not None:
         return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)

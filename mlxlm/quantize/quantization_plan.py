@@ -83,14 +83,9 @@ class Matrix:
     rows: int
     width: int
 
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return self.rows * self.width
-
     def nbytes(self, chosen: Format | None) -> int:
         """Bytes in a format; None is 16 bits."""
-        return 2 * self.parameters if chosen is None else chosen.nbytes(self.rows, self.width)
+        return 2 * self.rows * self.width if chosen is None else chosen.nbytes(self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,6 @@ class QuantizationPlan:
     def format_of(self, matrix: Matrix) -> Format | None:
         """The format of a matrix."""
         return self.formats[matrix.modules[0]]
-
-    def matrix_formats(self) -> list[Format | None]:
-        """The format of each matrix of `matrices`."""
-        return [self.format_of(matrix) for matrix in self.matrices]
 
     def quantization_config(self) -> dict[str, Any]:
         """The `quantization` of ModelConfig: the default, and the modules with another format."""
@@ -210,8 +201,6 @@ def _plan(matrices: Sequence[Matrix], default: Format, wanted: Callable[[Matrix]
 
 def compatible_format(requested: Format, width: int) -> Format | None:
     """The format with the largest group size up to the requested one that divides `width`; None if none does."""
-    sizes = (
-        [g for g in reversed(GROUP_SIZES) if g <= requested.group_size] if requested.affine else [requested.group_size]
-    )
-    size = next((g for g in sizes if width % g == 0), None)
+    sizes = reversed(GROUP_SIZES) if requested.affine else [requested.group_size]
+    size = next((g for g in sizes if g <= requested.group_size and width % g == 0), None)
     return None if size is None else replace(requested, group_size=size)

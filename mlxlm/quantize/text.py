@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,9 +130,7 @@ def calibration_text(run: Path | None, tokenizer: Tokenizer, file: Path | str | 
         return text if whole else _split(text, tokenizer)[0]
     if run is not None:
         return CalibrationText("training data of the run", _run_tokens(run, "train", tokens)[0])
-    topics = _builtin_topics()
-    name = "Python's language reference (first four fifths)"
-    return _tokenize(name, topics[: len(topics) * 4 // 5], tokenizer, tokens)
+    return _tokenize("Python's language reference (first four fifths)", _builtin_topics()[0], tokenizer, tokens)
 
 
 def eval_text(
@@ -149,23 +148,15 @@ def eval_text(
     if run is not None:
         tokens, size = _run_tokens(run, "validation", EVAL_TOKENS)
         return EvalText("validation data of the run", [tokens.tolist()], size)
-    topics = _builtin_topics()
-    text = "".join(topics[len(topics) * 4 // 5 :])
-    document = Document("Python's language reference", split_pieces(iter((text,))))
+    document = Document("Python's language reference", split_pieces(iter(("".join(_builtin_topics()[1]),))))
     return _first_tokens(f"{document.location} (last fifth)", [document], tokenizer)
 
 
 def text_of_file(path: Path | str, tokenizer: Tokenizer, tokens: int) -> CalibrationText:
     """The first `tokens` tokens of a file of any kind that `read_documents` reads."""
-    return _tokenize(str(path), _joined_documents(path), tokenizer, tokens)
-
-
-def _joined_documents(path: Path | str) -> Iterator[str]:
-    """The text of all documents, with an empty line between two."""
-    for index, document in enumerate(map(conversation_as_text, read_documents([path]))):
-        if index:
-            yield "\n\n"
-        yield from document.pieces
+    documents = (conversation_as_text(document).pieces for document in read_documents([path]))
+    pieces = (piece for document in documents for piece in itertools.chain(["\n\n"], document))
+    return _tokenize(str(path), itertools.islice(pieces, 1, None), tokenizer, tokens)
 
 
 def _tokenize(name: str, pieces: Iterable[str], tokenizer: Tokenizer, tokens: int) -> CalibrationText:
@@ -200,8 +191,11 @@ def _split(text: CalibrationText, tokenizer: Tokenizer) -> tuple[CalibrationText
     return CalibrationText(f"{text.name} (without its last tenth)", first), _check_length(rest)
 
 
-def _builtin_topics() -> list[str]:
-    return ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
+def _builtin_topics() -> tuple[list[str], list[str]]:
+    """The first four fifths of the built-in text's topics, and the others."""
+    topics = ["\n\n".join(m["content"] for m in messages) + "\n\n" for messages in python_reference()]
+    split = len(topics) * 4 // 5
+    return topics[:split], topics[split:]
 
 
 def _run_tokens(folder: Path, split: str, tokens: int) -> tuple[np.ndarray, int]:
