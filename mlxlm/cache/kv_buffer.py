@@ -83,6 +83,9 @@ class KVBuffer:
 
     def write(self, first: int, end: int, x: mx.array) -> None:
         """Write x `[B, H, end - first, D]` to these positions, in place unless the arrays are shared."""
+        if self.quantization is None:  # per layer and token: avoid lists
+            self.arrays[0][..., first:end, :] = x
+            return
         for array, part in zip(self.arrays, self.quantize(x), strict=True):
             array[..., first:end, :] = part
 
@@ -93,8 +96,9 @@ class KVBuffer:
 
     def read(self, first: int, end: int) -> mx.array | QuantizedKV:
         """Return positions `first` to `end`, quantized if the buffer is."""
-        parts = [x[..., first:end, :] for x in self.arrays]
-        return parts[0] if self.quantization is None else QuantizedKV._make([*parts, *self.quantization])
+        if self.quantization is None:
+            return self.arrays[0][..., first:end, :]
+        return QuantizedKV._make([*(x[..., first:end, :] for x in self.arrays), *self.quantization])
 
     def dequantized(self) -> mx.array:
         """Return all positions `[B, H, capacity, D]` in their original dtype."""
