@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVCache, make_cache
+from mlxlm.cache import make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, load_preset, preset_names
 from mlxlm.model import Decoder
@@ -34,9 +34,7 @@ def make(seed=0, **changes):
     return model, config
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads, biases, tied", [(6, False, False), (2, True, True), (1, False, True)])
 def test_logits_equal_transformers(kv_heads, biases, tied):
     torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
     transformers = pytest.importorskip("transformers")
@@ -61,7 +59,7 @@ def test_logits_equal_transformers(kv_heads, biases, tied):
     np.testing.assert_allclose(np.array(model(mx.array(tokens))), expected, atol=1e-4)
 
 
-def test_parameter_count_and_names_are_those_of_the_arrays():
+def test_parameter_count_and_names():
     for changes in ({}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}):
         model, config = make(num_key_value_heads=2, **changes)
         arrays = dict(tree_flatten(model.parameters()))
@@ -69,7 +67,7 @@ def test_parameter_count_and_names_are_those_of_the_arrays():
     assert "model.layers.0.self_attn.q_proj.weight" in arrays and "lm_head.weight" in arrays
 
 
-def test_every_preset_builds_with_the_stated_count():
+def test_presets_have_the_stated_parameter_count():
     for name in preset_names():
         config = load_preset(name)
         if config.parameter_count() < 20e6:
@@ -99,7 +97,7 @@ def test_token_by_token_equals_the_full_forward():
     np.testing.assert_allclose(np.array(mx.concatenate(steps, axis=1)), np.array(model(tokens)), atol=2e-5)
 
 
-def test_initialization_is_a_function_of_the_seed():
+def test_initialization_depends_on_the_seed_alone():
     first, second, other = (dict(tree_flatten(make(seed)[0].parameters())) for seed in (1, 1, 2))
     for name in first:
         assert mx.array_equal(first[name], second[name])
@@ -123,7 +121,7 @@ PARAMETER_GROUPS = {
 
 
 @pytest.mark.parametrize("part", PARAMETER_GROUPS)
-def test_every_part_gives_the_same_logits_in_pieces(part):
+def test_every_component_gives_the_same_logits_in_chunks(part):
     model, config = make(num_key_value_heads=2, max_position_embeddings=40, **PARAMETER_GROUPS[part])
     assert config.parameter_count() == sum(a.size for _, a in tree_flatten(model.parameters()))
     tokens = mx.array(np.random.default_rng(0).integers(0, 97, (2, 40)))
@@ -140,7 +138,7 @@ def test_positions_beyond_a_learned_table_are_an_error():
         model(mx.zeros((1, 1), mx.int32), cache)
 
 
-def test_longrope_goes_by_the_length_that_a_text_will_reach():
+def test_longrope_uses_the_expected_length():
     """Pieces of one text have one kind of positions, wherever it is cut."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model, config = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
@@ -169,13 +167,13 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 @settings(max_examples=80)
 @given(
     kind=st.sampled_from(["linear", "dynamic", "llama3", "yarn", "longrope"]),
-    given_=st.dictionaries(st.sampled_from([*SCALING, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]), numbers),
+    fields=st.dictionaries(st.sampled_from([*SCALING, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"]), numbers),
     factors=st.lists(numbers, min_size=4, max_size=4),
     others=st.dictionaries(st.sampled_from(["rope_theta", "rms_norm_eps", "final_logit_softcapping"]), numbers),
 )
-def test_a_configuration_that_was_accepted_runs(kind, given_, factors, others):
+def test_accepted_configurations_run(kind, fields, factors, others):
     usual = dict(zip(SCALING, (2.0, 1.0, 4.0, 8), strict=False))
-    scaling = {**usual, "short_factor": factors, "long_factor": factors, **given_, "rope_type": kind}
+    scaling = {**usual, "short_factor": factors, "long_factor": factors, **fields, "rope_type": kind}
     try:
         config = ModelConfig(**SIZES, max_position_embeddings=5, rope_scaling=scaling, **others)
     except ConfigError:
@@ -183,13 +181,13 @@ def test_a_configuration_that_was_accepted_runs(kind, given_, factors, others):
     mx.eval(Decoder(config)(mx.zeros((1, 12), mx.int32)))
 
 
-def test_slopes_of_alibi():
+def test_alibi_slopes():
     np.testing.assert_allclose(np.array(alibi_slopes(8)), [2.0**-i for i in range(1, 9)])
     six = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
     np.testing.assert_allclose(np.array(alibi_slopes(6)), six)
 
 
-def test_norms_start_as_the_identity():
+def test_norms_are_initialized_to_the_identity():
     model, _ = make(norm_unit_offset=True, qk_norm="head")
     assert (model.model.norm.weight == 0).all() and (model.model.norm.scale == 1).all()
     assert (model.layers[0].self_attn.q_norm.scale == 1).all()
@@ -202,26 +200,3 @@ def test_gradient_of_the_embedding_on_a_gpu_equals_mlx():
     found = mx.grad(lambda t: (lookup(t, tokens) * weight).sum())(table)
     expected = mx.grad(lambda t: (t[tokens] * weight).sum())(table)
     np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-4)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400)), min_size=1, max_size=8))
-def test_cache_is_a_list_that_appends_and_trims(moves):
-    """Any sequence of appends and trims leaves exactly what a concatenation would."""
-    cache, kept = KVCache(), np.zeros((1, 1, 0, 2), np.float32)
-    counter = 0
-    for added, trimmed in moves:
-        if added:
-            new = np.arange(counter, counter + added, dtype=np.float32).reshape(1, 1, added, 1).repeat(2, -1)
-            counter += added
-            keys, values = cache.update_and_fetch(mx.array(new), mx.array(-new))
-            kept = np.concatenate([kept, new], axis=2)
-            np.testing.assert_array_equal(np.array(keys), kept)
-            np.testing.assert_array_equal(np.array(values), -kept)
-        assert cache.trim(trimmed) == min(trimmed, kept.shape[2])
-        kept = kept[:, :, : max(0, kept.shape[2] - trimmed)]
-        assert cache.offset == kept.shape[2]
-    if cache.state:
-        copy = KVCache()
-        copy.state = cache.state
-        assert copy.offset == cache.offset and copy.nbytes <= cache.nbytes
