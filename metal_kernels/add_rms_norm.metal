@@ -3,12 +3,12 @@
 // inputs    x, residual [R, N], weight [N] of any floating type, eps float32 scalar
 // outputs   h [R, N] of type H, y [R, N] of type T
 // template  H, T    types of h and y
-//           CHUNKS  runs of four values that a thread holds of a row
+//           CHUNKS  runs of four values of a row per thread
 //           WIDE    a team is a threadgroup; otherwise it is one SIMD group
-// grid      any number of threadgroups of whole SIMD groups, in x; they share out the rows
+// grid      any number of threadgroups of whole SIMD groups, in x, which divide the rows
 //
-// The method is rms_norm.metal's. The norm is that of h as rounded to H, which is what the next layer adds to.
-// Of a row longer than one tile, all tiles but the last are read again from h.
+// The method is that of rms_norm.metal. The norm is computed from h after rounding to H, as the next layer reads it.
+// All tiles of a row but the last are read again from h.
 
 const int rows = x_shape[0], N = x_shape[1];
 const uint lane = thread_index_in_simdgroup;
@@ -44,7 +44,7 @@ for (int row = team; row < rows; row += teams) {
   sum = WIDE ? threadgroup_sum(sum, scratch, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, lane)
              : simd_sum(sum);
   const float inverse = precise::rsqrt(sum / N + epsilon);
-  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still at hand
+  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still in registers
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = first + (tile * CHUNKS + c) * stride;
       if (tile < tiles - 1) {

@@ -1,25 +1,25 @@
-// What the decode-attention kernels share; after common.h. Members are inlined, so that arrays stay in registers, and
-// say where `this` lies, which is no longer `thread` by default in MSL 4.1.
+// Functions of the decode attention kernels. Include after common.h. Members are inlined, so that arrays stay in
+// registers, and declare the address space of `this`, which is no longer `thread` by default in MSL 4.1.
 
-// How the D elements of a key, value or output row lie in the lanes of a SIMD group: COUNT neighbouring lanes with
-// EACH neighbouring elements; SIMD / COUNT rows side by side.
+// The layout of the D elements of a key, value or output row in the lanes of a SIMD group: COUNT neighboring lanes with
+// EACH neighboring elements; SIMD / COUNT rows side by side.
 template <int D>
 struct DecodeLanes {
   static constant constexpr int COUNT = D <= 32 ? 8 : D <= 64 ? 16 : 32;
   static constant constexpr int EACH = D <= 128 ? 4 : 8;
 };
 
-// For lane i of each aligned block of N lanes (N a power of two): the sum of values[i] over the block. N - 1
-// shuffles, while a sum of its own for each value would take N log2 N.
+// Returns, for lane i of each aligned block of N lanes (N a power of two), the sum of values[i] over the block. This
+// takes N - 1 shuffles; separate sums would take N log2 N.
 template <int N>
 METAL_FUNC float sum_to_lanes(thread float* values, ushort lane) {
   UNROLL
   for (int width = N / 2; width > 0; width /= 2) {
     const bool upper = (lane & width) != 0;
     UNROLL
-    for (int i = 0; i < N / 2; ++i) {  // a fixed number of times, or it might not be unrolled
+    for (int i = 0; i < N / 2; ++i) {  // a fixed number of iterations, or the loop might not be unrolled
       if (i < width) {
-        // In this order: clang makes `upper ? values[i] : ...` a choice of addresses, and the array leaves registers.
+        // Otherwise clang makes `upper ? values[i] : ...` a choice of addresses, and the array leaves registers.
         const float low = values[i], high = values[i + width];
         values[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(width));
       }
@@ -39,7 +39,7 @@ struct DecodeDense {
     return rest;
   }
 
-  // The lane's elements of a row, zeros if it is not `inside`. All lanes of the SIMD group must call it.
+  // Loads the lane's elements of a row, zeros if it is not `inside`. All lanes of the SIMD group must call it.
   METAL_FUNC void load(thread float* x, int row, bool inside, ushort lane) const thread {
     constexpr int EACH = DecodeLanes<D>::EACH;
     const int first = lane % DecodeLanes<D>::COUNT * EACH;
@@ -59,7 +59,7 @@ struct DecodeDense {
 };
 
 // Rows of D affinely quantized numbers scale * code + bias: BITS-bit codes, the first in a word's lowest bits; scale
-// and bias per GROUP elements. Each is loaded by one lane and handed to the others that need it.
+// and bias per GROUP elements. One lane loads each of these and shuffles it to the others that need it.
 template <typename T, int D, int GROUP, int BITS, bool UNIT>
 struct DecodePacked {
   const device uint32_t* words;
@@ -94,7 +94,7 @@ struct DecodePacked {
         const int64_t at = row * word_stride + word * (UNIT ? 1 : word_step);
         if (BITS == 8) {
           codes[i] = words[at];
-        } else {  // two lanes may share a word: each loads its half
+        } else {  // two lanes may share a word; each loads its half
           codes[i] = ((const device ushort*)words)[2 * at + (first / 4 + i) % 2];
         }
       }
@@ -111,8 +111,8 @@ struct DecodePacked {
 };
 
 // Softmax-weighted sums of values for the query rows that share a key head: row = (head in the group) * QUERIES +
-// (query). A threadgroup has ROW_GROUPS * KEY_GROUPS SIMD groups; each holds MINE rows in registers and, of the keys,
-// every KEY_GROUPS-th run of STEP. One online softmax per SIMD group (Milakov & Gimelshein 2018), merged at the end.
+// (query). A threadgroup has ROW_GROUPS * KEY_GROUPS SIMD groups; each has MINE rows in registers and processes every
+// KEY_GROUPS-th run of STEP keys, with its own online softmax (Milakov & Gimelshein 2018), merged at the end.
 template <
     typename T,
     int D,
@@ -126,31 +126,31 @@ template <
 struct DecodeRows {
   static constant constexpr int LANES = DecodeLanes<D>::COUNT;
   static constant constexpr int EACH = DecodeLanes<D>::EACH;
-  static constant constexpr int BESIDE = SIMD / LANES;  // keys side by side in a SIMD group
+  static constant constexpr int BESIDE = SIMD / LANES;  // keys that a SIMD group processes side by side
   static constant constexpr int ROWS = GROUPED * QUERIES;
   static constant constexpr int MINE = (ROWS + ROW_GROUPS - 1) / ROW_GROUPS;
-  static constant constexpr int SLOTS = MINE <= 1 ? 1 : MINE <= 2 ? 2 : MINE <= 4 ? 4 : 8;  // lanes to tell rows apart
-  static constant constexpr int AHEAD = LANES / SLOTS;  // keys one after the other
-  static constant constexpr int STEP = SIMD / SLOTS;  // = BESIDE * AHEAD: one score per lane and step
+  static constant constexpr int SLOTS = MINE <= 1 ? 1 : MINE <= 2 ? 2 : MINE <= 4 ? 4 : 8;  // MINE, as a power of two
+  static constant constexpr int AHEAD = LANES / SLOTS;  // keys that a lane processes one after the other
+  static constant constexpr int STEP = SIMD / SLOTS;  // keys per step, BESIDE * AHEAD: one score per lane
   static constant constexpr int SIMDGROUPS = ROW_GROUPS * KEY_GROUPS;
   static constant constexpr int SCRATCH = KEY_GROUPS > 1 ? SIMDGROUPS * (D + 2 * SLOTS) : 1;  // floats
-  static constant constexpr float LOWEST = -3.4e38f;  // where -inf would give inf - inf
+  static constant constexpr float LOWEST = -3.4e38f;  // instead of -inf, which would give inf - inf
 
   ushort lane;
   int row_group, key_group;
-  int first_key, end_key;  // what the threadgroup takes in
-  int last, window;  // the last key that the lane's row sees, and how many it sees
+  int first_key, end_key;  // the keys of the threadgroup
+  int last, window;  // the last key that the lane's row sees, and the number of keys that it sees
   float cap, slope;  // both times log2(e): scores are base-2 exponents
-  float top, total;  // greatest score of the lane's row; the lane's part of the sum of exp2(score - top)
+  float top, total;  // maximum score of the lane's row; the lane's part of the sum of exp2(score - top)
   float query[MINE * EACH], sum[MINE * EACH];
 
-  // The lane's row, of which it holds one score per step; ROWS or more if none.
+  // Returns the lane's row, of which it holds one score per step; ROWS or more if it has none.
   METAL_FUNC int row() const thread {
     const int slot = lane % SLOTS;
     return slot < MINE ? row_group * MINE + slot : ROWS;
   }
 
-  // For part `split` of `splits` of the S keys.
+  // Initializes the state for part `split` of `splits` of the S keys.
   METAL_FUNC void begin(uint simdgroup, uint lane_, int S, int window_, float cap_, int split, int splits) thread {
     lane = ushort(lane_);
     row_group = simdgroup / KEY_GROUPS;
@@ -171,17 +171,17 @@ struct DecodeRows {
     }
   }
 
-  // The one lane of the SIMD group that speaks for its row.
+  // Returns whether this is the first lane of its row in the SIMD group.
   METAL_FUNC bool speaks() const thread {
     return lane < SLOTS && row() < ROWS;
   }
 
-  // Takes the slope of each row from the lane that speaks for it.
+  // Copies the slope of each row from its first lane to the others.
   METAL_FUNC void share_slopes(float given) thread {
     slope = M_LOG2E_F * simd_shuffle(given, ushort(lane % SLOTS));
   }
 
-  // Every query element is loaded once per threadgroup. `scratch` holds SCRATCH floats.
+  // Loads every query element once per threadgroup. `scratch` holds SCRATCH floats.
   METAL_FUNC void load_queries(
       const device T* from,
       int64_t head_stride,
@@ -218,7 +218,7 @@ struct DecodeRows {
     }
   }
 
-  // The lane's elements of a row to threadgroup memory.
+  // Stores the lane's elements of a row in threadgroup memory.
   template <typename U>
   METAL_FUNC void put(threadgroup U* to, const thread float* x, bool used) const thread {
     const int first = lane % LANES * EACH;
@@ -230,12 +230,12 @@ struct DecodeRows {
     }
   }
 
-  // Takes in the keys [key, key + STEP) without those from `end` on, which are then S or more, and so seen by no
-  // query; `origin` is the key of the first row of both. FULL says that all rows exist.
+  // Processes the keys [key, key + STEP). Those from `end` on are zeros; they are S or more, so no query sees them.
+  // `origin` is the key of the first row of both arrays. With FULL, all rows exist.
   template <bool FULL, typename Keys, typename Values>
   METAL_FUNC void take(const Keys keys, const Values values, int key, int origin, int end) thread {
     const int mine = key + lane / LANES;
-    const Keys near_keys = keys.from(mine - origin);  // so that the strides below are the same for all lanes
+    const Keys near_keys = keys.from(mine - origin);  // so that the offsets below are the same for all lanes
     const Values near_values = values.from(mine - origin);
     float x[EACH];
     float scores[LANES];
@@ -296,8 +296,8 @@ struct DecodeRows {
     }
   }
 
-  // Takes in all keys of the threadgroup. One row group reads them from device memory; several share tiles of TILE
-  // keys and values in threadgroup memory, each row loaded once.
+  // Processes all keys of the threadgroup. One row group reads them from device memory; several share tiles of TILE
+  // keys and values in threadgroup memory, so that each row is loaded once.
   template <int TILE, typename Keys, typename Values>
   METAL_FUNC void attend(const Keys keys, const Values values, threadgroup T* tile) thread {
     const int end = end_key;
@@ -332,7 +332,7 @@ struct DecodeRows {
     }
   }
 
-  // One element of a row: its share of the output, or without SPLIT the output itself.
+  // Writes one element of a row: with SPLIT the unnormalized sum, otherwise the output.
   template <bool SPLIT, typename Out>
   METAL_FUNC void write(device Out* to, int d, float value, float peak, float all) const thread {
     to[d] = Out(SPLIT ? value : all == 0 ? 0.0f : value / all);
@@ -342,8 +342,8 @@ struct DecodeRows {
     }
   }
 
-  // Merges the SIMD groups. Row i goes to out + i * stride: D elements, with SPLIT unnormalised and followed by the
-  // greatest score and the sum of exp2(score - greatest). `scratch` holds SCRATCH floats.
+  // Merges the SIMD groups. Row i goes to out + i * stride: D elements, with SPLIT unnormalized and followed by the
+  // maximum score and the sum of exp2(score - greatest). `scratch` holds SCRATCH floats.
   template <bool SPLIT, typename Out>
   METAL_FUNC void finish(device Out* out, int64_t stride, threadgroup float* scratch) thread {
     UNROLL

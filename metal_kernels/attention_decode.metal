@@ -1,21 +1,20 @@
-// Attention of few queries (decoding) over a long key-value cache, the keys divided over threadgroups.
+// Attention of few queries (decoding) over a long key-value cache. Threadgroups divide the keys.
 //
-// Inputs, by their strides, T = float, half or bfloat16_t:
+// Inputs (any strides), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
 //   scale, cap: 0-d float32; window: 0-d int32, at most S; slopes [H] float32 (ALiBi)
 //   cap, window and slopes are read only with SOFTCAP, WINDOW and SLOPES
 // Output `out`:
 //   without SPLIT, T [B, H, QUERIES, D];
-//   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalised sum, the greatest score (base 2) and the sum
-//   of exp2(score - greatest) of each part of the keys, for attention_decode_combine
-// Template: T; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, which the rows and the keys
-//   are divided into within a threadgroup; TILE, the keys staged at once (0 with one row group); SPLIT; WINDOW;
-//   SOFTCAP; SLOPES
+//   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalized sum, the maximum score (base 2) and the sum of
+//   exp2(score - maximum) of each part of the keys, for attention_decode_combine
+// Template: T; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, the groups of rows and keys in a threadgroup; TILE, the
+//   keys in threadgroup memory at a time (0 with one row group); SPLIT; WINDOW; SOFTCAP; SLOPES
 // Grid: (32 * ROW_GROUPS * KEY_GROUPS, B * H_kv, splits); threadgroup: the same with 1, 1
 //
-// Query t of QUERIES stands at S - QUERIES + t and sees the keys up to there, with WINDOW the last `window` of those.
-// Method: split keys with a combining pass (Flash-Decoding: Dao et al. 2023) around DecodeRows of attention_decode.h: a
-// threadgroup serves all query rows of a key head, so each key and value is loaded once.
+// Query t of QUERIES has position S - QUERIES + t and sees the keys up to there, with WINDOW the last `window`.
+// Method: split keys and a combining pass (Flash-Decoding: Dao et al. 2023) with DecodeRows of attention_decode.h. A
+// threadgroup processes all query rows of a key head, so each key and value is loaded once.
 
 using Rows = DecodeRows<T, D, GROUPED, QUERIES, ROW_GROUPS, KEY_GROUPS, WINDOW, SOFTCAP, SLOPES>;
 threadgroup float scratch[Rows::SCRATCH];

@@ -1,19 +1,19 @@
-// Merges what attention_decode left for each part of the keys.
+// Merges the results of attention_decode for the parts of the keys.
 //
-// Inputs: parts, float32 [rows, splits, D + 2], contiguous: per part of the keys an unnormalised sum of D elements, the
-//   greatest score (base 2) and the sum of exp2(score - greatest)
+// Inputs: parts, float32 [rows, splits, D + 2], contiguous: per part of the keys an unnormalized sum of D elements, the
+//   maximum score (base 2) and the sum of exp2(score - maximum)
 // Output: out, T [rows, D]: softmax-weighted values; 0 for a row that sees no key
 // Template: T, D
 // Grid: (32, rows, 1); threadgroup: (32, 1, 1)
 //
-// Method: out = sum of w sum / sum of w total over the parts, w = exp2(greatest - greatest of all): Flash-Decoding
-// (Dao et al. 2023). A lane computes the weights of every 32nd part; no thread reads another's.
+// Method: out = (sum of w * sum) / (sum of w * total) over the parts, with w = exp2(maximum - maximum of all parts):
+// Flash-Decoding (Dao et al. 2023). A lane computes the weights of every 32nd part.
 
 const int lane = thread_index_in_simdgroup, row = threadgroup_position_in_grid.y;
 const int splits = parts_shape[1];
 const device float* const own = parts + int64_t(row) * splits * (D + 2);
 
-float peak = -3.4e38f;  // not -inf, for parts that saw no key: their greatest score is this as well
+float peak = -3.4e38f;  // instead of -inf; also the maximum score of parts without keys
 for (int s = lane; s < splits; s += SIMD) {
   peak = max(peak, own[s * (D + 2) + D]);
 }

@@ -1,11 +1,11 @@
-// attention_decode over a quantized cache: codes are unpacked in registers.
+// attention_decode over a quantized cache. Codes are unpacked in registers.
 //
-// Inputs, by their strides, T = float, half or bfloat16_t:
+// Inputs (any strides), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], H = GROUPED * H_kv
 //   keys, values: uint32 [B, H_kv, S, D * BITS / 32], the codes of mx.quantize (affine), the first in the lowest bits
 //   key_scales, key_biases, value_scales, value_biases: T [B, H_kv, S, D / GROUP]; value = scale * code + bias
-//   (these six may have more than B batch entries; with fewer than 8 elements MLX would pass them in the constant
-//   address space, which the body does not serve)
+//   (these six may have more than B batch entries, since MLX passes arrays of fewer than 8 elements in the constant
+//   address space, which this kernel doesn't support)
 //   scale, cap, window, slopes and the output as in attention_decode
 // Template: as in attention_decode, and GROUP (32 or 64, a divisor of D), BITS (4 or 8)
 // Grid, threadgroup and method: as in attention_decode

@@ -1,20 +1,20 @@
-// Causal grouped-query attention over tiles: softmax(scale * queries keys^T) values, and the log-sum-exp of each
-// row's scores, without the square of scores in memory.
+// Causal grouped-query attention in tiles: softmax(scale * queries keys^T) values, and the log-sum-exp of each row's
+// scores, without the matrix of scores in memory.
 //
 // Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; window, an
-// int in 1..S. Row t sits at position p = S - T + t and sees the keys s with p - window < s <= p.
+// int from 1 to S. Row t has position p = S - T + t and sees the keys s with p - window < s <= p.
 // Outputs: output [B, H, T, D] of type T; lse [B, H, T] float. A row that sees no key has output 0 and lse -inf.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the query rows of a threadgroup, 8 for each SIMD group;
-// STAGED, a multiple of 8, the keys staged at a time.
+// STAGED, a multiple of 8, the keys in threadgroup memory at a time.
 // Grid: (ceil(T / ROWS) * 4 * ROWS, H, B) in threadgroups of (4 * ROWS, 1, 1).
 //
 // Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 1. A SIMD group keeps its rows of queries and of
-// the output in registers; the threadgroup stages a tile of keys and values at a time and skips the tiles that none
-// of its rows sees. Scores are in units of log 2: one multiplication less for each exponential.
+// the output in registers. The threadgroup copies a tile of keys and values at a time to threadgroup memory, and skips
+// the tiles that none of its rows sees. Scores are in units of log 2, which saves a multiplication per exponential.
 
 constexpr int THREADS = ROWS / 8 * SIMD;
 constexpr int TILES = D / 8;
-constexpr int LD = D + 16 / sizeof(T);  // padded, so that a column of a tile is not in one memory bank
+constexpr int LD = D + 16 / sizeof(T);  // padding spreads the columns of a tile over the memory banks
 threadgroup T key_tile[STAGED * LD];
 threadgroup T value_tile[STAGED * LD];
 
@@ -24,7 +24,7 @@ const int query_count = queries_shape[2];
 const int key_count = keys_shape[2];
 const int offset = key_count - query_count;
 
-// The last rows see most keys: they start first.
+// The last rows see the most keys, so they start first.
 const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid.x) * ROWS;
 const int last = min(first + ROWS, query_count) - 1;
 const int64_t batch = threadgroup_position_in_grid.z;
@@ -46,7 +46,7 @@ UNROLL
 for (int d = 0; d < TILES; ++d) {
   sums[d] = float2(0.0f);
 }
-float top = -INFINITY;  // the row's highest score so far
+float top = -INFINITY;  // the row's maximum score so far
 float total = 0.0f;     // this lane's part of the sum of exp2(score - top)
 const float scale_log2 = scale * M_LOG2E_F;
 
@@ -70,7 +70,7 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
     }
     UNROLL
     for (int d = 0; d < TILES; ++d) {
-      simdgroup_barrier(mem_flags::mem_none);  // against hoisting the loads of all steps into registers
+      simdgroup_barrier(mem_flags::mem_none);  // stops the compiler from hoisting all loads
       const float2 left = float2(float(query[2 * d]), float(query[2 * d + 1]));
       UNROLL
       for (int j = 0; j < STAGED / 8; ++j) {

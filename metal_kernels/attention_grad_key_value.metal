@@ -1,21 +1,21 @@
-// Gradients of attention_forward by the keys and the values.
+// Gradients of attention_forward with respect to the keys and the values.
 //
 // Inputs (any strides): queries, keys, values, scale and window as for attention_forward; output_grad [B, H, T, D] of
-// type T, the cotangent of its output; lse [B, H, T] float, its other output; delta [B, H, T] float, of
+// type T, the cotangent of its output; lse [B, H, T] float, its second output; delta [B, H, T] float, from
 // attention_grad_query.
 // Outputs: key_grad and value_grad [B, H_kv, S, D] of type T.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the keys of a threadgroup, 8 for each SIMD group;
-// STAGED, a multiple of 8, the query rows staged at a time.
+// STAGED, a multiple of 8, the query rows in threadgroup memory at a time.
 // Grid: (ceil(S / ROWS) * 4 * ROWS, H_kv, B) in threadgroups of (4 * ROWS, 1, 1).
 //
-// Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 2, the part of the keys. A SIMD group keeps its
-// keys, its values and both their gradients in registers, and works on transposed scores, keys by queries, so that
-// every product has them on the left. The threadgroup stages a tile of query rows at a time, head by head of the
-// group that shares the keys, and skips the tiles that see none of its keys.
+// Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 2, the gradients of keys and values. A SIMD group
+// keeps its keys, its values and their gradients in registers, and computes transposed scores, keys by queries, so that
+// keys are the left factor of every product. The threadgroup copies a tile of query rows at a time to threadgroup
+// memory, for each head of the group that shares the keys, and skips the tiles that see none of its keys.
 
 constexpr int THREADS = ROWS / 8 * SIMD;
 constexpr int TILES = D / 8;
-constexpr int LD = D + 16 / sizeof(T);  // padded, so that a column of a tile is not in one memory bank
+constexpr int LD = D + 16 / sizeof(T);  // padding spreads the columns of a tile over the memory banks
 threadgroup T query_tile[STAGED * LD];
 threadgroup T grad_tile[STAGED * LD];
 threadgroup float lse_tile[STAGED];  // in units of log 2
@@ -87,7 +87,7 @@ for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
         float2 slopes = float2(0.0f);  // values output_grad^T
         UNROLL
         for (int d = 0; d < TILES; ++d) {
-          simdgroup_barrier(mem_flags::mem_none);  // against hoisting the loads of all steps into registers
+          simdgroup_barrier(mem_flags::mem_none);  // stops the compiler from hoisting all loads
           tile_multiply_add(
               scores, float2(float(key[2 * d]), float(key[2 * d + 1])),
               tile_load_transposed<T, LD>(query_tile + j * LD + 8 * d, place));

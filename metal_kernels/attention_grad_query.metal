@@ -1,20 +1,19 @@
-// Gradient of attention_forward by the queries, and each row's correction of the score gradients.
+// Gradient of attention_forward with respect to the queries, and each row's correction of the score gradients.
 //
 // Inputs (any strides): queries, keys, values, scale and window as for attention_forward; its outputs, output and
 // lse; their cotangents, output_grad [B, H, T, D] of type T and lse_grad [B, H, T] float.
 // Outputs: query_grad [B, H, T, D] of type T; delta [B, H, T] float, sum(output_grad * output) - lse_grad.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the query rows of a threadgroup, 8 for each SIMD group;
-// STAGED, a multiple of 8, the keys staged at a time.
+// STAGED, a multiple of 8, the keys in threadgroup memory at a time.
 // Grid: (ceil(T / ROWS) * 4 * ROWS, H, B) in threadgroups of (4 * ROWS, 1, 1).
 //
-// Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 2, the part of the queries. Probabilities are
-// recomputed: p = exp(score - lse). The score's gradient is p * (output_grad value^T - delta): lse adds to it its own
-// cotangent times p, because d lse / d score = p. attention_grad_key_value has the other part, in a loop of its own
-// so that neither needs atomic sums.
+// Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 2, the gradient of the queries. Probabilities are
+// recomputed: p = exp(score - lse). The gradient of the score is p * (output_grad value^T - delta). It includes
+// lse_grad * p, since d lse / d score = p. attention_grad_key_value is separate, so that neither needs atomics.
 
 constexpr int THREADS = ROWS / 8 * SIMD;
 constexpr int TILES = D / 8;
-constexpr int LD = D + 16 / sizeof(T);  // padded, so that a column of a tile is not in one memory bank
+constexpr int LD = D + 16 / sizeof(T);  // padding spreads the columns of a tile over the memory banks
 threadgroup T key_tile[STAGED * LD];
 threadgroup T value_tile[STAGED * LD];
 
@@ -24,7 +23,7 @@ const int query_count = queries_shape[2];
 const int key_count = keys_shape[2];
 const int offset = key_count - query_count;
 
-// The last rows see most keys: they start first.
+// The last rows see the most keys, so they start first.
 const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid.x) * ROWS;
 const int last = min(first + ROWS, query_count) - 1;
 const int64_t batch = threadgroup_position_in_grid.z;
@@ -89,7 +88,7 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
       float2 slopes = float2(0.0f);  // output_grad values^T
       UNROLL
       for (int d = 0; d < TILES; ++d) {
-        simdgroup_barrier(mem_flags::mem_none);  // against hoisting the loads of all steps into registers
+        simdgroup_barrier(mem_flags::mem_none);  // stops the compiler from hoisting all loads
         tile_multiply_add(
             scores, float2(float(query[2 * d]), float(query[2 * d + 1])),
             tile_load_transposed<T, LD>(key_tile + j * LD + 8 * d, place));
@@ -97,7 +96,7 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
             slopes, float2(float(grad[2 * d]), float(grad[2 * d + 1])),
             tile_load_transposed<T, LD>(value_tile + j * LD + 8 * d, place));
       }
-      // Infinite for the keys of a row that sees none, whose lse is -inf: all are masked.
+      // Infinite in a row that sees no key, whose lse is -inf; all its keys are masked.
       const float2 probabilities = exp2(scores * scale_log2 - row_lse);
       const int key = start + j + place.x;
       slopes -= correction;

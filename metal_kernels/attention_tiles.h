@@ -1,15 +1,15 @@
-// Products of 8 x 8 tiles by a SIMD group, for the attention kernels that train; after common.h.
+// Products of 8 x 8 tiles in a SIMD group, for the training attention kernels. Include after common.h.
 //
-// A lane holds two neighbours of one row of a tile as a float2. Apple's GPUs lay out a simdgroup_matrix so, be it
-// factor or sum: a product can be masked, exponentiated and multiplied again without leaving the registers.
+// A lane holds two neighboring elements of one row of a tile as a float2. This is the layout of a simdgroup_matrix on
+// Apple's GPUs, for factors and sums, so a product can be masked, exponentiated and multiplied again in registers.
 
-// Column (x) and row (y) of a lane's first element.
+// Returns the column (x) and row (y) of a lane's first element.
 METAL_FUNC ushort2 tile_place(uint lane) {
   const uint quad = lane / 4;
   return ushort2((quad & 2) * 2 + (lane % 2) * 2, (quad & 4) + (lane / 2) % 4);
 }
 
-// sum += left * right, in float32.
+// Computes sum += left * right in float32.
 METAL_FUNC void tile_multiply_add(thread float2& sum, float2 left, float2 right) {
   simdgroup_float8x8 a, b, c;
   a.thread_elements()[0] = left.x;
@@ -22,7 +22,7 @@ METAL_FUNC void tile_multiply_add(thread float2& sum, float2 left, float2 right)
   sum = float2(c.thread_elements()[0], c.thread_elements()[1]);
 }
 
-// Over the eight elements of the lane's row, which lie in the lanes that differ in bits 0 and 3.
+// Reduce the eight elements of the lane's row, which are in the lanes that differ in bits 0 and 3.
 METAL_FUNC float tile_row_max(float2 pair) {
   float top = max(pair.x, pair.y);
   top = max(top, simd_shuffle_xor(top, ushort(1)));
@@ -35,7 +35,7 @@ METAL_FUNC float tile_row_sum(float2 pair) {
   return sum + simd_shuffle_xor(sum, ushort(8));
 }
 
-// The lane's part of the 8 x 8 tile at `corner` of a matrix with rows of LD elements, and of its transpose.
+// Load the lane's part of the 8 x 8 tile at `corner` of a matrix with rows of LD elements, or of its transpose.
 template <typename T, int LD>
 METAL_FUNC float2 tile_load(const threadgroup T* corner, ushort2 place) {
   const threadgroup T* at = corner + place.y * LD + place.x;
@@ -48,7 +48,7 @@ METAL_FUNC float2 tile_load_transposed(const threadgroup T* corner, ushort2 plac
   return float2(float(at[0]), float(at[LD]));
 }
 
-// A lane's part of 8 rows of D elements, kept as they are stored: half precision halves the registers. Zeros if the
+// Loads a lane's part of 8 rows of D elements in their own dtype: half precision halves the registers. Zeros if the
 // lane's row is not `inside`.
 template <typename T, int D>
 METAL_FUNC void tile_hold_row(thread T* held, const device T* row, int64_t stride, bool inside, ushort2 place) {
@@ -60,8 +60,8 @@ METAL_FUNC void tile_hold_row(thread T* held, const device T* row, int64_t strid
   }
 }
 
-// All THREADS of a threadgroup copy ROWS rows of D elements into rows of LD; zeros from row `count` on. A thread takes
-// runs of four; when they are neighbours in memory, a run can become one load.
+// All THREADS of a threadgroup copy ROWS rows of D elements into rows of LD elements, with zeros from row `count` on. A
+// thread copies runs of four; if they are contiguous in memory, a run can become one load.
 template <typename T, int ROWS, int D, int LD, int THREADS>
 METAL_FUNC void tile_stage_rows(
     threadgroup T* to,

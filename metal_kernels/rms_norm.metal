@@ -3,14 +3,14 @@
 // inputs    x [R, N], weight [N] of any floating type, eps float32 scalar
 // outputs   y [R, N] of type T
 // template  T       type of y
-//           CHUNKS  runs of four values that a thread holds of a row
+//           CHUNKS  runs of four values of a row per thread
 //           WIDE    a team is a threadgroup; otherwise it is one SIMD group
-// grid      any number of threadgroups of whole SIMD groups, in x; they share out the rows
+// grid      any number of threadgroups of whole SIMD groups, in x, which divide the rows
 //
-// A team takes every so-many-th row. Thread t of a team of L threads holds the runs t, t + L, ... of a tile of
-// 4 * L * CHUNKS values, so that neighbours read neighbouring addresses. A row of one tile is read once from
-// device memory and the weight once per team; of a longer row all tiles but the last are read twice.
-// Everything is float32 until y is rounded.
+// With n teams, a team processes every n-th row. Thread t of a team of L threads holds the runs t, t + L, ... of a tile
+// of 4 * L * CHUNKS values, so that neighboring threads read neighboring addresses. A row of one tile is read once from
+// device memory, and the weight once per team; all tiles of a longer row but the last are read twice.
+// All computation is in float32; y is rounded at the end.
 
 const int rows = x_shape[0], N = x_shape[1];
 const uint lane = thread_index_in_simdgroup;
@@ -45,7 +45,7 @@ for (int row = team; row < rows; row += teams) {
   sum = WIDE ? threadgroup_sum(sum, scratch, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, lane)
              : simd_sum(sum);
   const float inverse = precise::rsqrt(sum / N + epsilon);
-  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still at hand
+  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still in registers
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = first + (tile * CHUNKS + c) * stride;
       if (tile < tiles - 1) {

@@ -3,18 +3,18 @@
 //   dw = sum over rows of dy * x * r
 //
 // inputs    x, dy, dh [R, N], weight [N] of any floating type, eps float32 scalar;
-//           dh is what reaches x past the norm (the residual stream); unread unless STREAM
-// outputs   dx [R, N] of type T, dw [teams, N] float32: each team's part of the sum
+//           dh is the gradient of x from the residual stream, read only with STREAM
+// outputs   dx [R, N] of type T, dw [teams, N] float32: partial sums per team
 // template  T       type of dx
-//           CHUNKS  runs of four values that a thread holds of a row
-//           ROWS    most rows of a team
+//           CHUNKS  runs of four values of a row per thread
+//           ROWS    maximum number of rows per team
 //           WIDE    a team is a threadgroup; otherwise it is one SIMD group
 //           STREAM  add dh
 // grid      threadgroups of whole SIMD groups, in x: at least R / ROWS teams
 //
-// Teams and tiles are those of rms_norm.metal. A thread keeps its columns' part of dw in registers over the rows
-// of its team. A row of one tile is read once. Of longer rows, which need WIDE, a first pass takes the two sums,
-// and a second goes tile by tile over the team's rows, so that everything is read twice and dw written once.
+// Teams and tiles are those of rms_norm.metal. A thread accumulates dw of its columns in registers over the rows of its
+// team. A row of one tile is read once. For longer rows, which need WIDE, a first pass computes the two sums of each
+// row, and a second pass processes the team's rows tile by tile: everything is read twice, and dw is written once.
 
 const int rows = x_shape[0], N = x_shape[1];
 const uint lane = thread_index_in_simdgroup;
@@ -71,7 +71,7 @@ for (int tile = 0; tile < tiles; tile++) {
       sums = float2(simd_sum(sums.x), simd_sum(sums.y));
     }
     const float inverse = precise::rsqrt(sums.x / N + epsilon);
-    const float mean = sums.y / N * inverse * inverse;  // in this order: inverse^3 could leave float32
+    const float mean = sums.y / N * inverse * inverse;  // in this order, since inverse^3 could overflow float32
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = from + c * stride;
       float4 gradient = inverse * (gradients[c] * weights[c] - values[c] * mean);
