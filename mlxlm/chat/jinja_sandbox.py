@@ -253,8 +253,7 @@ def _formatted_size(form: str, values: Any) -> int:
 
 
 def _replaced_size(text: Any, old: Any, new: Any, *_count: Any, **_options: Any) -> int:
-    text, old, new = str(text), str(old), str(new)
-    return len(text) + (len(text) // max(1, len(old)) + 1) * len(new)
+    return len(str(text)) + str(text).count(str(old)) * len(str(new))
 
 
 def _joined_size(first: Any, second: Any = "", *_rest: Any, **_options: Any) -> int:

@@ -39,7 +39,7 @@ def test_transformers_renders_the_same(tokens, tmp_path):
         "{% generation %}{{ m.content }}{% endgeneration %}\n{% endif %}\n{% endfor %}{{ tools is none }}"
     )
     tokens.save(tmp_path)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)  # AutoTokenizer takes seconds to import
     messages = [Message("user", " <a> & 'ü' "), Message("assistant", "yes\n"), *EXCHANGE]
     expected = theirs.apply_chat_template(
         [{"role": m.role, "content": m.content} for m in messages], tokenize=False, add_generation_prompt=True

@@ -301,7 +301,7 @@ def test_the_keyboard_during_an_answer(terminal, tmp_path):
 
 
 def test_what_is_typed_or_pasted_during_an_answer_is_the_next_message(terminal, tmp_path):
-    chat = terminal("-n", "150", "--no-markdown")
+    chat = terminal("-n", "100", "--no-markdown")
     chat.send("Hello!\r")
     chat.expect("\n")
     chat.send("/tokens\r")
