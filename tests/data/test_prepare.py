@@ -28,7 +28,7 @@ def whole(tokenizer, text):
 
 
 def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
-    content = text(10_000)
+    content = text(30_000)
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     manifest = prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0.1), tokenizer, tmp_path / "out")
     train, validation = tokens(tmp_path / "out", "train"), tokens(tmp_path / "out", "validation")
