@@ -8,6 +8,7 @@ that only one block's scores are in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -90,28 +91,25 @@ def _function(
     return attend
 
 
+@dataclass
 class _Scores:
     """Scores of queries `[B, K, G, T, D]` and keys `[B, K, S, D]`, one block of queries at a time.
 
     K is the number of key heads, G that of query heads per key head.
     """
 
-    def __init__(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        slopes: mx.array | None = None,
-        first: mx.array | None = None,
-        segment_ids: mx.array | None = None,
-    ):
-        self.queries, self.keys = queries, keys
-        self.scale, self.window, self.softcap, self.slopes, self.first = scale, window, softcap, slopes, first
-        self.segment_ids = segment_ids
-        self.B, self.K, self.G, self.T, _ = queries.shape
-        self.S = keys.shape[2]
+    queries: mx.array
+    keys: mx.array
+    scale: float
+    window: int | None
+    softcap: float | None
+    slopes: mx.array | None = None
+    first: mx.array | None = None
+    segment_ids: mx.array | None = None
+
+    def __post_init__(self) -> None:
+        self.B, self.K, self.G, self.T, _ = self.queries.shape
+        self.S = self.keys.shape[2]
 
     def blocks(self) -> Iterator[_Block]:
         """Yield blocks of queries with all keys that they see."""

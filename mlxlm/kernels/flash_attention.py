@@ -49,25 +49,16 @@ def tiled_attention(
     Returns:
         `[B, H, T, D]` in the inputs' dtype. A query that sees no key (T > S) gives 0 and has no gradient.
     """
-    return tiled_attention_with_lse(queries, keys, values, scale, window=window)[0]
-
-
-def tiled_attention_with_lse(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, window: int | None = None
-) -> tuple[mx.array, mx.array]:
-    """Compute `tiled_attention` and the log-sum-exp of each row's scores (natural logarithm).
-
-    Returns:
-        The output `[B, H, T, D]`, and the log-sum-exp, float32 `[B, H, T]`: -inf for a query that sees no key. Both
-        have a gradient.
-    """
-    output, lse = _differentiable(float(scale), window)(queries, keys, values)
-    return output, lse
+    output, _ = attention_with_lse(float(scale), window)(queries, keys, values)
+    return output
 
 
 @cache
-def _differentiable(scale: float, window: int | None) -> Callable[..., list[mx.array]]:
-    """Make the differentiable function (queries, keys, values) -> (output, log-sum-exp)."""
+def attention_with_lse(scale: float, window: int | None) -> Callable[..., tuple[mx.array, mx.array]]:
+    """Make the differentiable function (queries, keys, values) -> (output, log-sum-exp of each row's scores).
+
+    The log-sum-exp is natural, float32 `[B, H, T]`, and -inf for a query that sees no key.
+    """
 
     @mx.custom_function
     def attend(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

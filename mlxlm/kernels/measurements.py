@@ -46,8 +46,8 @@ def device_key() -> str:
 
 def fastest_path(case: str) -> str | None:
     """Return the path that was measured to be fastest for a case, None if it was not measured."""
-    measurement = _record()["measured"].get(case)
-    return measurement.get("fastest") if isinstance(measurement, dict) else None
+    fastest: str | None = _record()["measured"].get(case, {}).get("fastest")
+    return fastest
 
 
 def save_measurement(case: str, measurement: dict[str, Any]) -> None:
@@ -79,21 +79,12 @@ def _of_machine(records: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _read(file: Path) -> dict[str, Any]:
-    """Read the records of all machines. Malformed records are dropped."""
+    """Read the records of all machines."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
-    return {k: v for k, v in content.items() if _is_record(v)} if isinstance(content, dict) else {}
-
-
-def _is_record(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("measured"), dict)
-        and isinstance(value.get("verified"), list)
-        and all(isinstance(name, str) for name in value["verified"])
-    )
+    return content if isinstance(content, dict) else {}
 
 
 def _update(change: Callable[[dict[str, Any]], Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel
@@ -39,48 +39,29 @@ def add_rms_norm_metal(x: mx.array, residual: mx.array, weight: mx.array, eps: f
     return _add_rms_norm_metal(eps)(x, residual, weight)
 
 
-@dataclass(frozen=True)
-class _Teams:
-    """How threads share the rows (see `rms_norm.metal`).
+def _teams(x: mx.array, max_chunks: int, max_rows: int, min_teams: int) -> tuple[int, dict[str, int], dict[str, Any]]:
+    """Choose how threads share the rows of x `[rows, N]` (see `rms_norm.metal`).
 
-    Args:
-        wide: Whether a team is a threadgroup, otherwise a SIMD group.
-        chunks: Runs of four values per thread.
-        threads: Threads per threadgroup.
-        groups: Number of threadgroups.
+    A team processes up to `max_rows` rows; there are `min_teams` teams if there are enough rows.
+
+    Returns:
+        The number of teams, the template arguments CHUNKS (runs of four values per thread) and WIDE (whether a team is
+        a threadgroup instead of a SIMD group), and the sizes of the grid and the threadgroups.
     """
-
-    wide: bool
-    chunks: int
-    threads: int
-    groups: int
-
-    @property
-    def count(self) -> int:
-        return self.groups if self.wide else self.groups * self.threads // 32
-
-    @property
-    def template(self) -> dict[str, int | bool]:
-        return {"CHUNKS": self.chunks, "WIDE": self.wide}
-
-    @property
-    def size(self) -> dict[str, tuple[int, int, int]]:
-        return {"grid": (self.groups * self.threads, 1, 1), "threadgroup": (self.threads, 1, 1)}
-
-
-def _teams(x: mx.array, max_chunks: int, max_rows: int, min_teams: int) -> _Teams:
-    """Choose teams for x `[rows, N]`: up to `max_rows` rows each, and `min_teams` teams if there are enough rows."""
     rows, N = x.shape
     count = -(-rows // max(1, min(max_rows, rows // min_teams)))
-    if N <= _NARROW:
-        chunks = 1 if N <= 128 else 2 if N <= 256 else 4
-        simdgroups = min(4, count)
-        return _Teams(False, chunks, 32 * simdgroups, -(-count // simdgroups))
-    chunks = 2
-    while chunks < max_chunks and 4 * chunks * _THREADS < N:
-        chunks *= 2
-    threads = min(_THREADS, 32 * -(-N // (128 * chunks)))
-    return _Teams(True, chunks, threads, count)
+    wide = N > _NARROW
+    if wide:
+        chunks = 2
+        while chunks < max_chunks and 4 * chunks * _THREADS < N:
+            chunks *= 2
+        threads, groups = min(_THREADS, 32 * -(-N // (128 * chunks))), count
+    else:
+        chunks, simdgroups = 1 if N <= 128 else 2 if N <= 256 else 4, min(4, count)
+        threads, groups = 32 * simdgroups, -(-count // simdgroups)
+        count = groups * simdgroups
+    sizes = {"grid": (groups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
+    return count, {"CHUNKS": chunks, "WIDE": wide}, sizes
 
 
 @cache
@@ -88,9 +69,9 @@ def _rms_norm_metal(eps: float) -> Callable[..., mx.array]:
     @mx.custom_function
     def norm(x: mx.array, weight: mx.array) -> mx.array:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, weight)
-        teams = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
-        inputs, template = [x2, weight, mx.array(eps, mx.float32)], {"T": dtype, **teams.template}
-        (y,) = _NORM(inputs, template, **teams.size, outputs=[(x2.shape, dtype)])
+        _, template, sizes = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        inputs = [x2, weight, mx.array(eps, mx.float32)]
+        (y,) = _NORM(inputs, {"T": dtype, **template}, **sizes, outputs=[(x2.shape, dtype)])
         return y.reshape(x.shape)
 
     @norm.vjp
@@ -107,10 +88,10 @@ def _add_rms_norm_metal(eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
     def add_norm(x: mx.array, residual: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, residual)
         out_dtype = mx.result_type(dtype, weight.dtype)
-        teams = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        _, template, sizes = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
         inputs = [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)]
-        template = {"H": dtype, "T": out_dtype, **teams.template}
-        h, y = _ADD_NORM(inputs, template, **teams.size, outputs=[(x2.shape, dtype), (x2.shape, out_dtype)])
+        template = {"H": dtype, "T": out_dtype, **template}
+        h, y = _ADD_NORM(inputs, template, **sizes, outputs=[(x2.shape, dtype), (x2.shape, out_dtype)])
         return h.reshape(x.shape), y.reshape(x.shape)
 
     @add_norm.vjp
@@ -130,10 +111,10 @@ def _gradient(
 ) -> tuple[mx.array, mx.array]:
     """Return the gradients of x and weight; dh, unless None, is added to the first."""
     x2 = x.reshape(-1, x.shape[-1])
-    teams = _teams(x2, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
+    teams, template, sizes = _teams(x2, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
     dy = dy.reshape(x2.shape)
     inputs = [x2, weight, dy, dy if dh is None else dh.reshape(x2.shape), mx.array(eps, mx.float32)]
-    template = {"T": x.dtype, "STREAM": dh is not None, "ROWS": _GRADIENT_ROWS, **teams.template}
-    outputs = [(x2.shape, x.dtype), ((teams.count, x2.shape[1]), mx.float32)]
-    dx, dw = _GRADIENT(inputs, template, **teams.size, outputs=outputs)
+    template = {"T": x.dtype, "STREAM": dh is not None, "ROWS": _GRADIENT_ROWS, **template}
+    outputs = [(x2.shape, x.dtype), ((teams, x2.shape[1]), mx.float32)]
+    dx, dw = _GRADIENT(inputs, template, **sizes, outputs=outputs)
     return dx.reshape(x.shape), dw.sum(axis=0).astype(weight.dtype)

@@ -125,4 +125,4 @@ def test_memory_of_a_gradient_is_linear_in_the_length(monkeypatch, packed):
         mx.eval(loss(q, k, v))
         return mx.get_peak_memory() - mx.get_active_memory()
 
-    assert peak(1024) < 5 * peak(256)  # 16 times with all probabilities in memory
+    assert peak(1024) < 8 * peak(256)  # 4 times; 16 times with all probabilities in memory

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.flash_attention import tiled_attention, tiled_attention_with_lse
+from mlxlm.kernels.flash_attention import attention_with_lse, tiled_attention
 from mlxlm.kernels.metal import MetalKernel
 from tests import oracle
 from tests.metal import harness
@@ -54,9 +54,7 @@ def lse_gradients(q, k, scale, lse_grad, window):
 
 
 def check(q, k, v, output_grad, lse_grad, scale, window=None):
-    (output, lse), gradients = mx.vjp(
-        lambda *qkv: tiled_attention_with_lse(*qkv, scale, window=window), [q, k, v], [output_grad, lse_grad]
-    )
+    (output, lse), gradients = mx.vjp(attention_with_lse(scale, window), [q, k, v], [output_grad, lse_grad])
     q64, k64, v64, do64, dlse64 = map(as64, (q, k, v, output_grad, lse_grad))
     expected, expected_lse = oracle.attention(q64, k64, v64, scale, window)
     dq, dk, dv = oracle.attention_grad(q64, k64, v64, scale, do64, window)
@@ -124,7 +122,7 @@ def test_rows_without_keys_are_zero(metal):
     T, S = 45, 9
     q, k, v, output_grad, lse_grad = problem(1, 2, 1, T, S, 8)
     check(q, k, v, output_grad, lse_grad, 0.3)
-    output, lse = tiled_attention_with_lse(q, k, v, 0.3)
+    output, lse = attention_with_lse(0.3, None)(q, k, v)
     assert (output[:, :, : T - S] == 0).all() and (lse[:, :, : T - S] == -mx.inf).all()
     (query_grad,) = mx.vjp(lambda q: tiled_attention(q, k, v, 0.3), [q], [output_grad])[1]
     assert (query_grad[:, :, : T - S] == 0).all()
@@ -137,7 +135,7 @@ def test_extreme_scores(metal, sign):
     q, k = mx.round(4 * mx.abs(q)), mx.round(4 * sign * mx.abs(k))  # whole, so that the products are exact
     scale = 128.0
     assert np.abs(as64(q) @ as64(k).swapaxes(-1, -2)).max() * scale > 1e4
-    output, lse = tiled_attention_with_lse(q, k, v, scale)
+    output, lse = attention_with_lse(scale, None)(q, k, v)
     expected, expected_lse = oracle.attention(*map(as64, (q, k, v)), scale)
     assert error(output, expected) < 2e-3 and error(lse, expected_lse) < 1e-6
     gradients = mx.vjp(lambda *qkv: tiled_attention(*qkv, scale), [q, k, v], [output_grad])[1]
@@ -182,9 +180,7 @@ def test_order_of_threads_does_not_matter(needs_harness):
     results = []
     for seed in range(2):
         with harness.use(seed=seed):
-            outputs, gradients = mx.vjp(
-                lambda *qkv: tiled_attention_with_lse(*qkv, 0.2, window=40), [q, k, v], [output_grad, lse_grad]
-            )
+            outputs, gradients = mx.vjp(attention_with_lse(0.2, 40), [q, k, v], [output_grad, lse_grad])
             results.append([*outputs, *gradients])
     for other in results[1:]:
         assert all((a == b).all() for a, b in zip(results[0], other, strict=True))
