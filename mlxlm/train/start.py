@@ -155,15 +155,14 @@ def check_feasible(
         The measured training time per token if there is a time limit.
     """
     settings = TrainSettings.provisional(values).per_process(budget.num_processes)
+    if budget.minutes is not None:
+        settings = replace(settings, batch_size=1)  # the batch size may follow from the time
     no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = _model_to_train(config.with_changes(vocab_size=vocab_size, **no_special_tokens), settings)
     if budget.minutes is None:
-        _model_to_train(config, settings, vocab_size=vocab_size, **no_special_tokens)
         return None
     with phase(MEASURING_LABEL, None):
-        seconds = budget.compute_seconds_left()
-        smallest = replace(settings, batch_size=1)  # the batch size may follow from the time
-        config = _model_to_train(config, smallest, vocab_size=vocab_size, **no_special_tokens)
-        return seconds_per_token(config, seconds, values, budget.num_processes)
+        return seconds_per_token(config, budget.compute_seconds_left(), values, budget.num_processes)
 
 
 def choose_model(
@@ -202,9 +201,9 @@ def choose_model(
     return config, values, choice
 
 
-def _model_to_train(config: ModelConfig, settings: TrainSettings, **changes: Any) -> ModelConfig:
+def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig:
     """Return the configuration to train. Raises ConfigError if the machine lacks the memory for it."""
-    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None, **changes)
+    config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
     check_memory(config, settings)
     return config
 
