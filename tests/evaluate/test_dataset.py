@@ -10,7 +10,7 @@ from mlxlm.model import Decoder
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config, tiny_tokenizer, batch_size):
+def test_loss_is_the_mean_over_all_tokens(tmp_path, text_file, tiny_config, tiny_tokenizer, batch_size):
     prepare(DataOptions([text_file]), tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "validation")
     model = Decoder(tiny_config)
@@ -29,7 +29,7 @@ def test_loss_is_the_mean_over_every_token_once(tmp_path, text_file, tiny_config
     assert found.perplexity == pytest.approx(np.exp(found.loss))
 
 
-def test_a_part_is_spread_over_the_whole(tmp_path, text_file, tiny_config, tiny_tokenizer):
+def test_max_tokens_are_spread_over_the_data(tmp_path, text_file, tiny_config, tiny_tokenizer):
     prepare(DataOptions([text_file]), tiny_tokenizer, tmp_path / "data")
     data = TokenDataset.open(tmp_path / "data", "train")
     model = Decoder(tiny_config)

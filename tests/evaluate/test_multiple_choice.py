@@ -21,7 +21,7 @@ def question(text, choices, right=0):
 
 
 @pytest.mark.parametrize("supports_batching", [True, False])
-def test_likelihoods_are_those_of_the_whole_text(lm, logprobs, supports_batching, monkeypatch):
+def test_logprobs_equal_those_of_the_whole_text(lm, logprobs, supports_batching, monkeypatch):
     monkeypatch.setattr(loglikelihood, "_MAX_LOGITS", 4 * 300)  # one to four columns at a time
 
     class Alone:
@@ -46,7 +46,7 @@ def test_likelihoods_are_those_of_the_whole_text(lm, logprobs, supports_batching
         assert found[0].is_greedy
 
 
-def test_what_prompts_share_is_read_once(lm):
+def test_shared_prefix_is_computed_once(lm):
     read = []
 
     class Counting:
@@ -64,7 +64,7 @@ def test_what_prompts_share_is_read_once(lm):
     assert length < sum(read) < length + 3 * 30
 
 
-def test_chosen_by_sum_and_by_byte(lm, logprobs):
+def test_predictions_by_sum_and_by_byte(lm, logprobs):
     asked = question(SHOT + "How are", ["you", "you today? How are you today? How are you", " dog", "世"], 1)
     [found] = evaluate_multiple_choice(lm, [asked])
     expected = []
@@ -82,7 +82,7 @@ def test_chosen_by_sum_and_by_byte(lm, logprobs):
     )
 
 
-def test_white_space_between_belongs_to_the_choice(lm, logprobs):
+def test_white_space_belongs_to_the_choice(lm, logprobs):
     # White space is the choice's, wherever it is written.
     prompt, together = (lm.tokenizer.encode(text) for text in ("The quick br", "The quick br own fox"))
     assert together[: len(prompt)] == prompt
@@ -97,7 +97,7 @@ def test_white_space_between_belongs_to_the_choice(lm, logprobs):
     assert found.logprobs[0] == pytest.approx(logprobs(merged)[0][cut - 1 :].sum(), rel=1e-4)
 
 
-def test_shares():
+def test_accuracy():
     right = [ChoiceResult(1, 0, 0, 1, [-1.0, -2.0]), ChoiceResult(2, 1, 1, 1, [0.0] * 4)]
     wrong = [ChoiceResult(3, 0, 1, 1, [-1.0, -2.0]), ChoiceResult(4, 0, 1, 0, [0.0] * 4)]
     found = Accuracy.of(right + wrong)
@@ -123,7 +123,7 @@ def test_shares():
         ('{"question": "q", "choices": ["a", "b"]}', "'answer' is not"),
     ],
 )
-def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
+def test_malformed_lines(tmp_path, line, message):
     good = '{"question": "q", "choices": ["a", "b"], "answer": 1, "id": 7}'
     path = tmp_path / "q.jsonl"
     path.write_text(f"{good}\n\n{line}\n")
@@ -133,7 +133,7 @@ def test_lines_that_are_no_questions_are_named(tmp_path, line, message):
         next(questions)
 
 
-def test_questions_that_do_not_fit(lm):
+def test_too_long_questions_and_nan_logits(lm):
     with pytest.raises(DataError, match="line 1: question and choice have .* context 128"):
         list(evaluate_multiple_choice(lm, [question(SHOT * 20, ["a", "b"])]))
 
@@ -148,7 +148,7 @@ def test_questions_that_do_not_fit(lm):
         list(evaluate_multiple_choice(replace(lm, model=Broken()), [question("q", ["a", "b"])]))
 
 
-def test_the_command(folder, tmp_path):
+def test_command(folder, tmp_path):
     (tmp_path / "a.txt").write_text("How are you?\n" * 9)
     done = run_command(
         "evaluate",

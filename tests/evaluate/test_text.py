@@ -37,7 +37,7 @@ def windowed_loss(logprobs, ids, context_length, stride):
 
 
 @pytest.mark.parametrize(("context_length", "stride"), [(128, 128), (128, 64), (20, 20), (20, 7), (20, 1), (1, 1)])
-def test_every_token_once_with_its_window(lm, logprobs, context_length, stride):
+def test_each_token_is_predicted_once(lm, logprobs, context_length, stride):
     found = evaluate_text(lm, read(TEXT), context_length=context_length, stride=stride)
     ids = lm.tokenizer.encode(TEXT)
     assert found.tokens == len(ids) - 1  # BOS is in front of the text
@@ -53,7 +53,7 @@ def test_every_token_once_with_its_window(lm, logprobs, context_length, stride):
     context_length=st.integers(1, 12),
     share=st.floats(0, 1, exclude_min=True),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_windows_predict_each_token_once_for_any_chunks(sizes, context_length, share):
     stride = max(1, math.ceil(share * context_length))
     ids = iter(range(sum(sizes)))
@@ -67,7 +67,7 @@ def test_windows_predict_each_token_once_for_any_chunks(sizes, context_length, s
     assert seen == list(range(1, sum(sizes)))
 
 
-def test_texts_of_all_lengths_in_one_batch(lm, logprobs, tmp_path):
+def test_texts_of_different_lengths(lm, logprobs, tmp_path):
     rows = ["The", "quick brown " * 9, "a", "fox " * 30, "Grüße", "lazy dog. " * 20] * 3
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     found = evaluate_text(lm, read_documents([tmp_path / "a.jsonl"]), context_length=40, stride=13)
@@ -76,7 +76,7 @@ def test_texts_of_all_lengths_in_one_batch(lm, logprobs, tmp_path):
     assert found.characters == sum(map(len, rows))
 
 
-def test_a_batch_is_as_large_where_texts_are_short(lm, monkeypatch):
+def test_short_texts_fill_batches(lm, monkeypatch):
     shapes, real = [], evaluate_text_module.sum_nll
 
     def counted(model, tokens, *values, **names):
@@ -122,7 +122,7 @@ def test_pieces_do_not_change_the_loss(lm, monkeypatch):
     assert (again.nats, again.tokens) == (whole.nats, whole.tokens)
 
 
-def test_quantized_and_foreign_models_give_what_their_logits_say(lm):
+def test_quantized_and_mlx_lm_models(lm):
     from mlxlm.backend.mlx import nn
 
     class OnlyCallable:
@@ -166,7 +166,7 @@ def test_equal_to_transformers(folder, lm):
     assert found.tokens == count and found.loss == pytest.approx(total / count, rel=1e-5)
 
 
-def test_sums_add_up_and_empty_ones_have_no_mean():
+def test_adding_losses():
     assert TextLoss(1.0, 2, 3, 4, 1) + TextLoss(0.5, 1, 1, 1, 1) == TextLoss(1.5, 3, 4, 5, 2)
     assert TextLoss(1.0, 1, 0, 0, 1).to_dict()["bits_per_byte"] is None
     assert TextLoss(2000.0, 1, 1, 1, 1).to_dict()["perplexity"] is None
@@ -180,12 +180,12 @@ def test_sums_add_up_and_empty_ones_have_no_mean():
         ({"context_length": 9, "stride": 10}, "10"),
     ],
 )
-def test_windows_that_cannot_work(lm, window, message):
+def test_invalid_windows(lm, window, message):
     with pytest.raises(ConfigError, match=message):
         evaluate_text(lm, read(TEXT), **window)
 
 
-def test_texts_that_cannot_be_measured(lm, tmp_path):
+def test_invalid_texts(lm, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     with pytest.raises(DataError, match="a.jsonl, line 1 is a conversation"):
         evaluate_text(lm, read_documents([tmp_path / "a.jsonl"]))
@@ -205,7 +205,7 @@ def test_default_window(lm):
     assert np.isfinite(evaluate_text(lm, read("a")).loss)
 
 
-def test_bytes_of_a_tokenizer_whose_tokens_depend_on_their_neighbours(lm):
+def test_bytes_with_context_dependent_tokens(lm):
     runtime = tokenizers.Tokenizer(tokenizers.models.Unigram([("?", -9.0), ("▁one", -1.0), ("▁für", -1.0)], 0))
     runtime.pre_tokenizer, runtime.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     tokenizer = Tokenizer(runtime, {})

@@ -35,7 +35,7 @@ def start(tmp_path, text_file, tiny_config, tokenizer_folder):
     return make
 
 
-def test_special_tokens_are_the_tokenizer_s(tmp_path, text_file, tiny_config, tokenizer_folder):
+def test_special_tokens_are_those_of_the_tokenizer(tmp_path, text_file, tiny_config, tokenizer_folder):
     config = tiny_config.with_changes(vocab_size=9000, bos_token_id=8000, eos_token_id=[8001, 8002], pad_token_id=8003)
     settings = {"tokenizer": tokenizer_folder, "settings": SETTINGS}
     comparison = start_comparison(tmp_path / "out", [text_file], config, VARIANTS, **settings)
@@ -85,8 +85,7 @@ def test_impossible_variants_are_rejected(start, tmp_path, variants, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_all_variants_see_the_same_tokens(start):
-    comparison = train_all(start())
+def check_same_tokens(comparison):
     rope, post = (comparison.open_run(variant) for variant in comparison.variants)
     assert rope.data == post.data == comparison.data and rope.data_digest == post.data_digest
     differences = {"dropout": 0.1, "learning_rate": pytest.approx(rope.settings.learning_rate / 3, rel=0.01)}
@@ -103,8 +102,9 @@ def test_all_variants_see_the_same_tokens(start):
     assert config == post.config and np.isfinite(np.array(model(mx.array([[1, 2, 3]])))).all()
 
 
-def test_continue_after_a_stop(start):
+def test_train_stop_and_continue(start):
     whole, parts = train_all(start("whole")), start("parts")
+    check_same_tokens(whole)
     assert finish(parts.open_run(parts.variants[0]), stop_at=3)[-1] == Stopped(3, parts.path / "rope")
     (stopped,) = parts.results()
     assert (stopped.step, stopped.finished, stopped.memory) == (3, False, None)
@@ -150,7 +150,7 @@ def test_budgets(start, tmp_path, text_file, tokenizer_folder):
         start_comparison(tmp_path / "stdin", ["-"], prepared.config, VARIANTS, settings=SETTINGS)
 
 
-def test_command(tmp_path, text_file, capsys):
+def test_command(tmp_path, text_file, capsys, monkeypatch):
     out = str(tmp_path / "out")
     command = ["compare-architectures", str(text_file), "--out", out, *TINY, "--eval-every", "2"]
     variants = ["--variant", "rope", "--variant", "a$_{b$: hidden_size=48, intermediate_size=40, positions=alibi"]
@@ -165,6 +165,7 @@ def test_command(tmp_path, text_file, capsys):
     picture = matplotlib.image.imread(f"{out}/comparison.png")
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
+    monkeypatch.setattr("mlxlm.experiments.architecture_comparison.plot_runs", lambda runs, path: None)
     assert _run(["compare-architectures", "--out", out, "--json"]) == 0
     stdout, stderr = capsys.readouterr()
     values = json.loads(stdout)

@@ -42,7 +42,7 @@ def model_of(config, dtype):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("change", [{}, {"qk_norm": "head", "norm_unit_offset": True}], ids=str)
-def test_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
+def test_cases_of_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
     """Of a device that trains in bfloat16, all rows at once."""
     monkeypatch.setattr("mlxlm.train.step.num_batch_shards", lambda rows: 1)
     config = tiny_config.with_changes(**change)
@@ -57,7 +57,7 @@ def test_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [None, "8"])
-def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path):
+def test_cases_of_generation(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path):
     config = tiny_config.with_changes(head_dim=32)  # which can be quantized
     model, kv = model_of(config, "float16").eval(), KVOptions.of(bits=bits)
     lm = LoadedModel(model, tiny_tokenizer, config, tmp_path)
@@ -71,7 +71,7 @@ def test_a_decoded_token(tiny_config, tiny_tokenizer, bits, looked_up, tmp_path)
     assert asked <= {case for _, case in cases_of(config, "float16", "bfloat16")}
 
 
-def test_cases_of_a_model_have_its_windows_caps_and_slopes():
+def test_cases_have_windows_softcaps_and_slopes():
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     windows = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
     capped = cases_of(ModelConfig(**sizes, vocab_size=9, **windows, attn_logit_softcapping=5.0), "float16", "bfloat16")
@@ -81,7 +81,7 @@ def test_cases_of_a_model_have_its_windows_caps_and_slopes():
     assert all("slopes" in case.features for _, case in bloom)
 
 
-def test_bench_and_list_of_a_device_that_trains_in_bfloat16(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
+def test_bench_and_list_commands(tmp_path, tiny_config, looked_up, monkeypatch, capsys):
     monkeypatch.setattr("mlxlm.train.start.DEVICE_DTYPE", "bfloat16")
 
     def benchmark(operation, case, num_repeats):

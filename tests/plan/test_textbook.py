@@ -33,7 +33,7 @@ def test_llama3_405b():
     ("name", "billions", "dense"),
     [("7b", 6.7, 6.4), ("13b", 13.0, 12.6), ("33b", 32.5, 31.9), ("65b", 65.2, 64.4)],
 )
-def test_llama_beside_the_dense_formula(name, billions, dense):
+def test_llama_and_the_dense_formula(name, billions, dense):
     """The paper's 65.2 is 65.286 cut off; the others are the same cut off or rounded."""
     config = find_config(f"llama-{name}")
     assert int(config.parameter_count() / 1e8) / 10 == billions
@@ -59,7 +59,7 @@ def test_gpt3():
     assert round(textbook.dense_parameters(**GPT3) / 1e9) == 174  # without embeddings and biases
 
 
-def test_bytes_of_a_parameter():
+def test_bytes_per_parameter():
     assert textbook.inference_bytes(7) == 2 * 7
     assert sum(textbook.training_bytes(7).values()) == 20 * 7
     assert inference_memory(find_config("llama-7b"), Serving()).weights == 2 * 6738415616
@@ -67,7 +67,7 @@ def test_bytes_of_a_parameter():
 
 @pytest.mark.parametrize("name", ["gpt3-175b"])
 @pytest.mark.parametrize("length", [1, 512, 2048])
-def test_forward_operations_of_a_gpt(name, length):
+def test_forward_flops_of_gpt3(name, length):
     """24bsh² + 4bs²h for each layer and 2bshV: what is counted part by part comes to that."""
     config = find_config(name)
     training = Training(batch_size=4, max_seq_length=length)
@@ -76,7 +76,7 @@ def test_forward_operations_of_a_gpt(name, length):
     assert textbook.forward_flops(1, 10, 3, 1, 7) == 24 * 10 * 9 + 4 * 100 * 3 + 2 * 10 * 3 * 7
 
 
-def test_training_operations():
+def test_training_flops():
     assert textbook.training_flops(174.6e9, 300e9) == pytest.approx(3.1428e23)
     assert textbook.training_flops(174.6e9, 300e9, grad_checkpoint=True) == pytest.approx(3.1428e23 * 8 / 6)
     flops = count_training_flops(find_config("gpt3-175b"), Training(batch_size=1, max_seq_length=2048))
@@ -127,12 +127,12 @@ def test_cache_of_gpt3():
                                "feed_forward": 3 * 16384 * 53248, "head": 16384 * 128000 / 126}),
     ],
 )  # fmt: skip
-def test_forward_operations_by_part(name, length, shares):
+def test_forward_flops_by_component(name, length, shares):
     [found] = flops_by_length(find_config(name), [length])
     assert found.shares == pytest.approx({part: x / sum(shares.values()) for part, x in shares.items()})
 
 
-def test_the_trend_in_length():
+def test_attention_share_grows_with_length():
     """Scores overtake everything, sooner in small models: the head has 26 % of Qwen2-0.5B's work at 512 tokens and
     less than 1 % of Llama-3 405B's."""
     found = {

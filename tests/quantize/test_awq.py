@@ -69,7 +69,7 @@ def test_a_scaled_block_computes_the_same(family):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
 
 
-def test_what_can_be_scaled_in_which_family():
+def test_scale_groups_of_families():
     sources = {
         name: {fold.source for fold in awq.scale_groups(ModelConfig(**{**SIZES, **changes}))}
         for name, changes in FAMILIES.items()
@@ -82,7 +82,7 @@ def test_what_can_be_scaled_in_which_family():
     assert sources["falcon"] == {"input_layernorm"}
 
 
-def test_channels_with_outliers_are_kept_better():
+def test_scaling_reduces_the_error_of_outliers():
     config = ModelConfig(**{**SIZES, **FAMILIES["llama"]})
     model = Decoder(config)
     model.init_weights(0)
@@ -98,7 +98,7 @@ def test_channels_with_outliers_are_kept_better():
     assert scaled.sum() < 0.3 * plain
 
 
-def test_clipping_never_loses_within_a_group():
+def test_clipping_reduces_the_error():
     weight = mx.random.normal((16, 64), key=mx.random.key(0)).astype(mx.float16)
     weight[:, 5] *= 6
     chosen = Format(2, 64)
@@ -113,7 +113,7 @@ def test_clipping_never_loses_within_a_group():
     assert mx.array_equal(kept.weight, quantize_rtn(weight, chosen).weight)
 
 
-def test_readers_make_up_for_a_norm_in_16_bits():
+def test_next_layers_compensate_for_a_rounded_norm():
     """A norm that is stored less one has few bits left where its gain is small."""
     config = ModelConfig(**{**SIZES, **FAMILIES["gemma2"]})
     model = Decoder(config)

@@ -60,7 +60,7 @@ def problem(rows=48, width=128, tokens=2000, seed=0):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_correlated_inputs_lose_less_than_half_of_what_rounding_loses(bits, group_size):
+def test_less_than_half_the_error_of_rounding(bits, group_size):
     weight, moments = problem()
     chosen = Format(bits, group_size)
     ours, plain = (
@@ -117,7 +117,7 @@ def test_no_row_is_worse_than_rounding(seed):
     assert (ours <= plain * (1 + 1e-5)).all()
 
 
-def test_channels_that_were_always_zero_are_rounded_and_the_others_calibrated():
+def test_channels_without_input_are_rounded():
     weight, moments = problem()
     dead = np.arange(128) % 5 == 0
     moments[dead] = 0
@@ -135,7 +135,7 @@ def test_channels_that_were_always_zero_are_rounded_and_the_others_calibrated():
     assert mx.array_equal(silent.weight, quantize_rtn(weight, chosen).weight)
 
 
-def test_moments_beyond_float32_are_damped_until_they_work():
+def test_ill_conditioned_moments():
     weight, _ = problem()
     direction = np.linspace(-1, 1, 128, dtype=np.float32)
     moments = 1e12 * np.outer(direction, direction)
@@ -149,14 +149,14 @@ def test_groups_of_one_value_and_scales_that_underflow():
     assert mx.allclose(values, weight.astype(mx.float32), atol=1e-6).item()
 
 
-def test_inputs_that_are_not_finite_are_refused():
+def test_infinite_inputs_are_an_error():
     weight, moments = problem()
     moments[3, 4] = np.nan
     with pytest.raises(CheckpointError, match="not finite"):
         gptq(weight, moments, Format(4, 64))
 
 
-def test_drift_is_partly_made_up_for():
+def test_changed_inputs_are_partly_compensated():
     """Inputs that are all 20 % too small: the outputs aimed at are half of the way back."""
     weight, moments = problem()
     packed = gptq(weight, moments, Format(8, 32), dxxt=0.25 * moments)

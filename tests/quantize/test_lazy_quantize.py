@@ -15,7 +15,7 @@ from mlxlm.quantize.source import cast_to_16bit, output_dtype
 from mlxlm.utils.errors import CheckpointError
 
 
-def test_parts_are_described_as_they_are_read(model):
+def test_headers_match_the_arrays(model):
     checkpoint = open_checkpoint(model)
     for chosen in (Format(3, 32), Format.of("mxfp8")):
         plan = uniform(checkpoint.config, checkpoint.tensors, chosen)
@@ -27,7 +27,7 @@ def test_parts_are_described_as_they_are_read(model):
         assert total == plan.nbytes()
 
 
-def test_each_matrix_is_read_once_in_a_writers_order():
+def test_each_matrix_is_read_once():
     reads = []
 
     def tensor(name: str) -> LazyTensor:
@@ -69,7 +69,7 @@ def test_written_matrices_are_freed(tmp_path, chosen):
             assert mx.array_equal(written[name], value), name
 
 
-def test_the_output_has_16_bits():
+def test_output_dtype():
     half, bfloat, single = (lazy_tensor(mx.ones((64, 64), dtype=d)) for d in (mx.float16, mx.bfloat16, mx.float32))
     assert output_dtype({"a": bfloat, "norm": lazy_tensor(mx.ones((64,)))}) == mx.bfloat16
     assert output_dtype({"a": half, "b": bfloat, "c": half}) == mx.float16
@@ -77,13 +77,13 @@ def test_the_output_has_16_bits():
     assert output_dtype({"a": single, "b": lazy_tensor(mx.array([1e5]))}) == mx.bfloat16
 
 
-def test_sizes_are_those_of_16_bits_however_the_source_keeps_its_values():
+def test_bytes_after_cast_to_16bit():
     packed = LazyTensor((4, 64), mx.float32, "Q4_0", 144, lambda: mx.ones((4, 64)))
     assert cast_to_16bit({"a": packed}, mx.float16)["a"].nbytes == 2 * 4 * 64
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused(value):
+def test_values_that_are_not_finite_are_an_error(value):
     broken = {"model.norm.weight": lazy_tensor(mx.array([1.0, value]))}
     with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
         output_dtype(broken)
@@ -91,7 +91,7 @@ def test_values_that_are_not_finite_are_refused(value):
         cast_to_16bit(broken, mx.bfloat16)["model.norm.weight"].read()
 
 
-def test_values_that_the_dtype_lacks_are_refused():
+def test_values_out_of_range_are_an_error():
     with pytest.raises(CheckpointError, match="big has values up to 1e.06, too large for 16 bits"):
         cast_to_16bit({"big": lazy_tensor(mx.array([1e6]))}, mx.float16)["big"].read()
 

@@ -27,27 +27,27 @@ def config_of(**changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize("mode, bits, group_size", [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
-def test_modes_have_sizes_of_their_own(mode, bits, group_size):
+def test_default_sizes_of_modes(mode, bits, group_size):
     assert Format.of(mode) == Format(bits, group_size, mode)
     with pytest.raises(ConfigError, match=f"{mode}"):
         Format.of(mode, bits=5)
 
 
 @pytest.mark.parametrize("wrong", [{"bits": 7}, {"bits": 4, "group_size": 48}, {"bits": 4, "mode": "int8"}])
-def test_formats_that_mlx_lacks_are_refused(wrong):
+def test_invalid_formats(wrong):
     with pytest.raises(ConfigError, match="not a"):
         Format(**wrong)
 
 
 @pytest.mark.parametrize("chosen", [Format(b, g) for b in (2, 3, 5, 8) for g in (32, 64, 128)] + [Format.of("nvfp4")])
-def test_bytes_are_those_of_mlx(chosen):
+def test_nbytes_equals_mlx(chosen):
     parts = mx.quantize(
         mx.zeros((3, 256), dtype=mx.float16), group_size=chosen.group_size, bits=chosen.bits, mode=chosen.mode
     )
     assert chosen.nbytes(3, 256) == sum(part.nbytes for part in parts)
 
 
-def test_rows_that_the_group_size_does_not_divide():
+def test_indivisible_rows():
     config = config_of(hidden_size=96, intermediate_size=100)
     plan = uniform(config, described(config), Format(4, 64))
     assert plan.reduced_group_sizes["model.embed_tokens"] == 32
@@ -58,7 +58,7 @@ def test_rows_that_the_group_size_does_not_divide():
     assert config.with_changes(quantization=quantization_config).quantization == quantization_config
 
 
-def test_matrices_that_are_stored_together_have_one_format():
+def test_fused_matrices_have_one_format():
     config = config_of(model_type="phi3")
     plan = recipe(config, described(config), "mixed_2_6")
     by_name = {matrix.name: matrix for matrix in plan.matrices}
@@ -84,7 +84,7 @@ class Named:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("layers", [1, 4, 16, 22])
-def test_recipes_are_those_of_mlx_lm(name, layers):
+def test_recipes_equal_mlx_lm(name, layers):
     convert = pytest.importorskip("mlx_lm.convert")
     config = config_of(num_hidden_layers=layers)
     plan = recipe(config, described(config), name, 32)
@@ -93,12 +93,12 @@ def test_recipes_are_those_of_mlx_lm(name, layers):
         assert plan.format_of(matrix).to_dict() == theirs(matrix.name, None), matrix.name
 
 
-def test_unknown_recipes_are_refused():
+def test_unknown_recipe():
     with pytest.raises(ConfigError, match="mixed_9_9.*mixed_2_6"):
         recipe(config_of(), described(config_of()), "mixed_9_9")
 
 
-def test_the_commonest_format_is_the_default():
+def test_most_frequent_format_is_the_default():
     config = config_of()
     plan = uniform(config, described(config), Format(2))
     other = plan.with_formats({m.name: Format(8) for m in plan.matrices if m.name != "lm_head"})

@@ -149,7 +149,7 @@ def test_missing_log_fields(tmp_path, tiny_config):
     assert "not finished" in page.texts["td"] and not page.all("polyline")
 
 
-def test_the_validation_before_the_first_step_is_the_first_point(tmp_path, tiny_config):
+def test_validation_before_the_first_step(tmp_path, tiny_config):
     first = {"event": "validation", "step": 0, "loss": 6.0, "bits_per_byte": 2.0}
     run = read_run(make_run(tmp_path / "run", tiny_config, entries=[first]))
     assert run.x_at_step("tokens", 0) == run.x_at_step("seconds", 0) == 0
@@ -188,7 +188,7 @@ def test_runs_with_the_same_name_get_unique_names(tmp_path, tiny_config):
     assert names == {"a/run", "b/run", "x/run"}
 
 
-def test_errors_for_folders_that_are_no_run_and_files_that_are_no_report(tmp_path, tiny_config):
+def test_invalid_runs_and_outputs(tmp_path, tiny_config):
     with pytest.raises(CheckpointError, match="is not a run"):
         write_report([read_run(tmp_path)], tmp_path / "out.html", defaults)
     run = make_run(tmp_path / "run", tiny_config)
@@ -203,7 +203,7 @@ def test_errors_for_folders_that_are_no_run_and_files_that_are_no_report(tmp_pat
         write_report([read_run(run)], tmp_path / "out.html", defaults)
 
 
-def test_the_command(tmp_path, tiny_config, capsys, monkeypatch):
+def test_command(tmp_path, tiny_config, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr("webbrowser.open", shown.append)
     run = make_run(tmp_path / "run", tiny_config)
