@@ -1,4 +1,4 @@
-"""Reasoning told from the answer: the same however a text is split up, and never a part of a tag."""
+"""Reasoning is separated from the answer however a text is split, and no part of a tag is shown."""
 
 import pytest
 from hypothesis import given

@@ -148,9 +148,9 @@ def test_undo_reads_nothing_again(lm):
     chat = Chat(lm, **GREEDY)
     say(chat, "Hello!")
     say(chat, "How are you?")
-    told = chat.messages[-1].content
+    answer = chat.messages[-1].content
     turn = chat.undo()
-    assert (turn.question, turn.answer, turn.finish_reason) == ("How are you?", told, "length")
+    assert (turn.question, turn.answer, turn.finish_reason) == ("How are you?", answer, "length")
     say(chat, "How old are you?")
     assert read(chat) <= len(lm.tokenizer.encode("How old are you?")) + 4 < chat.stats.last.prompt_tokens / 2
     chat.undo()
@@ -213,7 +213,7 @@ def test_branches_read_only_what_they_do_not_share(lm):
     say(chat, "And?")
     assert chat.stats.last.cached_tokens >= common
     chat.switch("main")
-    chat.switch("second")  # looking elsewhere costs nothing
+    chat.switch("second")
     say(chat, "And?")
     assert read(chat) <= 14
     assert chat.branches == {"main": 2, "second": 4}
@@ -297,7 +297,7 @@ def test_drop_makes_room_for_several_turns(lm):
     for act in (chat.ask, chat.drop_oldest):
         with pytest.raises(MessageTooLongError):
             act("x" * 200)
-    assert chat.dropped == before < 30  # nothing went in vain
+    assert chat.dropped == before < 30
 
 
 def test_dropped_turns_come_back_when_no_other_is_left(lm):
@@ -415,7 +415,7 @@ def test_options_can_be_changed_and_a_new_seed_begins_anew(lm):
         assert (chat.stats.last.seed, chat.options.seed) == (seed, seed + 1)
     for _ in chat.ask("Hello!"):
         chat.options = replace(chat.options, seed=100)
-    assert chat.options.seed == 100  # set while an answer was under way
+    assert chat.options.seed == 100  # set during an answer
     assert Chat(lm).options.seed is not None
     chat.options = replace(chat.options, seed=None)
     assert chat.options.seed not in (None, 6)  # a drawn one
@@ -441,7 +441,7 @@ def test_the_end_of_a_turn_is_not_part_of_the_answer(lm):
 
 
 def test_a_chat_that_crosses_the_length_where_positions_change(lm):
-    """It is read again once, with the positions of a long text, and goes on; a new chat has the short ones."""
+    """It is read again once, with the positions of a long text; a new chat has the short ones."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     lm = remade(lm, rope_scaling={**scaling, "original_max_position_embeddings": 60})
     chat = Chat(lm, **GREEDY)
@@ -522,9 +522,9 @@ def test_long_reasoning_is_removed_from_caches_that_drop_tokens(lm, tokens):
 
 
 def test_a_template_that_drops_earlier_reasoning(lm, tokens):
-    kept = tokens.chat_template
-    tokens.chat_template = without_reasoning(kept)
-    assert tokens.chat_template != kept
+    original = tokens.chat_template
+    tokens.chat_template = without_reasoning(original)
+    assert tokens.chat_template != original
     model = Scripted(lm, THOUGHT)
     chat = Chat(replace(lm, model=model), temperature=0, max_tokens=None)
     prompts, template = [], ChatTemplate(tokens)
@@ -595,9 +595,9 @@ def test_speculation_changes_no_text(lm):
         chat = Chat(lm, speculation=speculation, temperature=0, max_tokens=40)
         return [say(chat, "The quick brown fox. " * 5), say(chat, "The quick brown fox?")], chat.stats.last
 
-    told, last = conversation(SpeculativeDecoder(PromptLookup()))
+    speculative, last = conversation(SpeculativeDecoder(PromptLookup()))
     plain, without = conversation(None)
-    assert told == plain and last.speculation is not None and without.speculation is None
+    assert speculative == plain and last.speculation is not None and without.speculation is None
     assert last.cached_tokens == without.cached_tokens
 
 

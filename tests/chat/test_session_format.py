@@ -36,7 +36,7 @@ def write(file, *values):
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions(size=48)])
 def test_an_opened_chat_continues_like_the_original(lm, file, cache, kv):
-    def begun():
+    def start():
         chat = Chat(lm, system_prompt="Be brief.", kv=kv, **SAMPLED)
         say(chat, "Hello!")
         list(chat.retry())
@@ -48,7 +48,7 @@ def test_an_opened_chat_continues_like_the_original(lm, file, cache, kv):
         list(chat.retry())
         return [*texts, *(m.content for m in chat.messages)], chat.stats.last.seed
 
-    chat = begun()
+    chat = start()
     chat.save(file, cache=cache)
     again = Chat.open(file, lm)
     assert again.notes == [] and again.messages == chat.messages and again.options == chat.options
@@ -57,21 +57,21 @@ def test_an_opened_chat_continues_like_the_original(lm, file, cache, kv):
     list(again.ask("Why?"))
     assert read(again) < 14 if cache else again.stats.last.cached_tokens == 0
     again = Chat.open(file, lm)
-    assert ended(again) == ended(begun())
+    assert ended(again) == ended(start())
 
 
 def test_session_files_are_readable(lm, file):
     chat = Chat(lm, system_prompt="Sei höflich.", **SAMPLED)
     answer = say(chat, "Grüße 世界\nund mehr")
     chat.save(file)
-    header, question, told = lines(file)
+    header, question, line = lines(file)
     assert "höflich" in file.read_text() and "世界" in file.read_text()
     assert header["mlxlm_chat"] == 1 and header["system_prompt"] == "Sei höflich."
     assert header["options"] == {"temperature": 1.0, "max_tokens": 8, "seed": 6}  # of the next answer
     assert header["tokenizer"] == lm.tokenizer.fingerprint and "branches" not in header
     assert question == {"role": "user", "content": "Grüße 世界\nund mehr"}
-    assert (told["role"], told["content"], told["seed"], told["finish_reason"]) == ("assistant", answer, 5, "length")
-    assert told["ids"] == chat.stats.last.tokens and told["time"].endswith("+00:00")
+    assert (line["role"], line["content"], line["seed"], line["finish_reason"]) == ("assistant", answer, 5, "length")
+    assert line["ids"] == chat.stats.last.tokens and line["time"].endswith("+00:00")
 
 
 def test_branches_share_their_lines_and_dropped_turns_stay(lm, file):
@@ -204,8 +204,8 @@ def test_ids_that_decode_to_another_text_are_ignored(lm, file, ids):
     """A file from elsewhere can't hide tokens behind what it shows."""
     special = lm.tokenizer.special_tokens
     ids = [special.get(f"<|{i}|>", i) if isinstance(i, str) else i for i in ids] if isinstance(ids, list) else ids
-    told = lm.tokenizer.encode("The fox.", add_special_tokens=False)
-    answer = {"role": "assistant", "content": "The fox.", "ids": ids if isinstance(ids, str) else [*told, *ids]}
+    text_ids = lm.tokenizer.encode("The fox.", add_special_tokens=False)
+    answer = {"role": "assistant", "content": "The fox.", "ids": ids if isinstance(ids, str) else [*text_ids, *ids]}
     write(file, {"mlxlm_chat": 1, "tokenizer": lm.tokenizer.fingerprint, "options": {"seed": 1}},
           {"role": "user", "content": "?"}, answer)  # fmt: skip
     try:

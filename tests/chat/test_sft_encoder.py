@@ -27,7 +27,7 @@ def document(messages):
 
 
 def labeled_texts(tokens, ids, loss_mask):
-    """The text in pieces: (learned, text), neighbours of a kind joined."""
+    """The text in pieces: (label, text), with equal neighbors joined."""
     pieces = []
     for i, label in zip(ids, loss_mask, strict=True):
         if not pieces or pieces[-1][0] != label:
@@ -231,7 +231,7 @@ def test_tools_are_for_templates_that_know_them(tokens):
 
 
 def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens):
-    """As Qwen 3's for </think>, which stand-ins hide from it: it would put a second block in front."""
+    """As Qwen 3's for </think>, which placeholders hide from it: it would put a second block in front."""
     chat = with_tokens(tokens, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "</think>")
     chat.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and '</think>' not in m.content %}"

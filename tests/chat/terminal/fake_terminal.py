@@ -1,4 +1,4 @@
-"""A terminal in a few lines: what a person sees of what a program has written."""
+"""A simulated terminal: the lines on its screen after a program has written to it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ LONG += "".join(f"|{i}|{'w' * i}|\n" for i in range(30)) + "\nlast"
 
 
 @pytest.fixture(autouse=True)
-def colours(monkeypatch):
+def colors(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
 

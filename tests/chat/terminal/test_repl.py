@@ -1,4 +1,4 @@
-"""The chat as a person meets it: in a real pseudo-terminal, over a pipe, and as a single question."""
+"""`mlxlm chat` in a pseudo-terminal, over a pipe, and with a single question."""
 
 import io
 import json
@@ -29,9 +29,9 @@ def environment(tmp_path):
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\nprintf "%s, edited" "$(cat "$1")" > "$1"\n')
     editor.chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "VISUAL", "COLUMNS")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "VISUAL", "COLUMNS")}
     return {
-        **kept, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1",
+        **inherited, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1",
         "EDITOR": str(editor),
     }  # fmt: skip
 
@@ -78,7 +78,7 @@ def leave(chat):
     return chat.before
 
 
-def kept(tmp_path):
+def unnamed_sessions(tmp_path):
     """The files of conversations without a name."""
     return sorted((tmp_path / "state" / "mlxlm" / "chats").glob("*.jsonl"))
 
@@ -128,7 +128,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     assert chat.exitstatus == 0
     history = tmp_path / "state" / "mlxlm" / "chat_history"
     assert "+And you?" in history.read_text()
-    (session,) = kept(tmp_path)
+    (session,) = unnamed_sessions(tmp_path)
     assert [m["content"] for m in messages_in(session)][0] == "Hello!" and len(messages_in(session)) == 2
     modes = [p.stat().st_mode & 0o777 for p in (history, session, session.parent)]
     assert modes == [0o600, 0o600, 0o700]
@@ -138,7 +138,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     say(chat, "More", "cut off")
     say(chat, "/set context_overflow drop")
     leave(chat)
-    assert kept(tmp_path) == [session]
+    assert unnamed_sessions(tmp_path) == [session]
     assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
     chat = terminal("--continue")
     say(chat, "/set context", r"context_overflow +drop")
@@ -202,7 +202,7 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     say(chat, "Hello!", "cut off")
     saved = tmp_path / "a chat.jsonl"
     say(chat, f"/save {saved} --save-kv-cache", "saved to")
-    assert kept(tmp_path) == []  # it has a name now
+    assert unnamed_sessions(tmp_path) == []  # it has a name now
     say(chat, "More", "cut off")
     assert [m["content"] for m in messages_in(saved)][2] == "More"  # and is kept up to date
     say(chat, "/reset", "the conversation is removed; /load")
@@ -250,8 +250,8 @@ def test_the_line_editor(terminal, tmp_path):
     chat.expect(r"error: .*a-long-name.jsonl")
     chat.expect(PROMPT)
     for keys in ("\x07", "\x18\x05"):  # an external editor
-        chat.send(f"begun{keys}")
-        chat.expect("begun.*, edited")
+        chat.send(f"draft{keys}")
+        chat.expect("draft.*, edited")
         say(chat, "", "cut off")
     chat.send('"""first\rsecond"""\r')
     chat.expect("cut off")
@@ -259,7 +259,7 @@ def test_the_line_editor(terminal, tmp_path):
     chat.send("\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped\r")
     chat.expect("cut off")
     chat.expect(PROMPT)
-    say(chat, "/show messages", "begun, edited", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
+    say(chat, "/show messages", "draft, edited", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
 
 
 def stop_answer(chat):
@@ -296,7 +296,7 @@ def test_the_keyboard_during_an_answer(terminal, tmp_path):
     assert chat.waitnoecho(10)
     stop_answer(chat)
     chat.expect(PROMPT)
-    questions = [m["content"] for m in messages_in(kept(tmp_path)[0])][::2]
+    questions = [m["content"] for m in messages_in(unnamed_sessions(tmp_path)[0])][::2]
     assert questions == ["Hello!", "Again", "Hello!", "And now this", "Hello!"]
 
 
@@ -319,7 +319,7 @@ def test_what_is_typed_or_pasted_during_an_answer_is_the_next_message(terminal, 
     chat.send("\r")
     chat.expect("cut off")
     chat.expect(PROMPT)
-    assert messages_in(kept(tmp_path)[0])[4]["content"] == "two\nlines"
+    assert messages_in(unnamed_sessions(tmp_path)[0])[4]["content"] == "two\nlines"
     assert re.findall(r"\x1b\[\?2004[hl]", leave(chat))[-1].endswith("l")
 
 
@@ -353,7 +353,7 @@ def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
     chat.close()
     expected = {signal.SIGHUP: 129, signal.SIGTERM: 143}
     assert chat.exitstatus == expected.get(number)
-    questions = [m["content"] for m in messages_in(kept(tmp_path)[0])][::2]
+    questions = [m["content"] for m in messages_in(unnamed_sessions(tmp_path)[0])][::2]
     assert questions == (["Hello!"] if number == signal.SIGKILL else ["Hello!", "Again"])
 
 
@@ -365,7 +365,7 @@ def test_a_terminal_that_disappears_at_the_prompt_loses_nothing(terminal, tmp_pa
     while chat.isalive() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not chat.isalive()
-    assert len(messages_in(kept(tmp_path)[0])) == 2
+    assert len(messages_in(unnamed_sessions(tmp_path)[0])) == 2
 
 
 def pasted(text):
@@ -393,7 +393,7 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     chat.send("🎈" * 400 + "\r")  # 4 tokens each
     chat.expect("cut off")
     chat.expect(PROMPT)
-    assert messages_in(kept(tmp_path)[0])[0]["content"] == "🎈" * 400
+    assert messages_in(unnamed_sessions(tmp_path)[0])[0]["content"] == "🎈" * 400
     chat.send("🎈" * 600 + "\r")
     chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 2048")
     chat.send("!")  # it can be edited
