@@ -5,7 +5,6 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.cli.main import _run
-from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.json_files import write_json
@@ -29,12 +28,9 @@ def run_folder(tmp_path_factory, make_text):
 
 
 @pytest.fixture
-def model(tmp_path, tiny_tokenizer):
+def model(tmp_path, tiny_config, tiny_tokenizer):
     """A small float16 model in the folder `model`."""
-    config = ModelConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-        vocab_size=320, max_position_embeddings=128, tie_word_embeddings=True,
-    )  # fmt: skip
+    config = tiny_config.with_changes(hidden_size=64, head_dim=16, intermediate_size=96, vocab_size=320)
     decoder = Decoder(config)
     decoder.init_weights(0)
     folder = tmp_path / "model"

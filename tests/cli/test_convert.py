@@ -27,9 +27,12 @@ def test_the_report(model, tmp_path, capsys):
 
 def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
     for out, options in (
-        ("out", ["--outtype", "f16"]), ("out.bin", ["--outtype", "f16"]), ("out.gguf", ["--dtype", "float16"]),
-        ("out.bin", ["--dtype", "float16"]), ("out", ["--no-verify", "--cross-check"]),
-    ):  # fmt: skip
+        ("out", ["--outtype", "f16"]),
+        ("out.bin", ["--outtype", "f16"]),
+        ("out.gguf", ["--dtype", "float16"]),
+        ("out.bin", ["--dtype", "float16"]),
+        ("out", ["--no-verify", "--cross-check"]),
+    ):
         code, _, err = run(capsys, "convert", model, "--out", tmp_path / out, *options)
         assert code == 2 and "would have no effect" in err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

@@ -54,5 +54,6 @@ def test_equal_layers_are_grouped(model, capsys):
     code, out, _ = run(capsys, "inspect", model)
     [line] = [line for line in out.splitlines() if "affine 8 bits" in line]
     assert code == 0 and sorted(line.split("32 ")[1].split(", ")) == [
-        "model.layers.*.mlp.down_proj", "model.layers.*.self_attn.v_proj",
-    ]  # fmt: skip
+        "model.layers.*.mlp.down_proj",
+        "model.layers.*.self_attn.v_proj",
+    ]

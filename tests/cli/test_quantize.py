@@ -13,6 +13,7 @@ from mlxlm.config.quantization import MODES
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.json_files import write_json
+from tests.cli.helpers import run
 
 
 @pytest.fixture(scope="module")
@@ -35,52 +36,29 @@ def test_choices_are_those_of_the_library():
 
 
 def test_the_report(model, tmp_path, capsys, text_file):
-    arguments = ["quantize", str(model), "--out", str(tmp_path / "out"), "--bits", "3", "--eval-text", str(text_file)]
-    assert _run(arguments) == 0
-    out, err = capsys.readouterr()
-    for said in (
-        "bits per weight",
-        "KL divergence",
-        "bits per byte",
-        "same most likely token",
-        "largest errors of weights",
-    ):
-        assert said in out
+    code, out, err = run(capsys, "quantize", model, "--out", tmp_path / "out", "--bits", "3", "--eval-text", text_file)
+    assert code == 0 and "Traceback" not in err
+    for name in ("bits per weight", "KL divergence", "bits per byte", "same most likely token"):
+        assert name in out
+    assert "largest errors of weights" in out and f"evaluated on: {text_file}" in out
     assert "groups of 32, because the requested size doesn't divide the width: model.embed_tokens" in out
-    assert f"evaluated on: {text_file}" in out and "Traceback" not in err
     assert (tmp_path / "out" / "quantization.png").is_file()
 
 
 def test_json(model, tmp_path, capsys, text_file):
-    arguments = [
-        "quantize",
-        str(model),
-        "--out",
-        str(tmp_path / "out"),
-        "--method",
-        "gptq",
-        "--calibration-text",
-        str(text_file),
-    ]
-    assert _run([*arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["method"] == "gptq" and report["metrics"]["kl"] > 0 and len(report["worst_layers"]) == 5
+    settings = ("--method", "gptq", "--calibration-text", text_file, "--json")
+    code, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
+    report = json.loads(out)
+    assert code == 0 and report["method"] == "gptq" and len(report["worst_layers"]) == 5
+    assert report["metrics"]["kl"] > 0
     assert "last tenth" in report["calibration_text"] and "last tenth" in report["metrics"]["text"]
 
 
 def test_max_size(model, tmp_path, capsys, text_file):
-    arguments = [
-        "quantize",
-        str(model),
-        "--out",
-        str(tmp_path / "out"),
-        "--calibration-text",
-        str(text_file),
-        "--no-evaluate",
-    ]
-    assert _run([*arguments, "--max-size", "0.042 MB"]) == 0
+    settings = ("--calibration-text", text_file, "--no-evaluate", "--max-size", "0.042 MB")
+    code, out, _ = run(capsys, "quantize", model, "--out", tmp_path / "out", *settings)
     size = sum(file.stat().st_size for file in (tmp_path / "out").iterdir() if "quantization" not in file.name)
-    assert size <= 42_000 and "matrices in" in capsys.readouterr().out
+    assert code == 0 and size <= 42_000 and "matrices in" in out
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,14 @@ def test_the_metrics_and_their_order():
     loss = float(metrics.metrics()[0].removeprefix("loss "))
     assert 3.0 < loss < 5.0
     assert metrics.metrics()[1:] == [
-        "12m34s left", "50,000 tokens/s", "best 1.250 bits/byte", "312 MB", "500 GFLOP/s (50%)", "lr 0.0003",
+        "12m34s left",
+        "50,000 tokens/s",
+        "best 1.250 bits/byte",
+        "312 MB",
+        "500 GFLOP/s (50%)",
+        "lr 0.0003",
         "grad norm 0.83",
-    ]  # fmt: skip
+    ]
     assert "500 GFLOP/s" in shown(started(), step(2), peak=None).metrics()
 
 
@@ -54,8 +59,13 @@ def test_a_worse_validation_is_not_the_best():
 
 @pytest.mark.parametrize("width", [200, 80, 40, 20, 5])
 def test_no_line_is_wider_than_the_terminal(width):
-    full = (started(), step(500), Validation(1, 1, 2.0, 7.4, 1.25, True), CheckpointNotSaved(3, "full", "free 3 GB"),
-            Paused(500, "the machine runs on battery"))  # fmt: skip
+    full = (
+        started(),
+        step(500),
+        Validation(1, 1, 2.0, 7.4, 1.25, True),
+        CheckpointNotSaved(3, "full", "free 3 GB"),
+        Paused(500, "the machine runs on battery"),
+    )
     lines = shown(*full).lines(width)
     assert lines and all(len(line) <= width for line in lines) and len(lines) <= 9
     if width >= 40:
