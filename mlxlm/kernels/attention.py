@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.attention_dispatch import DECODE, MAX_DECODE_QUERIES, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES
@@ -55,22 +57,28 @@ def attention(
         raise ValueError(f"queries {queries.shape} don't fit keys {keys.shape}: {expected}")
     if queries.dtype not in DTYPE_NAMES:
         raise ValueError(f"attention supports float32, float16 and bfloat16, not {queries.dtype}")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, it must be at least 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, it must be positive")
-    if slopes is not None and slopes.shape != (H,):
-        raise ValueError(f"slopes have shape {slopes.shape}, expected {(H,)}")
-    if first is not None and (first.shape != (B,) or first.dtype != mx.int32):
-        raise ValueError(f"first is {first.dtype} {first.shape}, expected int32 {(B,)}")
-    if segment_ids is not None and (segment_ids.shape != (B, T) or T != S or segment_ids.dtype != mx.int32):
-        expected = f"int32 {(B, S)} and as many queries"
-        raise ValueError(f"segment_ids are {segment_ids.dtype} {segment_ids.shape}, expected {expected}")
-
-    options = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segment_ids": segment_ids}
-    options = {name: option for name, option in options.items() if option is not None}
+    options: dict[str, Any] = {}
+    if window is not None:
+        if window < 1:
+            raise ValueError(f"window is {window}, it must be at least 1")
+        options["window"] = window
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"softcap is {softcap}, it must be positive")
+        options["softcap"] = softcap
     if slopes is not None:
+        if slopes.shape != (H,):
+            raise ValueError(f"slopes have shape {slopes.shape}, expected {(H,)}")
         options["slopes"] = slopes.astype(mx.float32)
+    if first is not None:
+        if first.shape != (B,) or first.dtype != mx.int32:
+            raise ValueError(f"first is {first.dtype} {first.shape}, expected int32 {(B,)}")
+        options["first"] = first
+    if segment_ids is not None:
+        if segment_ids.shape != (B, T) or T != S or segment_ids.dtype != mx.int32:
+            expected = f"int32 {(B, S)} and as many queries"
+            raise ValueError(f"segment_ids are {segment_ids.dtype} {segment_ids.shape}, expected {expected}")
+        options["segment_ids"] = segment_ids
     decoding, form = T <= MAX_DECODE_QUERIES, {}
     operation = TRAINING if training else DECODE if decoding else PREFILL
     if isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV):

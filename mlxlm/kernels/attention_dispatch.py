@@ -43,13 +43,24 @@ def attention_case(
     shortest, longest = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
         S = max(shortest, min(longest, 1 << (S - 1).bit_length()))
-        return _case(operation.name, dtype, features, D=D, H=H, K=K, **form, T=T, S=S)
+        return _case(operation.name, dtype, features, D, H, K, T, S, *form.items())
     T = max(shortest, min(longest, 1 << T.bit_length() - 1))
-    return _case(operation.name, dtype, features, D=D, H=H, K=K, T=T)
+    return _case(operation.name, dtype, features, D, H, K, T, None)
 
 
 @cache  # called per token and layer with few different arguments
-def _case(operation: str, dtype: str, features: tuple[str, ...], **sizes: int) -> Case:
+def _case(
+    operation: str,
+    dtype: str,
+    features: tuple[str, ...],
+    D: int,
+    H: int,
+    K: int,
+    T: int,
+    S: int | None,
+    *form: tuple[str, int],
+) -> Case:
+    sizes = {"D": D, "H": H, "K": K, **dict(form), "T": T, **({} if S is None else {"S": S})}
     return Case(operation, dtype, tuple(sizes), tuple(sizes.values()), features)
 
 

@@ -336,7 +336,7 @@ PLANTS = {
     # What would stop the whole test run
     "a division by zero": Plant(TID + "int n = int(x[0]); y[t] = 5 / n;", "division by zero"),
     "too many local variables": Plant(
-        TID + "float a[1 << 20]; for (int i = 0; i < 1 << 20; i++) a[i] = x[t]; y[t] = a[int(x[3]) << 10];",
+        TID + "float a[1 << 17]; for (int i = 0; i < 1 << 17; i++) a[i] = x[t]; y[t] = a[int(x[3]) << 10];",
         "out of stack",
     ),
 }
