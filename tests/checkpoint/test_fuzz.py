@@ -19,7 +19,7 @@ import pytest
 from tests.checkpoint.child_process import complaint
 from tests.checkpoint.samples import KINDS
 
-CASES = int(os.environ.get("MLXLM_FUZZ_CASES", "30"))
+CASES = int(os.environ.get("MLXLM_FUZZ_CASES", "10"))
 NUMBERS = [0, 1, 2, 3, 7, 31, 127, 128, 255, 256, 300, 32767, 32768, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1,
            2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1]  # fmt: skip
 VALUES = [

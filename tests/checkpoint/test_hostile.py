@@ -88,7 +88,7 @@ def test_truncated_files(valid_sample, is_one_error, kind):
     size = target.stat().st_size
     # A GGUF file ends with padding, SentencePiece's model with settings that may be absent, JSON with a line end.
     last = size - {"gguf": 40, "gguf-bpe": 40, "tokenizer-model": 40}.get(kind, 2)
-    lengths = {0, 1, 7, 8, 23, 28, 100, 256, *range(0, last, last // 5), last}
+    lengths = {0, 7, 23, 100, last // 3, last}
     for length in sorted(length for length in lengths if length <= last):
         is_one_error(kind, in_target(lambda data, length=length: data[:length]), target.name)
 
@@ -105,7 +105,7 @@ SAFETENSORS = {
         in_header(lambda h: h["model.norm.weight"].update(data_offsets=[10**9, 10**9 + 128])), "`model.norm.weight`",
     ),
     "a header of 2**64 - 1 bytes": (packed(0, "Q", 2**64 - 1), "header too large"),
-    "a million tensors": (in_target(lambda data: empty_tensors(10**6)), "the header has"),
+    "too many tensors": (in_target(lambda data: empty_tensors(150_000)), "the header has"),
     "many empty tensors": (in_target(lambda data: empty_tensors(45_000)), "the weights don't match"),
     "deep nesting": (in_target(lambda d: struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995), "recursion limit"),
     "a name that leads elsewhere": (
@@ -122,8 +122,8 @@ def test_safetensors(is_one_error, case):
     is_one_error("safetensors", *SAFETENSORS[case])
 
 
-def million_names() -> bytes:
-    return ('{"weight_map":{' + ",".join(f'"t{i}":"a"' for i in range(10**6)) + "}}").encode()
+def many_names() -> bytes:
+    return ('{"weight_map":{' + ",".join(f'"t{i}":"a"' for i in range(300_000)) + "}}").encode()
 
 
 SHARDS = {
@@ -141,7 +141,7 @@ SHARDS = {
     "a name that is too long": (
         in_json("model.safetensors.index.json", lambda v: v["weight_map"].update({"x": "a" * 5000})), "index.json",
     ),
-    "a million names": (in_target(lambda data: million_names()), "index.json"),
+    "many names": (in_target(lambda data: many_names()), "index.json"),
     "a tensor that its shard hasn't": (
         in_json("model.safetensors.index.json", lambda v: v["weight_map"].update(
             {"model.norm.weight": v["weight_map"]["model.embed_tokens.weight"]})),
@@ -223,10 +223,10 @@ def gguf_tensor(name: str, form: str, value: int, skip: int):
 
 
 def many_gguf_tensors(data: bytes) -> bytes:
-    """A header that really lists a million tensors without values."""
+    """A header that lists 100,000 tensors without values."""
     entry = struct.pack("<QIQIQ", 1, 1, 0, 0, 0)
-    entries = b"".join(entry[:8] + b"x" + entry[8:] for _ in range(10**6))
-    return b"GGUF" + struct.pack("<IQQ", 3, 10**6, 0) + entries
+    entries = b"".join(entry[:8] + b"x" + entry[8:] for _ in range(10**5))
+    return b"GGUF" + struct.pack("<IQQ", 3, 10**5, 0) + entries
 
 
 def long_gguf_array(data: bytes) -> bytes:
@@ -240,7 +240,7 @@ GGUF = {
     "another version": (packed(4, "I", 99), "version"),
     "2**64 - 1 tensors": (packed(8, "Q", 2**64 - 1), "tensor"),
     "a million tensors": (packed(8, "Q", 10**6), "tensor|past the end"),
-    "a million tensors that are listed": (in_target(many_gguf_tensors), "tensor"),
+    "many tensors that are listed": (in_target(many_gguf_tensors), "tensor"),
     "2**64 - 1 keys": (packed(16, "Q", 2**64 - 1), "model.gguf"),
     "a name of 2**64 - 1 bytes": (packed(24, "Q", 2**64 - 1), "model.gguf"),
     "an array of 2**62 tokens": (in_target(long_gguf_array), "tokenizer.ggml.tokens"),
@@ -350,11 +350,11 @@ def test_pytorch(is_one_error, case):
 
 
 def test_pytorch_zip_bomb(is_one_error):
-    """300 MB of deflated zeros: nothing is inflated before its size is known."""
+    """220 MB of deflated zeros: nothing is inflated before its size is known."""
 
     def change(sample: Sample) -> None:
         with zipfile.ZipFile(sample.targets[0], "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-            archive.writestr("pytorch_model/data.pkl", bytes(300 << 20))
+            archive.writestr("pytorch_model/data.pkl", bytes(220 << 20))
 
     is_one_error("pytorch", change, "pytorch_model.bin")
 

@@ -1,5 +1,6 @@
 """Conversions between all formats, checked by other programs, and what must not be left behind."""
 
+import functools
 import io
 import json
 import subprocess
@@ -14,7 +15,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
 from mlxlm.convert import convert, reference_backends
-from mlxlm.convert.tensor_diff import dequantized_tensors, tensor_diff
+from mlxlm.convert.tensor_diff import tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
@@ -55,11 +56,6 @@ def results(report) -> dict[str, str]:
     return {check.name: check.result for check in report.checks}
 
 
-@pytest.fixture(autouse=True)
-def few_greedy_tokens(monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
-
-
 def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_path, tiny_tokenizer):
     torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
     transformers = pytest.importorskip("transformers")
@@ -89,24 +85,24 @@ def test_a_folder_of_transformers_opens_in_transformers_and_mlx_lm_again(tmp_pat
     np.testing.assert_allclose(model(mx.array([IDS])), ours(mx.array([IDS])), atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_around_the_formats_and_back_bit_equal(write_model, tmp_path, dtype):
-    source = write_model(dtype=dtype)
+def test_around_the_formats_and_back_bit_equal(write_model, tmp_path):
+    source = write_model(dtype="bfloat16")
     reports = [
         convert(source, tmp_path / "out.gguf"),
         convert(tmp_path / "out.gguf", tmp_path / "back"),
         convert(tmp_path / "back", tmp_path / "last"),
     ]
     assert [report.format for report in reports] == ["gguf", "huggingface", "huggingface"]
-    assert [report.dtype for report in reports] == [{"float16": "F16", "bfloat16": "BF16"}[dtype], dtype, dtype]
+    assert [report.dtype for report in reports] == ["BF16", "bfloat16", "bfloat16"]
     for report in reports:
         assert set(results(report).values()) == {"equal"}, report.checks
     assert tensor_diff(open_checkpoint(source), open_checkpoint(tmp_path / "last")).equal
     before, after = (dict(mx.load(str(folder / "model.safetensors"))) for folder in (source, tmp_path / "last"))
     assert before.keys() == after.keys()
-    assert all(after[name].dtype == DTYPES[dtype] and mx.array_equal(after[name], before[name]) for name in before)
+    assert all(after[name].dtype == mx.bfloat16 and mx.array_equal(after[name], before[name]) for name in before)
 
 
+@functools.cache
 def sentencepiece_tokenizer(size: int) -> Tokenizer:
     """Of the kind that run.c has."""
     import sentencepiece as spm
@@ -165,17 +161,6 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     assert "quantization" not in written and "quantization_config" not in written
     assert written["their_own_field"] == [1, 2] and report.dtype == "float16"
     assert open_checkpoint(tmp_path / "out").tensors[f"{name}.weight"].dtype == mx.float16
-
-
-def test_a_quantized_folder_becomes_a_llama2c_file(write_model, tmp_path):
-    source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
-    sentencepiece_tokenizer(300).save(source)
-    quantize(source, tmp_path / "quantized", group_size=32, evaluate=False, verify=False)
-    report = convert(tmp_path / "quantized", tmp_path / "out/model.bin")
-    assert set(results(report).values()) == {"equal"} and report.bits_per_weight == 32
-    written = open_checkpoint(tmp_path / "out/model.bin").tensors
-    for name, tensor in dequantized_tensors(open_checkpoint(tmp_path / "quantized")).items():
-        assert mx.array_equal(written[name].read(), tensor.read().astype(mx.float32)), name
 
 
 def test_a_published_llama2c_file_comes_back(tmp_path):

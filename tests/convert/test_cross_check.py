@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -87,7 +90,7 @@ def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatc
 def test_another_token_is_an_error(memory, monkeypatch):
     answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 1, 0.01))
     with pytest.raises(
-        CheckpointError, match=r"out: mlx_lm predicts token .* .greedy token 1 of 64.*without cross_check"
+        CheckpointError, match=r"out: mlx_lm predicts token .* .greedy token 1 of 8.*without cross_check"
     ):
         verify(memory, memory, "out", ("mlx_lm",))
 
@@ -127,7 +130,6 @@ def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_pat
         return opinion(ids, start)
 
     answering(monkeypatch, answer)
-    monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 8)
     report = convert(folder, tmp_path / "out", cross_check=True)
     [warning] = report.warnings
     assert warning.startswith("mlx_lm can't run this output: ") and "transformers agrees" in warning
@@ -210,7 +212,27 @@ def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
         reference_backends.run_backend("mlx_lm", tmp_path, [1, 2], 1)
 
 
-def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
+@pytest.fixture
+def in_process(monkeypatch):
+    """Run other programs in this process, which has imported them already."""
+
+    def run(command, *, input, **_):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), monkeypatch.context() as patch:
+            patch.setattr("sys.stdin", io.StringIO(input))
+            reference_backends.main()
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr(reference_backends.subprocess, "run", run)
+
+
+def test_the_process_reads_its_request(tmp_path, monkeypatch):
+    monkeypatch.setitem(reference_backends.REQUIRED_PACKAGES, "another", ())
+    with pytest.raises(reference_backends.BackendRejected, match="KeyError: 'another'"):
+        reference_backends.run_backend("another", tmp_path, [1, 2], 1)
+
+
+def test_transformers_agrees_and_names_the_first_layer_that_differs(folder, in_process):
     pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
     pytest.importorskip("transformers")
     source = open_checkpoint(folder)
@@ -226,7 +248,7 @@ def test_transformers_agrees_and_names_the_first_layer_that_differs(folder):
         cross_check.cross_check_one("transformers", source, source, "out", ids, START)
 
 
-def test_mlx_lm_agrees_with_the_right_tokens_only(folder):
+def test_mlx_lm_agrees_with_the_right_tokens_only(folder, in_process):
     pytest.importorskip("mlx_lm")
     source = open_checkpoint(folder)
     ids = greedy_tokens(source)

@@ -233,7 +233,7 @@ any_json = st.recursive(
 FIELDS = sorted({field for _, values in PUBLISHED.values() for field in values} | {"layer_types", "quantization"})
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.sampled_from(list(PUBLISHED)), st.dictionaries(st.sampled_from(FIELDS), any_json, min_size=1, max_size=3))
 def test_random_values_are_an_error_or_a_configuration(name, changes):
     try:
@@ -285,7 +285,7 @@ def configs(draw):
     return config_from_hf(values)
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(configs())
 def test_round_trip(config):
     values = json.loads(json.dumps(family_config(config)))

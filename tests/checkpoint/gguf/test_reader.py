@@ -37,7 +37,7 @@ ARRAYS = st.one_of(
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     scalars=st.lists(SCALARS, max_size=6),
     arrays=st.lists(ARRAYS, max_size=4),

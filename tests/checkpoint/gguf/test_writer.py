@@ -23,27 +23,18 @@ def bits(value: mx.array) -> bytes:
     return np.array(value.astype(mx.bfloat16).view(mx.uint16)).tobytes()
 
 
-def test_write_then_open_is_the_same_model(model, tensors, tiny_tokenizer, tmp_path):
-    result = gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "BF16")
-    again = open_checkpoint(tmp_path / "m.gguf")
-    assert not result.other_types
-    assert again.config == model.config
-    assert again.hf_config["model_type"] == model.config.model_type
-    assert set(again.tensors) == set(tensors)
-    for name, tensor in again.tensors.items():
-        value = tensor.read()
-        assert (tensor.shape, tensor.dtype) == (tuple(value.shape), value.dtype), name
-        assert bits(value) == bits(tensors[name].read()), name
-
-
 def test_folder_to_gguf_to_folder_is_bit_equal(model, tiny_tokenizer, tmp_path):
     config, path = model.config, tmp_path / "m.gguf"
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     huggingface.write(tmp_path / "a", config_to_hf(config), config, tensors_of(model, mx.bfloat16), tiny_tokenizer)
     first = open_checkpoint(tmp_path / "a")
-    gguf.write(path, first.config, first.tensors, first.load_tokenizer(), "BF16")
+    assert not gguf.write(path, first.config, first.tensors, first.load_tokenizer(), "BF16").other_types
     second = open_checkpoint(path)
+    assert second.config == config
+    for name, tensor in second.tensors.items():
+        value = tensor.read()
+        assert (tensor.shape, tensor.dtype) == (tuple(value.shape), value.dtype), name
     sixteen = {name: tensor.astype(mx.bfloat16) for name, tensor in second.tensors.items()}
     huggingface.write(tmp_path / "b", second.hf_config, second.config, sixteen, second.load_tokenizer())
     before, after = load_weights(tmp_path / "a"), load_weights(tmp_path / "b")

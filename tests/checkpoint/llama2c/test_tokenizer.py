@@ -56,7 +56,7 @@ def test_llama2_tokenizer_on_real_text(tmp_path, shared_data):
     read = read_tokenizer(path, 32000)
     reference = spm.SentencePieceProcessor(model_file=str(source))
     for file in sorted(shared_data.glob("*.txt")):
-        text = file.read_text(encoding="utf-8")[:50_000]
+        text = file.read_text(encoding="utf-8")[:10_000]
         assert read.encode(text, add_special_tokens=False) == reference.encode(text)
     assert tokenizer_bytes(read, 32000) == path.read_bytes()
 
