@@ -154,10 +154,10 @@ def pretrain(tmp_path, text_file, tiny_config, tokenizer_folder):
     settings = "--batch-size 2 --max-seq-length 32 --learning-rate 3e-3 --warmup-steps 3 --eval-every 0"
     started = []
 
-    def start(out: Path, *options: str, before: tuple[str, ...] = (), resume: bool = False) -> subprocess.Popen:
+    def start(out: Path, *options: str, resume: bool = False) -> subprocess.Popen:
         model = ["--config", tmp_path / "tiny.json", "--tokenizer", tokenizer_folder, *settings.split()]
         words = ["--resume", out] if resume else [text_file, "--out", out, *model]
-        command = [*before, sys.executable, ROOT / "cli.py", "pretrain", *words, *options]
+        command = [sys.executable, ROOT / "cli.py", "pretrain", *words, *options]
         pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         quiet = {**os.environ, "MKL_NUM_THREADS": "1"}
         started.append(subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, text=True, **pipes))
@@ -190,25 +190,6 @@ def last_checkpoint(run: Path) -> int:
     return max(map(checkpoint_step, Run.open(run).checkpoints()), default=0)
 
 
-@needs_sockets
-def test_two_ranks_are_one_with_twice_the_accumulation(pretrain, new_run, tmp_path):
-    """With plain mlx.launch -n 2 --backend ring -- mlxlm pretrain ..."""
-    program = Path(sys.executable).with_name("mlx.launch")
-    before = (program, "-n", "2", "--backend", "ring", "--starting-port", str(min(free_port(), 60_000)), "--")
-    process = pretrain(tmp_path / "two", "--steps", "6", "--grad-accumulation-steps", "2", before=before)
-    out, err = process.communicate(timeout=120)
-    assert out.strip() == str(tmp_path / "two"), err
-    assert err.count("steps 1 to 6 of 256 tokens") == 1  # rank 0 alone reports
-    run = Run.open(tmp_path / "two")
-    assert run.settings.grad_accumulation_steps == 4 and [c.name for c in run.checkpoints()] == ["step-6"]
-    settings = {"grad_accumulation_steps": 4, "batch_size": 2, "warmup_steps": 3, "eval_every": 0, "save_every": 0}
-    alone = new_run("one", steps=6, **settings)
-    finish(alone)
-    two, one = losses(run.path), losses(alone.path)
-    assert len(two) == 6 and one[0] - one[-1] > 0.01
-    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
-
-
 def test_rank_0_ends_with_a_killed_launcher(tmp_path):
     program = "import sys; from mlxlm.cli import rank_process; rank_process._end_with_launcher(sys.argv[1])"
     with open(tmp_path / "hosts.json", "w") as hostfile:
@@ -220,7 +201,7 @@ def test_rank_0_ends_with_a_killed_launcher(tmp_path):
 
 
 @needs_sockets
-def test_ends_of_a_run_are_saved(pretrain, tmp_path):
+def test_two_ranks_train_as_one_and_save_however_they_end(pretrain, new_run, tmp_path):
     """Rank 1 is killed; after a resume, Ctrl-C; then one process resumes."""
     path = tmp_path / "run"
     process = pretrain(path, "--steps", "100000", "--save-every", "3", "--hosts", "localhost,127.0.0.1")
@@ -232,6 +213,13 @@ def test_ends_of_a_run_are_saved(pretrain, tmp_path):
     step = int(re.search(r"error: stopped in step \d+: rank 1 has ended; step (\d+) is saved", err)[1])
     assert f"mlxlm pretrain --resume {path}" in err and "rank 1 has ended without an exit code" in err
     assert last_checkpoint(path) == len(losses(path)) == step
+
+    assert Run.open(path).settings.grad_accumulation_steps == 2 and err.count("parameters, steps 1 to ") == 1
+    settings = {"grad_accumulation_steps": 2, "batch_size": 2, "warmup_steps": 3, "eval_every": 0, "save_every": 0}
+    alone = new_run("alone", steps=100_000, **settings)
+    finish(alone, stop_at=min(step, 6))
+    one, two = losses(alone.path), losses(path)
+    np.testing.assert_allclose(two[: len(one)], one[: len(two)], rtol=0, atol=1e-5)
 
     process = pretrain(path, "--num-processes", "2", resume=True)
     wait_for_checkpoint(path, after=step)
