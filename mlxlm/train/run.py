@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ class Run:
             {name: lazy_tensor(x) for name, x in arrays.items()} for arrays in (step.weights(), step.save_state())
         )
         weights = to_file_weights(families.weight_mappings(self.config), lazy_weights)
-        content = {**state.to_dict(), "settings": self.settings.to_dict(), "environment": step.environment}
+        content = {**asdict(state), "settings": self.settings.to_dict(), "environment": step.environment}
         try:
             with atomic_new_folder(target) as folder:
                 digests = {

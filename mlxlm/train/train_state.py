@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -37,7 +37,3 @@ class TrainState:
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
         """Read the entries of a `state.json`; it also has the settings, the environment and digests."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, as JSON values."""
-        return asdict(self)
