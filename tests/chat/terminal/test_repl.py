@@ -220,20 +220,9 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     assert re.search(r"(?s)Hello!.*More.*And\?", shown)
 
 
-def test_private_keeps_nothing_but_what_is_saved(terminal, tmp_path):
-    chat = terminal("-n", "5", "--private")
-    say(chat, "Hello!", "cut off")
-    say(chat, f"/save {tmp_path / 's.jsonl'}", "saved to")
-    say(chat, "/reset", "is removed")
-    say(chat, "Secret", "cut off")
-    assert "--continue" not in leave(chat)
-    assert "Hello!" in (tmp_path / "s.jsonl").read_text() and "Secret" not in (tmp_path / "s.jsonl").read_text()
-    assert not (tmp_path / "state").exists()
-
-
-def test_the_line_editor(terminal, tmp_path):
+def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
     (tmp_path / "a-long-name.jsonl").write_text("")
-    chat = terminal("-n", "5")
+    chat = terminal("-n", "5", "--private")
     chat.send("/bra\t\r")
     chat.expect("main: 0 turns")
     chat.expect(PROMPT)
@@ -260,6 +249,12 @@ def test_the_line_editor(terminal, tmp_path):
     chat.expect("cut off")
     chat.expect(PROMPT)
     say(chat, "/show messages", "draft, edited", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
+    say(chat, f"/save {tmp_path / 's.jsonl'}", "saved to")
+    say(chat, "/reset", "is removed")
+    say(chat, "Secret", "cut off")
+    assert "--continue" not in leave(chat)
+    assert "first" in (tmp_path / "s.jsonl").read_text() and "Secret" not in (tmp_path / "s.jsonl").read_text()
+    assert not (tmp_path / "state").exists()
 
 
 def stop_answer(chat):
