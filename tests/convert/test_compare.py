@@ -78,10 +78,10 @@ def test_the_numbers(model, tokens, monkeypatch, stride):
 
 
 def test_a_model_is_identical_to_itself(model, tokens):
-    told = []
-    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), [tokens], progress=lambda *at: told.append(at))
+    calls = []
+    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), [tokens], progress=lambda *at: calls.append(at))
     assert found.identical and found.kl < 1e-6 and found.top1_agreement == 1 and found.first_different_layer is None
-    assert found.bits_per_byte_a is None and told[-1] == (5, 5)
+    assert found.bits_per_byte_a is None and calls[-1] == (5, 5)
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 0.1, 30.0])
@@ -97,14 +97,14 @@ def test_small_and_large_divergences_are_exact(size):
     assert np.isfinite(sums[0])
 
 
-def test_models_of_other_depths_are_compared_by_what_they_say(model, tokens):
+def test_models_of_other_depths_are_compared_by_their_logits(model, tokens):
     smaller = Decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8))
     smaller.init_weights(1)
     found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), [tokens])
     assert found.layers == {} and found.kl > 0 and not found.identical
 
 
-def test_what_can_not_be_compared(model, tokens, tiny_config):
+def test_models_that_can_not_be_compared(model, tokens, tiny_config):
     other = Decoder(tiny_config.with_changes(vocab_size=301))
     with pytest.raises(CheckpointError, match="a has a vocabulary of 300 tokens and b one of 301"):
         compare(checkpoint(model, "a"), checkpoint(other, "b"), [tokens])

@@ -260,11 +260,11 @@ def test_a_tokenizer_that_can_not_be_read_is_an_error_at_the_beginning(write_mod
 
 
 def test_progress_ends_where_it_should(write_model, tmp_path):
-    source, told = write_model(), {}
-    convert(source, tmp_path / "out", progress=lambda phase, done, total: told.update({phase: (done, total)}))
-    assert all(done == total for done, total in told.values()), told
+    source, calls = write_model(), {}
+    convert(source, tmp_path / "out", progress=lambda phase, done, total: calls.update({phase: (done, total)}))
+    assert all(done == total for done, total in calls.values()), calls
     nbytes = sum(tensor.nbytes for tensor in open_checkpoint(source).tensors.values())
-    assert told["writing"] == (nbytes, nbytes) and "comparing logits" in told
+    assert calls["writing"] == (nbytes, nbytes) and "comparing logits" in calls
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -342,7 +342,7 @@ def test_what_points_to_code_does_not_come_along(write_model, tmp_path):
     assert not code.keys() & written.keys() and written["their_own_field"] == [1, 2]
 
 
-def test_types_that_are_not_as_asked_are_told(write_model, tmp_path):
+def test_other_types_than_requested_are_notes(write_model, tmp_path):
     source = write_model(dtype="bfloat16", tie_word_embeddings=True, intermediate_size=80)
     weights = taken_out(source)
     save_weights(source, {n: w.astype(mx.float32) if "norm" in n else w for n, w in weights.items()})
@@ -365,18 +365,18 @@ def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeyp
 
 
 def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp_path, monkeypatch):
-    asked = []
+    backends_run = []
 
     def ask(backend, *_args, **_options):
-        asked.append(backend)
+        backends_run.append(backend)
         raise reference_backends.BackendUnavailable("not here")
 
     monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", ask)
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out", cross_check=True)
-    assert not asked and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
+    assert not backends_run and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"
     assert "only mlxlm opens this model" in report.checks[-1].detail and not report.warnings
     report = convert(write_model("geglu", hidden_act="gelu"), tmp_path / "geglu-out", cross_check=True)
-    assert asked == ["transformers"] and results(report)["mlx_lm"] == "differs"
+    assert backends_run == ["transformers"] and results(report)["mlx_lm"] == "differs"
     reason = "its llama computes silu, this model uses gelu"
     assert report.warnings == [f"mlx_lm computes something else: {reason}"]

@@ -1,4 +1,4 @@
-"""Other programs of another opinion: by hand-made answers, by a stand-in for one, and by each real one."""
+"""Cross-checks with other programs: their answers are given, or computed by a small process, or by the real program."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
 
 
 def answering(monkeypatch, answer) -> None:
-    """`answer(peer, path, ids, start)` stands for the other programs."""
+    """Replace the other programs by `answer(backend, path, ids, start)`."""
     monkeypatch.setattr(
         cross_check.reference_backends,
         "run_backend",
@@ -68,17 +68,17 @@ def answering(monkeypatch, answer) -> None:
     )
 
 
-def opinion(ids, start, other=0, gap=0.0) -> reference_backends.BackendOutput:
+def predictions(ids, start, other=0, gap=0.0) -> reference_backends.BackendOutput:
     """The text's own tokens, but for the first, which is another one by `other`."""
     own = list(ids[start:])
     return reference_backends.BackendOutput([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], logit_std=1.0)
 
 
-def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatch):
+def test_ties_are_equal_and_missing_programs_are_skipped(memory, monkeypatch):
     def answer(backend, path, ids, start):
         if backend == "transformers":
             raise reference_backends.BackendUnavailable("not installed")
-        return opinion(ids, start, *((1, 0.01) if backend == "llama.cpp" else ()))
+        return predictions(ids, start, *((1, 0.01) if backend == "llama.cpp" else ()))
 
     answering(monkeypatch, answer)
     checks = {check.name: check for check in verify(memory, memory, "out", ("mlx_lm", "llama.cpp", "transformers"))}
@@ -88,7 +88,7 @@ def test_a_tie_is_no_difference_and_an_absent_peer_is_skipped(memory, monkeypatc
 
 
 def test_another_token_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 1, 0.01))
+    answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, 1, 0.01))
     with pytest.raises(
         CheckpointError, match=r"out: mlx_lm predicts token .* .greedy token 1 of 8.*without cross_check"
     ):
@@ -96,15 +96,15 @@ def test_another_token_is_an_error(memory, monkeypatch):
 
 
 def test_not_a_number_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda backend, path, ids, start: opinion(ids, start, 0, float("nan")))
+    answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, 0, float("nan")))
     with pytest.raises(CheckpointError, match="mlx_lm predicts token"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
-def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monkeypatch):
+def test_a_difference_that_is_not_ours_is_a_warning(memory, tmp_path, monkeypatch):
     wrong = {"mlx_lm"}
     answering(
-        monkeypatch, lambda backend, path, ids, start: opinion(ids, start, *((1, 1.0) if backend in wrong else ()))
+        monkeypatch, lambda backend, path, ids, start: predictions(ids, start, *((1, 1.0) if backend in wrong else ()))
     )
     found = {check.name: check for check in verify(memory, memory, "out", ("transformers", "mlx_lm"))}
     assert found["mlx_lm"].result == "differs" and found["mlx_lm"].detail.endswith("transformers agrees with mlxlm")
@@ -114,20 +114,20 @@ def test_a_peer_that_has_its_own_way_is_told_and_no_error(memory, tmp_path, monk
     assert check.result == "differs" and check.detail.endswith("the same happens with the source")
 
     def only_of_the_output(backend, path, ids, start):
-        return opinion(ids, start, *(() if path == tmp_path else (1, 1.0)))
+        return predictions(ids, start, *(() if path == tmp_path else (1, 1.0)))
 
     answering(monkeypatch, only_of_the_output)
     with pytest.raises(CheckpointError, match="mlx_lm predicts"):
         verify(source, memory, "out", ("mlx_lm",))
 
 
-def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_path, monkeypatch):
+def test_a_rejected_output_is_a_warning_with_its_final_name(folder, tmp_path, monkeypatch):
     def answer(backend, path, ids, start):
         if backend == "mlx_lm":
             raise reference_backends.BackendRejected(
                 f"mlx_lm can't read it: ValueError: The model at {path.name} in {path} is odd"
             )
-        return opinion(ids, start)
+        return predictions(ids, start)
 
     answering(monkeypatch, answer)
     report = convert(folder, tmp_path / "out", cross_check=True)
@@ -144,9 +144,9 @@ def test_a_peer_that_refuses_is_a_warning_under_the_outputs_name(folder, tmp_pat
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
-def test_other_tokens_of_a_text_are_an_error_unless_the_writer_said_so(folder, monkeypatch):
+def test_other_tokens_of_a_text_are_an_error_unless_the_writer_warns(folder, monkeypatch):
     source = open_checkpoint(folder)
-    answering(monkeypatch, lambda backend, path, ids, start: replace(opinion(ids, start), text_ids=[1, 2, 3]))
+    answering(monkeypatch, lambda backend, path, ids, start: replace(predictions(ids, start), text_ids=[1, 2, 3]))
     ids = greedy_tokens(source)
     with pytest.raises(CheckpointError, match="llama.cpp tokenizes a text differently"):
         cross_check.cross_check_one("llama.cpp", source, source, "out", ids, START)
@@ -162,7 +162,7 @@ def stand_in(monkeypatch, program: str) -> None:
     monkeypatch.setattr(reference_backends, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
 
 
-def test_the_process_of_a_peer(tmp_path, monkeypatch):
+def test_process(tmp_path, monkeypatch):
     stand_in(
         monkeypatch,
         "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'logit_gaps': [0.0],"
@@ -173,7 +173,7 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "said", "kind", "reason"),
+    ("backend", "stderr", "kind", "reason"),
     [
         (
             "mlx_lm",
@@ -199,14 +199,14 @@ def test_the_process_of_a_peer(tmp_path, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_why_a_peer_has_no_opinion(tmp_path, monkeypatch, backend, said, kind, reason):
-    stand_in(monkeypatch, f"print({said!r}, file=sys.stderr); sys.exit(1)")
+def test_reasons_of_failed_processes(tmp_path, monkeypatch, backend, stderr, kind, reason):
+    stand_in(monkeypatch, f"print({stderr!r}, file=sys.stderr); sys.exit(1)")
     with pytest.raises(kind, match=reason) as caught:
         reference_backends.run_backend(backend, tmp_path, [1, 2], 1)
     assert caught.type is kind
 
 
-def test_a_peer_that_is_not_installed(tmp_path, monkeypatch):
+def test_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(reference_backends.REQUIRED_PACKAGES, "mlx_lm", ("no_such_module",))
     with pytest.raises(reference_backends.BackendUnavailable, match="no_such_module not installed"):
         reference_backends.run_backend("mlx_lm", tmp_path, [1, 2], 1)

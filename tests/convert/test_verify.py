@@ -1,4 +1,4 @@
-"""What verification catches: planted errors in what was written."""
+"""What verification catches: errors in what was written."""
 
 import numpy as np
 import pytest
