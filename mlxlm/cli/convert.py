@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import DTYPES, argument_errors_as_usage, json_option
 from mlxlm.utils.formatting import human_bytes, human_count
-
-if TYPE_CHECKING:
-    from mlxlm.convert.conversion import ConversionReport
 
 _OUTTYPES = click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False)
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
@@ -56,20 +50,10 @@ def convert(
     if as_json:
         render.emit_json(report.to_dict())
         return
-    for line in report_lines(report):
-        render.result(one_line(line))  # some of it comes from other programs
-    for warning in map(one_line, report.warnings):
-        render.say(f"warning: {warning}", style="yellow")
-
-
-def report_lines(report: ConversionReport) -> Iterator[str]:
-    """The report as lines of text."""
-    yield (
-        f"{report.path}: {human_bytes(report.bytes)}, {human_count(report.parameters)} parameters "
-        f"at {report.bits_per_weight:.2f} bits each ({report.dtype}), in {report.seconds:.1f} s"
-    )
-    for check in report.checks:
-        yield f"{check.name}: {check.result}, {check.detail}"
-    if not report.checks:
-        yield "not verified"
-    yield from report.notes
+    size = f"{human_bytes(report.bytes)}, {human_count(report.parameters)} parameters"
+    bits = f"{report.bits_per_weight:.2f} bits each ({report.dtype}), in {report.seconds:.1f} s"
+    render.result(one_line(f"{report.path}: {size} at {bits}"))
+    render.print_checks(report.checks)
+    for note in report.notes:
+        render.result(one_line(note))
+    render.warn(report.warnings)

@@ -192,6 +192,10 @@ def _print_one(
     as_json: bool,
 ) -> GenerationResult:
     """Generate and print one text; `save` stores the prompt's key-value cache."""
+    from mlxlm.chat.terminal.output import write
+    from mlxlm.cli import render
+    from mlxlm.generation.jsonl.results import full_result_fields
+
     with spinner(f"reading the prompt, {prompt_tokens} tokens") as update:
 
         def on_prefill(done: int) -> None:
@@ -203,30 +207,17 @@ def _print_one(
         stream = make_stream(on_prefill=on_prefill)
         first = next(stream, None)
     if as_json:
-        _print_json(stream, lm)
-    else:
-        _print_text(stream, "" if first is None else first.text)
-    return stream.result
-
-
-def _print_text(stream: TextStream, beginning: str) -> None:
-    from mlxlm.chat.terminal.output import write
-
+        for _ in stream:
+            pass
+        render.emit_json(full_result_fields(stream.result, lm.tokenizer))
+        return stream.result
     try:
-        write(beginning)
+        write("" if first is None else first.text)
         for chunk in stream:
             write(chunk.text)
     finally:
         write("\n")  # also after Ctrl-C, so that the next message starts on a new line
-
-
-def _print_json(stream: TextStream, lm: LoadedModel) -> None:
-    from mlxlm.cli import render
-    from mlxlm.generation.jsonl.results import full_result_fields
-
-    for _ in stream:
-        pass
-    render.emit_json(full_result_fields(stream.result, lm.tokenizer))
+    return stream.result
 
 
 def _print_statistics(result: GenerationResult) -> None:

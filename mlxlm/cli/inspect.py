@@ -41,8 +41,7 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
         render.result(render.hanging_indent(f"{name:<14} ", one_line(value)))  # much of it comes from files
     if list_tensors:
         render.print_table(rows, ("name", "type", "shape", "bytes"))
-    for warning in description.warnings:
-        render.say(f"warning: {warning}", style="yellow")
+    render.warn(description.warnings)
 
 
 def lines(description: Description) -> Iterator[tuple[str, str]]:

@@ -94,8 +94,7 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
         render.emit_json(report.to_dict())
     else:
         print_report(report)
-    for warning in report.warnings:
-        render.say(f"warning: {warning}", style="yellow")
+    render.warn(report.warnings)
 
 
 def print_report(report: QuantizationReport) -> None:
@@ -106,10 +105,7 @@ def print_report(report: QuantizationReport) -> None:
     rows = [(name, report.bits[name], f"{report.errors[name]:.4f}") for name in report.worst_layers(_NUM_WORST_LAYERS)]
     if rows:
         render.print_table(rows, (f"largest errors of {report.error_of}", "bits", "relative"))
-    for check in report.checks:
-        render.result(f"{check.name}: {check.result}, {check.detail}")
-    if not report.checks:
-        render.result("not verified")
+    render.print_checks(report.checks)
     for line in notes(report):
         render.result(line)
 

@@ -7,9 +7,9 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -20,6 +20,9 @@ from rich.text import Text
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes
 from mlxlm.utils.json_files import json_line
+
+if TYPE_CHECKING:
+    from mlxlm.convert.metadata import Check
 
 
 class _StdoutConsole(Console):
@@ -37,6 +40,12 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, em
 def say(message: str, style: str | None = None) -> None:
     """Print a message on stderr. The style is used in a terminal only, whatever the environment says."""
     console.print(message, style=style if sys.stderr.isatty() else None)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print a line on stderr for each warning."""
+    for warning in warnings:
+        say(f"warning: {one_line(warning)}", style="yellow")
 
 
 def result(text: str) -> None:
@@ -74,6 +83,14 @@ def print_table(rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title
     for row in texts:
         view.add_row(*map(Text, row))
     _StdoutConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000).print(view)
+
+
+def print_checks(checks: Sequence[Check]) -> None:
+    """Print the result of each check of a converted or quantized model on stdout."""
+    for check in checks:
+        result(one_line(f"{check.name}: {check.result}, {check.detail}"))  # some of it comes from other programs
+    if not checks:
+        result("not verified")
 
 
 def windows(context_length: int, stride: int) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -46,23 +46,16 @@ def tokenizer() -> None:
 @option("Tokenizer", "--tokenizer-type", TOKENIZER_TYPES, _TOKENIZER_TYPE, default=TOKENIZER_TYPES[0])
 @text_column_option("Text")
 @on_bad_input_option("Text")
-def train_command(
-    files: tuple[str, ...],
-    *,
-    vocab_size: int,
-    tokenizer_type: str,
-    text_column: str | None,
-    on_bad_input: str | None,
-    out: Path,
-) -> None:
+def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_type: str, **options: Any) -> None:
     """Train a tokenizer on text."""
     from mlxlm.data import BadInput, read_texts, total_bytes
 
-    bad = BadInput(on_bad_input or "stop")
+    bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
     with atomic_new_folder(out, TokenizerError) as folder:
         with render.bytes_progress("Training", total_bytes(files)) as advance:
-            source = read_texts(files, stdin=_stdin(), advance=advance, text_column=text_column, on_bad=bad)
+            how = {"text_column": options["text_column"], "on_bad": bad}
+            source = read_texts(files, stdin=_stdin(), advance=advance, **how)
             trained = train(source, vocab_size, tokenizer_type)
         trained.save(folder)
     seconds = human_seconds(time.perf_counter() - start)
@@ -119,17 +112,10 @@ def decode(path: str) -> None:
 def info(path: str, as_json: bool, texts_path: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
     loaded = load(path)
-    facts = {
-        "tokenizer_type": loaded.tokenizer_type,
-        "vocab_size": loaded.vocab_size,
-        "special_tokens": loaded.special_tokens,
-        "bos_id": loaded.bos_id,
-        "eos_id": loaded.eos_id,
-        "pad_id": loaded.pad_id,
-        "unk_id": loaded.unk_id,
-        "chat_template": loaded.chat_template is not None,
-        "fingerprint": loaded.fingerprint,
-    }
+    ids = ("bos_id", "eos_id", "pad_id", "unk_id")
+    names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")
+    facts = {name: getattr(loaded, name) for name in names}
+    facts["chat_template"] = loaded.chat_template is not None
     if texts_path is not None:
         from mlxlm.data import read_texts, total_bytes
 
@@ -145,7 +131,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
         ("tokenizer type", loaded.tokenizer_type),
         ("vocabulary", f"{loaded.vocab_size} tokens"),
         ("special tokens", (special or "none") + (f", and {more} more" if more > 0 else "")),
-        ("chat template", "yes" if loaded.chat_template is not None else "no"),
+        ("chat template", "yes" if facts["chat_template"] else "no"),
         ("fingerprint", loaded.fingerprint),
     ]
     if texts_path is not None:
