@@ -30,9 +30,8 @@ def window_lengths(max_length: int, context_length: int | None = None, stride: i
         raise ConfigError(problem, f"from 1 to {max_length}")
     stride = max(1, context_length // 2) if stride is None else stride
     if not 1 <= stride <= context_length:
-        raise ConfigError(
-            f"a stride of {stride} would skip tokens with a context of {context_length}", f"1 to {context_length}"
-        )
+        problem = f"a stride of {stride} would skip tokens with a context of {context_length}"
+        raise ConfigError(problem, f"1 to {context_length}")
     return context_length, stride
 
 

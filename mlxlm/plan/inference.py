@@ -204,9 +204,8 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
         return values * serving.kv_bits // 8
     group = next((size for size in (64, 32) if config.head_dim % size == 0), None)
     if group is None:
-        raise ConfigError(
-            f"a cache of head dim {config.head_dim} can't be quantized, it must be a multiple of 32", "16 bits"
-        )
+        problem = f"a cache of head dim {config.head_dim} can't be quantized, it must be a multiple of 32"
+        raise ConfigError(problem, "16 bits")
     return values * serving.kv_bits // 8 + values // group * 2 * serving.float_bytes
 
 

@@ -61,7 +61,7 @@ def parse_size(text: str) -> float:
 
 
 def vocab_size_for(parameters: float) -> int:
-    """Return a vocabulary size for a model of about so many parameters.
+    """Return a vocabulary size for a model of about this many parameters.
 
     512 at 0.1M, 1,024 at 0.4M, doubled for each 4 times the parameters, up to 32,768, as in the presets. The
     embeddings of a larger vocabulary would be most of the model.

@@ -26,7 +26,7 @@ class QuantizationSettings:
             largest smaller size that does, or stays in 16 bits.
         mode: MLX's quantization mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
         recipe: Mixed bits by a fixed rule, one of RECIPES.
-        max_size: Search for the bits of each matrix so that the files take at most so many bytes.
+        max_size: Search for the bits of each matrix so that the files take at most this many bytes.
         target_bpw: The same for an average of bits per weight.
         max_kl: The same for a KL divergence from the source on the evaluation text, in nats per token.
         method: "rtn" rounds to nearest, exactly as mlx_lm.convert does for a 16-bit source. "gptq" and "awq" are

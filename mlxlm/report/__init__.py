@@ -24,7 +24,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, defaults: Callable[[int]
     Args:
         runs: From `read_run`. Runs with the same name are named by as much of their paths as tells them apart.
         out: An HTML file; a previous report is replaced.
-        defaults: Returns the default settings of a run of so many steps, see `TrainSettings.defaults`.
+        defaults: Returns the default settings for a number of steps, see `TrainSettings.defaults`.
 
     Raises:
         CheckpointError: `out` is a file that is not a report, or can't be written.
