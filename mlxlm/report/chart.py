@@ -1,6 +1,6 @@
 """Line charts as SVG: small, readable without a script, colored by the page's style sheet.
 
-matplotlib's SVG would need 4.4 s and 133 kB for the page of a run of 50 steps, these need 0.02 s and 37 kB, and `page.js`
+matplotlib's SVG takes 4.4 s and 133 kB for the page of a run of 50 steps; these take 0.02 s and 37 kB, and `page.js`
 reads their points to show the values under the pointer.
 """
 
