@@ -227,6 +227,7 @@ def test_saved_models_open_in_transformers(case, tmp_path):
     assert config_from_hf(again.config.to_dict()) == config
 
 
+@distinct_cases
 def test_counts_are_those_of_the_arrays(case):
     _, model, config, _ = case
     arrays = dict(tree_flatten(model.parameters()))
