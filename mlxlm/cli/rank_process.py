@@ -64,10 +64,14 @@ def _main() -> int:
     from mlxlm.backend import device
     from mlxlm.cli.main import main
 
-    hostfile, sharing, *args = sys.argv[1:]
+    hostfile, num_local, *args = sys.argv[1:]
     _report("pid", os.getpid())
-    device.split_memory_between(int(sharing))
-    if os.environ["MLX_RANK"] == "0":
+    rank, sharing = int(os.environ["MLX_RANK"]), int(num_local)
+    device.split_memory_between(sharing)
+    if sharing > 1 and hasattr(os, "sched_setaffinity"):  # else each divides its batches among all cores
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[rank::sharing] or [cores[rank % len(cores)]])
+    if rank == 0:
         threading.Thread(target=_end_with_launcher, args=[hostfile], daemon=True).start()
     # mlx.launch polls without a pause whether it can write to stdin, which takes a core, until that fails.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -22,7 +22,7 @@ def architecture_for(config: ModelConfig) -> Architecture:
         if config.model_type in architecture.families:
             problem = next(_problems(config, architecture), None)
             if problem:
-                message = f"llama.cpp can't run this {config.model_type} model: {problem}"
+                message = f"this {config.model_type} model can't be written as GGUF for llama.cpp: {problem}"
                 raise CheckpointError(message, "a folder as output")
             return architecture
     families = ", ".join(family for architecture in ARCHITECTURES.values() for family in architecture.families)

@@ -40,7 +40,7 @@ def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str
     if kind == "longrope" and "factor" in scaling:
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
     if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
-        yield "rope_scaling needs a low_freq_factor of 1 and a high_freq_factor of 4"
+        yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
     if kind == "yarn" and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
