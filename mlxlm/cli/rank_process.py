@@ -68,7 +68,7 @@ def _main() -> int:
     _report("pid", os.getpid())
     rank, sharing = int(os.environ["MLX_RANK"]), int(num_local)
     device.split_memory_between(sharing)
-    if sharing > 1 and hasattr(os, "sched_setaffinity"):  # else each divides its batches among all cores
+    if sharing > 1 and sys.platform == "linux":  # else each divides its batches among all cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[rank::sharing] or [cores[rank % len(cores)]])
     if rank == 0:
