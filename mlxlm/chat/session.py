@@ -293,7 +293,7 @@ class Chat(ChatHistory):
             result = stream.result
             if result.tokens:
                 self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
-                if self._options.seed == result.seed:  # not set meanwhile
+                if self._options.seed == result.seed:  # it was not set during the answer
                     self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
                 self._answers += 1
                 self._generated_tokens += len(result.tokens)

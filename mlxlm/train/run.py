@@ -206,7 +206,7 @@ class Run:
         return [checkpoint for checkpoint in self.checkpoints() if checkpoint not in staying]
 
     def delete_checkpoints(self, checkpoints: list[Path]) -> None:
-        """Delete `checkpoints`. A crash meanwhile leaves no incomplete one."""
+        """Delete `checkpoints`. A crash leaves no incomplete one."""
         for checkpoint in checkpoints:
             hidden = checkpoint.with_name(f".{checkpoint.name}.old")
             with os_errors_as(CheckpointError, "remove", checkpoint):
