@@ -63,7 +63,7 @@ class CheckpointSaver:
         return by_steps or by_time or (was_postponed and self._missing_bytes() <= 0)
 
     def save(self, state: TrainState, validated: bool = False) -> CheckpointSaved | CheckpointNotSaved | None:
-        """Write the checkpoint of step `state.step`, see `Run.save`.
+        """Write the checkpoint of step `state.step`, see `Run.save_checkpoint`.
 
         If that step is saved already, only its `state.json` is updated: with the result of a validation that came
         later (`validated`), or with another number of planned steps.
@@ -89,7 +89,7 @@ class CheckpointSaver:
             run.delete_checkpoints(run.expired_checkpoints(upcoming=1))
         try:
             self._log.flush()
-            path = run.save(self._step, state)
+            path = run.save_checkpoint(self._step, state)
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in DISK_FULL_ERRNOS:
                 raise

@@ -247,4 +247,4 @@ def _save_base(run: Run, base: Checkpoint) -> None:
     model.load_weights(list(load_float32_weights(base).items()))
     step = TrainStep(model, run.settings)
     mx.eval(step.state)
-    run.save(step, TrainState())
+    run.save_checkpoint(step, TrainState())

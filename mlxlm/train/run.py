@@ -166,7 +166,7 @@ class Run:
                 raise CheckpointError(f"{self.path} is being trained by another process", "waiting for it") from None
             yield
 
-    def save(self, step: TrainStep, state: TrainState) -> Path:
+    def save_checkpoint(self, step: TrainStep, state: TrainState) -> Path:
         """Save the checkpoint `checkpoints/step-N` with N = `state.step`, and delete expired ones.
 
         If it is the best checkpoint, it becomes the run's `model.safetensors`, which is complete at every moment.
