@@ -14,7 +14,7 @@ from mlxlm.utils.errors import GenerationError
 # Whitespace in JSON: at most what json.dumps writes. Without a limit, a model that has learned to indent can fill a
 # context with spaces.
 _SETTINGS = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?", "coerce_one_of": True}
-_MAX_ALTERNATIVES = 200  # of one oneOf: each is compared with every other
+_MAX_COMPARISONS = 20_000  # of alternatives of oneOf, to bound the time for any schema
 
 _SCHEMA_KEYS = ("additionalProperties", "items", "additionalItems", "contains", "not")
 _SCHEMA_LIST_KEYS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -36,57 +36,90 @@ def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
     schema = {} if schema is True else schema
     if "x-guidance" in schema:
         raise GenerationError('json_schema: "x-guidance" can\'t be set', "a schema without it")
-    pending: list[Any] = [schema]
-    while pending:
-        if isinstance(part := pending.pop(), dict):
-            _check_one_of(part, schema)
-            pending.extend(_subschemas(part))
+    try:
+        _OneOfCheck(schema).check()
+    except RecursionError:
+        raise GenerationError("json_schema: it is nested too deeply", "fewer levels") from None
     return {**schema, "x-guidance": _SETTINGS}
 
 
-def _check_one_of(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """Raise GenerationError if JSON may match two alternatives of `oneOf`."""
-    alternatives = [_resolve_refs(alternative, root) for alternative in _list(schema, "oneOf")]
-    if len(alternatives) > _MAX_ALTERNATIVES:
-        raise GenerationError(f'json_schema: "oneOf" has more than {_MAX_ALTERNATIVES} alternatives', '"anyOf"')
-    for (i, a), (j, b) in combinations(enumerate(alternatives, 1), 2):
-        if not _disjoint(a, b):
-            raise GenerationError(
-                f'json_schema: JSON may match both alternatives {i} and {j} of "oneOf", which can\'t be ruled out '
-                "while a text is generated",
-                'alternatives that differ in their type, or in a required property with "const"; or "anyOf"',
-            )
+class _OneOfCheck:
+    """Checks that the alternatives of each reachable `oneOf` exclude each other."""
 
+    def __init__(self, schema: dict[str, Any]):
+        self._root = schema
+        self._comparisons_left = _MAX_COMPARISONS
 
-def _resolve_refs(schema: Any, root: dict[str, Any]) -> Any:
-    """The schema that a $ref points to within the root; the schema itself if it has none, or no valid one."""
-    for _ in range(16):  # references to references
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
+    def check(self) -> None:
+        """Raise GenerationError for two alternatives that may both match."""
+        pending, seen = [self._root], set()
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, dict) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            one_of = schema.get("oneOf")
+            for (i, a), (j, b) in combinations(enumerate(one_of if isinstance(one_of, list) else [], 1), 2):
+                if not self._disjoint(a, b, 0):
+                    raise GenerationError(
+                        f'json_schema: JSON may match both alternatives {i} and {j} of "oneOf", which can\'t be '
+                        "ruled out while a text is generated",
+                        'alternatives that differ in their type, or in a required property with "const"; or "anyOf"',
+                    )
+            pending.extend(_subschemas(schema))
+            pending.append(self._resolve_ref(schema))
+
+    def _resolve_ref(self, schema: dict[str, Any]) -> Any:
+        """The schema that a $ref points to within the root; None if there is none."""
+        reference = schema.get("$ref")
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            break  # "#name" is an anchor
-        schema = root
+            return None  # "#name" is an anchor
+        target: Any = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(step) if isinstance(schema, dict) else None
-    return schema
+            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            elif isinstance(target, dict) and step in target:
+                target = target[step]
+            else:
+                return None
+        return target
 
+    def _disjoint(self, a: Any, b: Any, depth: int) -> bool:
+        """Whether it is certain that no JSON matches both schemas."""
+        self._comparisons_left -= 1
+        if self._comparisons_left < 0:
+            raise GenerationError('json_schema: the alternatives of "oneOf" take too long to compare', '"anyOf"')
+        if depth > 16:
+            return False
+        if a is False or b is False:
+            return True
+        if not isinstance(a, dict) or not isinstance(b, dict):
+            return False
+        for one, other in ((a, b), (b, a)):
+            if (target := self._resolve_ref(one)) is not None and self._disjoint(target, other, depth + 1):
+                return True
+            if any(self._disjoint(part, other, depth + 1) for part in _list(one, "allOf")):
+                return True
+            for name in ("anyOf", "oneOf"):
+                if (parts := _list(one, name)) and all(self._disjoint(part, other, depth + 1) for part in parts):
+                    return True
+        values_a, values_b = _values(a), _values(b)
+        if values_a is not None and values_b is not None and not values_a & values_b:
+            return True
+        common = _types(a) & _types(b)
+        return not common or (common == {"object"} and self._disjoint_objects(a, b, depth))
 
-def _disjoint(a: Any, b: Any) -> bool:
-    """Whether it is certain that no JSON matches both schemas."""
-    if a is False or b is False:
-        return True
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    values_a, values_b = _values(a), _values(b)
-    if values_a is not None and values_b is not None and not values_a & values_b:
-        return True
-    common = _types(a) & _types(b)
-    if common != {"object"}:
-        return not common
-    required_by_a, required_by_b = (
-        {name: part for name, part in _dict(x, "properties").items() if name in _list(x, "required")} for x in (a, b)
-    )
-    return any(_disjoint(required_by_a[name], required_by_b[name]) for name in required_by_a.keys() & required_by_b)
+    def _disjoint_objects(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
+        """Whether a property that both require has disjoint values, or one schema requires what the other forbids."""
+        properties_a, properties_b = (_dict(x, "properties") for x in (a, b))
+        required_a, required_b = ({n for n in _list(x, "required") if isinstance(n, str)} for x in (a, b))
+        for required, other in ((required_a, b), (required_b, a)):
+            closed = other.get("additionalProperties") is False and not other.get("patternProperties")
+            if closed and required - set(_dict(other, "properties")):
+                return True
+        both = sorted(required_a & required_b & set(properties_a) & set(properties_b))
+        return any(self._disjoint(properties_a[name], properties_b[name], depth + 1) for name in both)
 
 
 def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
