@@ -281,6 +281,21 @@ class KVCache:
         self._end -= first
         self._bound = 0  # the next update makes room
 
+    def row(self, index: int) -> KVCache:
+        """Return a cache of one row, without its left padding. Arrays are shared until either cache is written to.
+
+        Until the result is evaluated and freed, the next update of this cache copies its buffers.
+        """
+        row = self._empty_like()
+        row.expected_length = self.expected_length
+        if not self._starts:
+            return row
+        start, end = self._starts[index], self._end
+        row._starts, row._dropped, row._sinks = [0], [self._dropped[index]], [self._sinks[index]]
+        row._buffers = [b.map_arrays(lambda x: x[index : index + 1, :, start:end]) for b in self._buffers]
+        row._end = end - start
+        return row
+
     def copy(self) -> KVCache:
         """Copy the cache. Arrays are shared until either copy is written to."""
         other = copy(self)

@@ -137,6 +137,7 @@ moves = st.one_of(
     st.tuples(st.just("select"), st.lists(st.integers(0, 7), min_size=1, max_size=4)),
     st.tuples(st.just("merge"), st.integers(0, 20)),
     st.tuples(st.just("fork"), st.integers(1, 5)),
+    st.tuples(st.just("row"), st.integers(0, 3), st.integers(1, 5)),
     st.tuples(st.just("state")),
 )
 
@@ -175,6 +176,14 @@ def test_random_operations_match_lists_of_tokens(kind, data, todo):
             other.counter = pair.counter + 77
             for _ in range(args[0]):
                 other.add(2)
+        elif move == "row":  # one text alone; whatever is written to it, this cache is unchanged
+            index = args[0] % len(pair.texts)
+            alone = Pair(kind, [pair.texts[index].copy()], pair.cache.row(index))
+            alone.check_counts()
+            alone.counter = pair.counter + 99
+            alone.trim(args[1])
+            for _ in range(args[1]):
+                alone.add(2)
         elif move == "state":
             mx.eval(pair.cache.state)
             assert pair.cache.nbytes >= sum(x.nbytes for x in pair.cache.state)
@@ -236,6 +245,18 @@ def test_a_decoded_token_writes_in_place(kind):
         moved += now != before
         before = now
     assert moved <= 200 / min(cache.rotation.step if cache.rotation else 64, 64) + 1
+
+
+def test_a_row_has_no_padding_and_keeps_the_expected_length():
+    cache = KVCache(key_bits=8)
+    assert cache.row(0).offset == 0 and not cache.row(0).state
+    cache.expected_length = 70
+    cache.set_left_padding([0, 3])
+    x = mx.ones((2, H, 4, D))
+    cache.update_and_fetch(x, x)
+    row = cache.row(1)
+    assert row.offsets == [1] and row.expected_length == 70
+    assert [part.shape[:3] for part in row.state] == [(1, H, 1)] * 4  # nothing of the padding is held
 
 
 def test_only_empty_rows_can_be_padded():
