@@ -2,6 +2,9 @@
 
 MLX's Linux CPU wheel is linked to the reference BLAS: 7.5 GFLOP/s in a float32 product of 1024 x 1024 matrices on two
 cores, where MKL or OpenBLAS reach about 230. MLX uses the `cblas_sgemm` of a library that is loaded before it.
+
+MLX calls `cblas_sgemm` also to multiply a matrix by one row, as in decoding. MKL's then reads the matrix at half of the
+memory's bandwidth, and its `cblas_sgemv` at all of it. So the `cblas_sgemm` that MLX finds is that of blas_route.c.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Blas:
     Attributes:
         name: Its name, or "reference" for the slow one in MLX's wheel.
         path: Path of the library; None if MLX uses its own.
-        unavailable_reason: Why numpy's OpenBLAS, which would be faster, can't be used as well or instead.
+        unavailable_reason: Why a faster choice of libraries or functions can't be used.
     """
 
     name: str
@@ -115,8 +118,7 @@ def load_blas() -> Blas:
 
     Order: `$MLXLM_BLAS` (a path; "numpy" for the OpenBLAS inside numpy; "none"), MKL from PyPI, the system's OpenBLAS
     or BLIS, numpy's OpenBLAS. On AMD processors with AVX-512, numpy's OpenBLAS is used besides MKL, for products on one
-    thread. numpy's functions have other names than `cblas_sgemm`, so that this needs a C compiler; `blas_warning` tells
-    if it failed.
+    thread. The router in front of the libraries needs a C compiler; `blas_warning` tells if it failed.
 
     On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect.
 
@@ -137,7 +139,7 @@ def blas_warning() -> str | None:
         return f"no fast BLAS found{reason}: matrix products are about 25 times slower (try: {_INSTALL_BLAS})"
     if blas.unavailable_reason:
         return (
-            f"{blas.name} works without numpy's OpenBLAS, so that training is slower on this processor and rounds "
+            f"{blas.name} works alone, so that generation, and training on some processors, is slower and rounds "
             f"differently: {blas.unavailable_reason} (try: {_ENABLE_ROUTER})"
         )
     return None
@@ -153,56 +155,67 @@ def _find_blas() -> Blas:
         return Blas("MLX's own", None)
     if choice:
         try:
-            return _load_router(None) if choice == "numpy" else _load_library(choice)
+            return _load_router(None, with_openblas=True) if choice == "numpy" else _load_library(choice)
         except OSError as error:
             hint = 'the full path of a CBLAS library, or "numpy"'
             raise PlatformError(f"MLXLM_BLAS={choice} can't be loaded: {error}", hint) from None
     for path in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
-        unavailable_reason = None
-        if _is_amd_with_avx512():
-            try:
-                return _load_router(str(path))
-            except OSError as error:
-                unavailable_reason = str(error)
         with suppress(OSError):
-            return replace(_load_library(str(path)), unavailable_reason=unavailable_reason)
+            return _load_library(str(path), with_openblas=_is_amd_with_avx512())
     for name in _SYSTEM_LIBRARIES:
         with suppress(OSError):
             return _load_library(name)
     try:
-        return _load_router(None)
+        return _load_router(None, with_openblas=True)
     except OSError as error:
         return Blas("reference", None, unavailable_reason=str(error))
 
 
-def _load_library(path: str) -> Blas:
-    library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    if not hasattr(library, "cblas_sgemm"):
-        raise OSError("it has no cblas_sgemm")
-    file_name = Path(path).name
-    name = next((label for key, label in _NAMES.items() if key in file_name.lower()), file_name)
-    return Blas(name, path, (library,))
-
-
-def _load_router(mkl_path: str | None) -> Blas:
-    """Load numpy's OpenBLAS, alone or besides MKL, behind the cblas_sgemm of blas_route.c.
+def _load_library(path: str, with_openblas: bool = False) -> Blas:
+    """Load a CBLAS library behind the router, or without it if it can't be used.
 
     Raises:
-        OSError: A library can't be loaded, or the router can't be compiled.
+        OSError: The library can't be loaded.
     """
-    openblas_path = _numpy_openblas_path()
-    openblas = ctypes.CDLL(openblas_path)
-    large_gemm = _get_function(openblas, "scipy_cblas_sgemm64_")
-    if mkl_path is None:
-        router = _make_router(None, large_gemm)
-        router.mlxlm_set_min_size(_ALWAYS_OPENBLAS)
-        _expose_to_mlx(router)
-        return Blas("OpenBLAS", openblas_path, (openblas,))
-    mkl = ctypes.CDLL(mkl_path)
-    router = _make_router(_get_function(mkl, "cblas_sgemm"), large_gemm)
-    router.mlxlm_set_min_size(_NEVER_OPENBLAS)
-    _expose_to_mlx(router)
-    return Blas("MKL and OpenBLAS", mkl_path, (mkl, openblas), router)
+    library = ctypes.CDLL(path)
+    _get_function(library, "cblas_sgemm")
+    reason = None
+    for openblas in (True, False) if with_openblas else (False,):
+        try:
+            return replace(_load_router(library, openblas), unavailable_reason=reason)
+        except OSError as error:
+            reason = reason or str(error)
+    return Blas(_name(path), path, (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL),), unavailable_reason=reason)
+
+
+def _name(path: str) -> str:
+    file_name = Path(path).name
+    return next((label for key, label in _NAMES.items() if key in file_name.lower()), file_name)
+
+
+def _load_router(library: ctypes.CDLL | None, with_openblas: bool) -> Blas:
+    """Put the cblas_sgemm of blas_route.c in front of a library, of numpy's OpenBLAS, or of both.
+
+    Raises:
+        OSError: OpenBLAS can't be loaded, a function is missing, or the router can't be compiled.
+    """
+    functions: list[tuple[str, Any, Any]] = []
+    libraries, names, path = [], [], None
+    if library is not None:
+        functions.append(("", _get_function(library, "cblas_sgemm"), _get_function(library, "cblas_sgemv")))
+        libraries, names, path = [library], [_name(library._name)], library._name
+    if with_openblas:
+        openblas = ctypes.CDLL(_numpy_openblas_path())
+        names64 = "scipy_cblas_sgemm64_", "scipy_cblas_sgemv64_"
+        functions.append(("64", *(_get_function(openblas, name) for name in names64)))
+        libraries, names, path = [*libraries, openblas], [*names, "OpenBLAS"], path or openblas._name
+    router = _open_router()
+    for suffix, *pair in functions:
+        addresses = (ctypes.cast(function, ctypes.c_void_p) for function in pair)
+        getattr(router, f"mlxlm_set_library{suffix}")(*addresses)
+    router.mlxlm_set_min_size(_ALWAYS_OPENBLAS if library is None else _NEVER_OPENBLAS)
+    ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)  # from here on, all of MLX's products go through the router
+    return Blas(" and ".join(names), path, tuple(libraries), router if len(libraries) == 2 else None)
 
 
 def _get_function(library: ctypes.CDLL, name: str) -> Any:
@@ -212,21 +225,14 @@ def _get_function(library: ctypes.CDLL, name: str) -> Any:
         raise OSError(f"{library._name} has no {name}") from None
 
 
-def _make_router(small_gemm: Any | None, large_gemm: Any) -> ctypes.CDLL:
-    """The library of blas_route.c with these two functions, not yet visible to MLX."""
+def _open_router() -> ctypes.CDLL:
+    """The library of blas_route.c, without functions yet, and not visible to MLX."""
     try:
         router = ctypes.CDLL(str(_compile_router()))
     except OSError:  # truncated by a power cut
         router = ctypes.CDLL(str(_compile_router(force=True)))
-    functions = (small_gemm, large_gemm)
-    addresses = [None if function is None else ctypes.cast(function, ctypes.c_void_p) for function in functions]
-    _get_function(router, "mlxlm_set_libraries")(*addresses)
+    _get_function(router, "mlxlm_set_library")
     return router
-
-
-def _expose_to_mlx(router: ctypes.CDLL) -> None:
-    """The last step: from here on, all of MLX's products go through the router."""
-    ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)
 
 
 def _numpy_openblas_path() -> str:
