@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxlm.chat.chat_template import Message
+from mlxlm.chat.messages import Message
 from mlxlm.generation import FinishReason
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
-from mlxlm.chat.chat_template import PLAIN, Message, chat_encoder
+from mlxlm.chat.chat_template import chat_encoder
 from mlxlm.chat.context_checkpoint import CheckpointedContext
+from mlxlm.chat.messages import Message
+from mlxlm.chat.plain_text import PLAIN
 from mlxlm.generation import GenerationOptions, LoadedModel, Request, TextStream
 from mlxlm.generation.context import UNLIMITED, common_prefix_length
 from mlxlm.generation.request import max_new_tokens_for

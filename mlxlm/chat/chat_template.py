@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.jinja_sandbox import BoundedEnvironment
+from mlxlm.chat.jinja_sandbox import BoundedEnvironment, GenerationBlock
+from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
 from mlxlm.chat.placeholders import Placeholders
+from mlxlm.chat.plain_text import PLAIN, PlainTextEncoder
 from mlxlm.chat.reasoning import open_think_tag
+from mlxlm.chat.tool_formats import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import TokenizerError
 
-PLAIN, MODEL = "plain", "model"
+MODEL = "model"
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
+_MAX_TAG_TOKENS = 16  # of an opening <think> and the line feeds after it: one for each byte, at most
 _MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have 20,000
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of a conversation.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-        content: The text.
-        ids: Tokens of a generated answer, if known.
-    """
-
-    role: str
-    content: str
-    ids: tuple[int, ...] = ()
 
 
 def chat_encoder(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
@@ -78,38 +67,6 @@ def _read_template(path: Path) -> str:
     return decode_utf8(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
 
 
-class PlainTextEncoder:
-    """Encodes a conversation as one text for a model without a template.
-
-    The model continues the user's text where it ends; after an answer, the next message starts on a new line.
-    """
-
-    name = PLAIN
-    eos_token_ids: frozenset[int] = frozenset()
-    generation_prefix = ""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of the conversation."""
-        ids: list[int] = []
-        text, last = "", "\n"
-        for message in messages:
-            if message.role != "assistant" and not last.endswith("\n"):
-                text += "\n"
-            if message.ids:
-                ids += [*self._encode(text, first=not ids), *message.ids]
-                text = ""
-            else:
-                text += message.content
-            last = message.content or last
-        return ids + self._encode(text, first=not ids)
-
-    def _encode(self, text: str, first: bool) -> list[int]:
-        return self._tokenizer.encode(text, continues=not first)
-
-
 class ChatTemplate:
     """A jinja chat template with the globals that transformers offers, rendered in a sandbox.
 
@@ -137,8 +94,9 @@ class ChatTemplate:
             raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
         self.name, self.source, self._tokenizer = name, source, tokenizer
         self._environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
         )
+        self._token_names = {f"{role}_token": name for role, name in tokenizer.special_token_names.items()}
         self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = self._environment.from_string(self.source)
@@ -149,27 +107,78 @@ class ChatTemplate:
         self.eos_token_ids = self._find_eos_token_ids()
         self.generation_prefix = open_think_tag(self.render([Message("user", "?")]))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return the conversation as text. Raise TokenizerError if the template fails or refuses it."""
-        names = {f"{role}_token": name for role, name in self._tokenizer.special_token_names.items()}
-        try:
-            return self._environment.render(
-                self._template,
-                [{"role": m.role, "content": m.content} for m in messages],
-                {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **names},
-            )
-        except Exception as error:  # a template is a program: it can fail with any error
-            raise _template_error(error, self.name) from error
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls: as in its template, or in `JSON_FORMAT` if that shows no tools."""
+        return self._tool_support[0] if self._tool_support else JSON_FORMAT
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of the conversation. Raise TokenizerError if the template fails or refuses it."""
-        placeholders, plain = self.escape_special_tokens(messages)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the conversation as text.
+
+        Args:
+            messages: The conversation.
+            add_generation_prompt: End with the header of an answer.
+            tools: Functions that the model can call, in OpenAI's form. A template that doesn't know tools gets them as
+                text in the system message, and calls and results as text in `JSON_FORMAT`.
+            continue_final_message: End with the text of the last message, an answer that the model continues.
+            template_kwargs: More variables of the template, such as `enable_thinking`.
+
+        Raises:
+            TokenizerError: The template fails or refuses the conversation, or an argument is invalid.
+        """
+        if "developer" not in self.source:
+            messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
+        self._check_kwargs(template_kwargs or {})
+        values = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        end = ""
+        if continue_final_message:
+            check_final_message(messages)
+            *others, last = messages
+            end = self._placeholders([*messages, tools, template_kwargs]).take("", ())
+            messages = [*others, replace(last, content=last.content + end)]
+            values["add_generation_prompt"] = False
+        parsed = parse_tools(tools or ())
+        support = self._tool_support if parsed or any(m.tool_calls or m.role == "tool" for m in messages) else None
+        if support is None:
+            messages, parsed = to_plain_messages(messages, parsed, not parsed or self._has_system_role), ()
+        try:
+            text = self._render(messages, parsed, support[1] if support else MessageStyle(), values)
+        except TokenizerError as error:
+            if any(m.role == "system" for m in messages) and not self._has_system_role:
+                problem = f"{_describe(self.name)} refuses a system message"
+                raise TokenizerError(problem, "the same text in the user's first message") from error
+            raise
+        if end not in text:
+            raise TokenizerError(f"{_describe(self.name)} leaves out the last message", "a question after it")
+        return text.rpartition(end)[0] if end else text
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of the conversation. See `render`."""
+        options = {"tools": list(tools or ()), "template_kwargs": dict(template_kwargs or {})}
+        placeholders, plain, options = self.escape_special_tokens(messages, options)
         answers = {n: placeholders.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
+        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
 
         @cache
         def rendered(spliced: tuple[int, ...]) -> str:
             shown = [replace(m, content=answers[n]) if n in spliced else m for n, m in enumerate(plain)]
-            return self.render(shown, add_generation_prompt=add_generation_prompt)
+            return self.render(shown, **options)
 
         text = rendered(())
         expected = placeholders.restore(text)
@@ -190,14 +199,32 @@ class ChatTemplate:
             raise TokenizerError(f"{_describe(self.name)} renders this conversation as an empty text", _HINT)
         return ids
 
-    def escape_special_tokens(self, messages: Sequence[Message]) -> tuple[Placeholders, list[Message]]:
-        """Replace everything in the messages that looks like a special token with placeholders."""
-        placeholders = Placeholders(self.source + "".join(m.content for m in messages))
+    def generation_prefix_of(self, prompt: Sequence[int]) -> str:
+        """Return what the template put at the start of the answer to `prompt`, which depends on its variables."""
+        return open_think_tag(self._tokenizer.decode(prompt[-_MAX_TAG_TOKENS:], skip_special_tokens=False))
+
+    def escape_special_tokens(
+        self, messages: Sequence[Message], options: Any = None
+    ) -> tuple[Placeholders, list[Message], Any]:
+        """Replace everything in messages and JSON `options` that looks like a special token with placeholders."""
+        placeholders = self._placeholders([*messages, options])
 
         def escape(match: re.Match[str]) -> str:
             return placeholders.take(match[0], self._encode(match[0], parse_special=False, continues=True))
 
-        return placeholders, [replace(m, content=self.special.sub(escape, m.content)) for m in messages]
+        *plain, options = map_strings([*messages, options], lambda text: self.special.sub(escape, text))
+        return placeholders, plain, options
+
+    def _placeholders(self, values: list[Any]) -> Placeholders:
+        """Return placeholders that occur neither in the template nor in `values`."""
+        used = [self.source]
+
+        def use(text: str) -> str:
+            used.append(text)
+            return text
+
+        map_strings(values, use)
+        return Placeholders("".join(used))
 
     def encode_segments(self, pieces: Sequence[str], placeholders: Placeholders, continues: bool = False) -> list[int]:
         """Encode rendered text that `Placeholders.split` has split. `continues`: other text comes before it."""
@@ -211,6 +238,38 @@ class ChatTemplate:
             ids += self._encode(piece, parse_special=True, continues=continues or bool(ids))
         return ids
 
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], style: MessageStyle, values: Mapping[str, Any]
+    ) -> str:
+        shown_tools = [tool.to_dict() for tool in tools] or None
+        try:
+            return self._environment.render(
+                self._template,
+                [style.to_dict(message) for message in messages],
+                {"documents": None, **values, "tools": shown_tools, **self._token_names},
+            )
+        except TokenizerError:
+            raise
+        except Exception as error:  # a template is a program: it can fail with any error
+            raise _template_error(error, self.name) from error
+
+    @cached_property
+    def _tool_support(self) -> tuple[ToolFormat, MessageStyle] | None:
+        return derive_format(partial(self._render, values={"add_generation_prompt": False}))
+
+    @cached_property
+    def _has_system_role(self) -> bool:
+        conversation = [Message("system", "PROBE"), Message("user", "?")]
+        try:
+            return "PROBE" in self._render(conversation, (), MessageStyle(), {"add_generation_prompt": True})
+        except TokenizerError:
+            return False
+
+    def _check_kwargs(self, values: Mapping[str, Any]) -> None:
+        reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message", *self._token_names}
+        if taken := sorted(reserved & set(values)):
+            raise TokenizerError(f"the variables of a chat template can't set {', '.join(taken)}", "other variables")
+
     def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special, continues=continues)
 
@@ -223,17 +282,6 @@ class ChatTemplate:
 
 
 ChatEncoder = PlainTextEncoder | ChatTemplate
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """{% generation %}, which marks answers for training masks in transformers. Only its content is rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the nodes inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_exception(message: str) -> NoReturn:

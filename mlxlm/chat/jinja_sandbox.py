@@ -22,6 +22,7 @@ from math import prod
 from typing import Any
 
 import jinja2
+import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
@@ -66,9 +67,10 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             TemplateLimitError: The template takes too long or produces too much.
             Exception: Whatever error the template ends in.
         """
-        self._state.budget = self._state.left = _BASE_BUDGET + _BUDGET_PER_CHARACTER * sum(map(total_size, messages))
+        size = total_size([messages, list(values.values())])
+        self._state.budget = self._state.left = _BASE_BUDGET + _BUDGET_PER_CHARACTER * size
         self._state.deadline = time.thread_time() + MAX_SECONDS
-        return template.render(messages=messages, **values)
+        return template.render({**values, "messages": messages})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Operations().visit(super()._parse(source, name, filename))
@@ -176,6 +178,17 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.charge(len(part))
             parts.append(part)
         return "".join(parts)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """{% generation %}, which marks answers for training masks in transformers. Only its content is rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the nodes inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Operations(NodeTransformer):

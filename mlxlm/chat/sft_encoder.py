@@ -10,7 +10,8 @@ from itertools import chain
 import numpy as np
 
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, Message, chat_encoder
+from mlxlm.chat.chat_template import ChatTemplate, chat_encoder
+from mlxlm.chat.messages import Message
 from mlxlm.chat.placeholders import Placeholders
 from mlxlm.data import CHAT_TEMPLATE, ROLES, Chunk, Document, check_role
 from mlxlm.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ class SFTEncoder:
 
     def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return the ids of a conversation and its loss mask (1: trained on, 0: not). Raise TokenizerError."""
-        placeholders, plain = self._template.escape_special_tokens(messages)
+        placeholders, plain, _ = self._template.escape_special_tokens(messages)
         if placeholders.restore(self._render(plain)) != self._render(messages):
             raise self._changes_answers()  # it looks for text that the placeholders hide, such as <think>
         messages, contents = self._with_placeholders(plain, placeholders)

@@ -147,7 +147,7 @@ def _model_of(path: Path) -> str:
 
 
 def _greeting(model: str, chat: Chat) -> list[str]:
-    from mlxlm.chat.chat_template import PLAIN
+    from mlxlm.chat.plain_text import PLAIN
 
     lines = [f"{model}: a context of {chat.context_size} tokens. /help lists the commands."]
     if messages := sum(message.role != "system" for message in chat.messages):

@@ -166,7 +166,9 @@ def _prompt_text(prompt: str | None) -> str:
 
 def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Callable[[Messages], EncodedPrompt]:
     """A function that encodes conversations. It compiles the template when it is first called, or `now`."""
-    from mlxlm.chat.chat_template import PLAIN, ChatEncoder, Message, chat_encoder
+    from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
+    from mlxlm.chat.messages import Message
+    from mlxlm.chat.plain_text import PLAIN
 
     @cache
     def encoder() -> ChatEncoder:

@@ -27,7 +27,8 @@ try:
 except ImportError as error:
     raise PlatformError(f"the lm-evaluation-harness can't be used: {error}", "pip install 'mlxlm[lm-eval]'") from error
 
-from mlxlm.chat.chat_template import ChatTemplate, Message
+from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.messages import Message
 from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
 from mlxlm.generation import GenerationOptions, Request, load, run_batch
 

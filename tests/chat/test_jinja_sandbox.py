@@ -6,7 +6,8 @@ import pytest
 
 from mlxlm.chat import jinja_sandbox
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, Message
+from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.messages import Message
 from mlxlm.utils.errors import TokenizerError
 
 GROWN = "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(60) %}{% set ns.a = MORE %}{% endfor %}{{ ns.a }}"

@@ -1,0 +1,171 @@
+"""The messages of a conversation, in the fields of OpenAI's chat API, and the functions that a model can call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.json_files import parse_json
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_TOOL_HINT = '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", ...}}}'
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function.
+
+    Attributes:
+        id: What the result refers to.
+        name: The function.
+        arguments: JSON object as text; "" for none.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        """Return the arguments as a dict. Raise TokenizerError if they aren't a JSON object."""
+        name = f"the arguments of the call of {self.name}"
+        hint = 'a JSON object, such as {"city": "Paris"}'
+        content = (self.arguments.strip() or "{}").encode("utf-8", "surrogatepass")
+        value = parse_json(content, name, TokenizerError, hint)
+        if not isinstance(value, dict):
+            raise TokenizerError(f"{name} are not a JSON object", hint)
+        return value
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation.
+
+    Attributes:
+        role: "system", "developer", "user", "assistant" or "tool" (the result of a call).
+        content: The text.
+        ids: Tokens of a generated answer, if known.
+        tool_calls: Calls at the end of an answer.
+        tool_call_id: The call that a result belongs to.
+        name: The function that a result comes from, or the name of the speaker.
+        reasoning_content: Reasoning before an answer. Templates that don't know it, or only show that of the last
+            answers, leave it out.
+    """
+
+    role: str
+    content: str
+    ids: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    def map_strings(self, function: Callable[[str], str]) -> Message:
+        """Return a copy with `function` applied to each of its strings, also to those inside the arguments of calls."""
+
+        def optional(text: str | None) -> str | None:
+            return None if text is None else function(text)
+
+        calls = [
+            ToolCall(
+                function(call.id),
+                function(call.name),
+                json.dumps(map_strings(call.parsed_arguments(), function), ensure_ascii=False),
+            )
+            for call in self.tool_calls
+        ]
+        return replace(
+            self,
+            content=function(self.content),
+            tool_calls=tuple(calls),
+            tool_call_id=optional(self.tool_call_id),
+            name=optional(self.name),
+            reasoning_content=optional(self.reasoning_content),
+        )
+
+
+def map_strings(value: Any, function: Callable[[str], str]) -> Any:
+    """Return a copy of a JSON value, which may have messages in it, with `function` applied to each string and key."""
+    try:
+        return _map_strings(value, function)
+    except RecursionError:
+        raise TokenizerError("arguments or tools are nested too deeply", "fewer levels") from None
+
+
+def _map_strings(value: Any, function: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Message):
+        return value.map_strings(function)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, function): _map_strings(item, function) for key, item in value.items()}
+    return [_map_strings(item, function) for item in value] if isinstance(value, list | tuple) else value
+
+
+def check_final_message(messages: Sequence[Message]) -> None:
+    """Raise TokenizerError if the last message is not a text that the model could continue."""
+    if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
+        hint = 'a last message with the role "assistant" and without tool_calls'
+        raise TokenizerError("the last message is not a text of the assistant that could be continued", hint)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model can call.
+
+    Attributes:
+        name: Its name.
+        description: What it does.
+        parameters: JSON schema of its arguments.
+        strict: Whether a keyword of the schema that can't be enforced is an error.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a chat template shows."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": {**function, "parameters": self.parameters}}
+
+
+def parse_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:
+    """Parse the `tools` of a request: {"type": "function", "function": {"name": ..., "parameters": ...}} each.
+
+    Raises:
+        TokenizerError: One of them isn't a function, or two have the same name.
+    """
+    parsed: dict[str, Tool] = {}
+    for number, value in enumerate(tools, 1):
+        tool = _parse_tool(value, f"tool {number}")
+        if tool.name in parsed:
+            raise TokenizerError(f"there are two tools with the name {tool.name}", "a name of its own for each")
+        parsed[tool.name] = tool
+    return tuple(parsed.values())
+
+
+def _parse_tool(value: Any, where: str) -> Tool:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or value.get("type", "function") != "function":
+        raise TokenizerError(f"{where} is not a function", _TOOL_HINT)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.match(name):
+        hint = "up to 64 letters, digits, _, - and ."
+        raise TokenizerError(f"{where} has {'no name' if name is None else f'the name {name!r}'}"[:100], hint)
+    given = {key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None}
+    kinds = {
+        "description": (str, "a text"),
+        "parameters": (Mapping, "a JSON schema"),
+        "strict": (bool, "true or false"),
+    }
+    for key, (kind, expected) in kinds.items():
+        if key in given and not isinstance(given[key], kind):
+            raise TokenizerError(f"the {key} of the tool {name} is {given[key]!r}"[:100], expected)
+    return Tool(name, **given)

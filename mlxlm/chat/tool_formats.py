@@ -1,0 +1,239 @@
+"""The markup of tool calls, derived from a chat template, and the markup for models without one.
+
+Every format has the same parts, of which the template's rendering of known calls shows the text:
+
+    prefix NAME between ARGUMENTS (separator NAME between ARGUMENTS)* suffix
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from mlxlm.chat.messages import Message, Tool, ToolCall
+from mlxlm.utils.errors import TokenizerError
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    Attributes:
+        prefix: The text before the name of the first call.
+        between: The text between a name and its arguments, which are a JSON object.
+        suffix: The text after the last arguments.
+        separator: The text between arguments and the next name; None if a text has only one call.
+    """
+
+    prefix: str
+    between: str
+    suffix: str
+    separator: str | None
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls as text, with arguments as `json.dumps` writes them."""
+        bodies = (
+            f"{call.name}{self.between}{json.dumps(call.parsed_arguments(), ensure_ascii=False)}" for call in calls
+        )
+        return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
+
+
+# For models whose template shows no tools or calls. Hermes and Qwen are trained on this markup.
+JSON_FORMAT = ToolFormat(
+    prefix='<tool_call>\n{"name": "',
+    between='", "arguments": ',
+    suffix="}\n</tool_call>",
+    separator='}\n</tool_call>\n<tool_call>\n{"name": "',
+)
+_INSTRUCTIONS = """\
+You can call functions. These are their descriptions, with JSON schemas of their arguments:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as JSON between <tool_call> tags, once for each call:
+{example}
+Then end your answer. The results follow between <tool_response> tags."""
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """Return the instructions for a model whose template shows no tools."""
+    lines = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+    example = JSON_FORMAT.render([ToolCall("", "FUNCTION", '{"ARGUMENT": "VALUE"}')])
+    return _INSTRUCTIONS.format(tools=lines, example=example)
+
+
+def to_plain_messages(messages: Sequence[Message], tools: Sequence[Tool], system_role: bool) -> list[Message]:
+    """Rewrite calls, results and tools for a template that doesn't know them: as text, in `JSON_FORMAT`.
+
+    Results become messages of the user, since many templates refuse other roles. The tools are described at the end
+    of the system message or, if there is no `system_role`, before the user's first message.
+    """
+    plain: list[Message] = []
+    previous = ""
+    for message in messages:
+        if message.tool_calls:
+            texts = filter(None, (message.content, JSON_FORMAT.render(message.tool_calls)))
+            message = replace(message, content="\n".join(texts), tool_calls=(), ids=())
+        if message.role == "tool":
+            response = f"<tool_response>\n{message.content}\n</tool_response>"
+            if previous == "tool":
+                plain[-1] = replace(plain[-1], content=f"{plain[-1].content}\n{response}")
+                continue
+            plain.append(Message("user", response))
+        else:
+            plain.append(message)
+        previous = message.role
+    if tools:
+        _add_instructions(plain, describe_tools(tools), "system" if system_role else "user")
+    return plain
+
+
+def _add_instructions(messages: list[Message], text: str, role: str) -> None:
+    first = messages[0] if messages and messages[0].role == role else None
+    if first is None:
+        messages.insert(0, Message(role, text))
+    else:
+        parts = (first.content, text) if role == "system" else (text, first.content)
+        messages[0] = replace(first, content="\n\n".join(filter(None, parts)))
+
+
+@dataclass(frozen=True)
+class MessageStyle:
+    """What a template expects of a message with calls, which the field's templates disagree about.
+
+    Attributes:
+        text_arguments: Arguments are JSON text, not a dict.
+        null_content: An answer without text has None as its content, not "".
+        short_ids: The ids of calls are nine letters or digits (Mistral).
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    short_ids: bool = False
+
+    def to_dict(self, message: Message) -> dict[str, Any]:
+        """Return a message as the template gets it: OpenAI's fields, those without a value left out."""
+        values: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            values["content"] = message.content or (None if self.null_content else "")
+            values["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            values["tool_call_id"] = self.call_id(message.tool_call_id)
+        if message.name is not None:
+            values["name"] = message.name
+        if message.reasoning_content is not None:
+            values["reasoning_content"] = message.reasoning_content
+        return values
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = call.parsed_arguments()
+        shown = json.dumps(arguments, ensure_ascii=False) if self.text_arguments else arguments
+        return {"id": self.call_id(call.id), "type": "function", "function": {"name": call.name, "arguments": shown}}
+
+    def call_id(self, id: str) -> str:
+        """Return the id of a call as the template expects it."""
+        return re.sub("[^a-zA-Z0-9]", "", id)[-9:].rjust(9, "0") if self.short_ids else id
+
+
+_STYLES = [MessageStyle(*flags[::-1]) for flags in product((False, True), repeat=3)]
+_Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
+
+_NAMES = ("probe_function", "second_function")
+_ARGUMENTS = {"probe_argument": "probe value"}
+_ID, _CONTENT, _RESULT = "call_probe00001", "PROBE ANSWER", "PROBE RESULT"
+_ID_FIELD = r'(?:,\s*"\w+":\s*"{0}"|"\w+":\s*"{0}",\s*|\[CALL_ID\]{0})'
+
+
+def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
+    """Derive the format and style of a template from how it renders calls of a tool.
+
+    Args:
+        render: Renders messages and tools in a style, without a generation prompt. Raises TokenizerError for what the
+            template refuses.
+
+    Returns:
+        None if the template doesn't show tools, calls and results, or not as a name followed by JSON.
+    """
+    tools = [Tool(name) for name in _NAMES]
+    question = Message("user", "?")
+    for style in _STYLES:
+        calls = [_probe_call(0, style), _probe_call(1, style)]
+        one, two = (Message("assistant", "", tool_calls=tuple(calls[:n])) for n in (1, 2))
+        result = Message("tool", _RESULT, tool_call_id=calls[0].id, name=_NAMES[0])
+        try:
+            if _NAMES[1] not in render([question], tools, style):
+                return None
+            if _RESULT not in render([question, one, result], tools, style):
+                continue
+            answer = render([question, Message("assistant", _CONTENT)], tools, style)
+            format = _single_call_format(answer, render([question, one], tools, style), one)
+        except TokenizerError:
+            continue
+        if format is None:
+            continue
+        try:
+            separator = _separator(answer, render([question, two], tools, style), two)
+        except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
+            separator = None
+        return replace(format, separator=separator), style
+    return None
+
+
+def _probe_call(number: int, style: MessageStyle) -> ToolCall:
+    return ToolCall(style.call_id(f"{_ID}{number}"), _NAMES[number], json.dumps(_ARGUMENTS))
+
+
+def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat | None:
+    """Compare the renderings of an answer and of a message with one call."""
+    text = _after_header(answer, text)
+    spans = _call_spans(text)
+    if len(spans) != 1:
+        return None
+    name, arguments, end = spans[0]
+    after = text[end:]
+    common = os.path.commonprefix([answer.rpartition(_CONTENT)[2][::-1], after[::-1]])
+    parts = text[:name], text[name + len(_NAMES[0]) : arguments], after[: len(after) - len(common)]
+    prefix, between, suffix = (_without_id(part, message) for part in parts)
+    if not prefix:
+        return None
+    return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None)
+
+
+def _separator(answer: str, text: str, message: Message) -> str | None:
+    """Return the text between two calls, if the rendering has both."""
+    text = _after_header(answer, text)
+    spans = _call_spans(text)
+    return _without_id(text[spans[0][2] : spans[1][0]], message) if len(spans) == 2 else None
+
+
+def _after_header(answer: str, text: str) -> str:
+    """Return what is rendered in place of the probe's answer, and what follows."""
+    return text[len(os.path.commonprefix([answer.partition(_CONTENT)[0], text])) :]
+
+
+def _call_spans(text: str) -> list[tuple[int, int, int]]:
+    """Return the start of the name, and the start and end of the arguments of the probe's calls in a text."""
+    spans = []
+    decoder = json.JSONDecoder()
+    for match in re.finditer(f"({'|'.join(_NAMES)})(?=[^{{]*({{))", text):
+        try:
+            arguments, end = decoder.raw_decode(text, match.start(2))
+        except ValueError:
+            continue
+        if arguments == _ARGUMENTS:
+            spans.append((match.start(), match.start(2), end))
+    return spans
+
+
+def _without_id(text: str, message: Message) -> str:
+    """Remove the ids of calls: prompts can have them, models don't generate them."""
+    for call in message.tool_calls:
+        text = re.sub(_ID_FIELD.format(re.escape(call.id)), "", text)
+        if call.id in text:
+            raise TokenizerError("the id of a call is part of its markup")
+    return text

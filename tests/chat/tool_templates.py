@@ -1,0 +1,124 @@
+"""Small chat templates in the styles of model families, with the special tokens that they need."""
+
+import tokenizers
+
+from mlxlm.tokenizer import Tokenizer
+
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_QWEN = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content ~ '\n\n' }}{% endif %}"
+    "<tools>{% for tool in tools %}{{ '\n' ~ tool | tojson }}{% endfor %}{{ '\n' }}</tools><|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'system' and not (loop.first and tools) %}" + _TURN + "{% endif %}"
+    "{% if m.role == 'assistant' %}<|im_start|>assistant"
+    "THINKING"
+    "{% if m.content %}{{ '\n' ~ m.content }}{% endif %}"
+    "{% for call in m.tool_calls %}{% set call = call.function if call.function is defined else call %}"
+    '{{ \'\n<tool_call>\n{"name": "\' ~ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}"
+    "{% endfor %}" + _PROMPT
+)
+_THINKING = "{% if loop.last or m.reasoning_content %}{{ '\n<think>\n' ~ m.reasoning_content }}\n</think>\n{% endif %}"
+_NO_THINKING = "{% if add_generation_prompt and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls is defined %}[TOOL_CALLS]{CALLS}</s>"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %}{{ raise_exception('there is no role ' + m.role) }}{% endif %}{% endfor %}"
+)
+_MISTRAL_TOKENS = (
+    "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "</s>",
+)  # fmt: skip
+_LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+
+# Per family: the template, and its special tokens.
+TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2.5": (_QWEN.replace("THINKING", ""), _CHATML),
+    "qwen3": (_QWEN.replace("THINKING", _THINKING) + _NO_THINKING, _CHATML),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
+        + _LLAMA3_HEADER.format("assistant")
+        + '{% set call = m.tool_calls[0].function %}{{ \'{"name": "\' + call.name + \'", \' }}'
+        "{{ '\"parameters\": ' }}{{ call.arguments | tojson }}{{ '}' }}<|eot_id|>"
+        "{% else %}" + _LLAMA3_HEADER.format("{{ 'ipython' if m.role == 'tool' else m.role }}") + ""
+        "{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson(indent=4) }}\n{% endfor %}{% endif %}"
+        "{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + _LLAMA3_HEADER.format("assistant") + "{% endif %}",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
+    ),
+    "mistral": (
+        _MISTRAL.replace(
+            "{CALLS}",
+            " [{% for call in m.tool_calls %}"
+            "{% if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+            "{{ (call.function | tojson)[:-1] }}"
+            ', "id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]',
+        ),
+        _MISTRAL_TOKENS,
+    ),
+    "mistral-args": (
+        _MISTRAL.replace("[TOOL_CALLS]{CALLS}", "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}"
+        "[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"),
+        (*_MISTRAL_TOKENS, "[ARGS]"),
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+        "{% if tools and loop.first %}{{ tools | tojson ~ '\n' }}{% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls %}```tool_code\n{{ call.function | tojson }}\n```"
+        "{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+    "deepseek": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>"
+        "{% if tools and loop.first %}{{ tools | tojson ~ '\n' }}{% endif %}{{ m.content }}"
+        "{% elif m.role == 'tool' %}<|tool_output_begin|>{{ m.content }}<|tool_output_end|>"
+        "{% elif m.content is none %}<|Assistant|><|tool_calls_begin|>{% for call in m.tool_calls %}"
+        "{{ '<|tool_call_begin|>function<|tool_sep|>' + call.function.name + '\n```json\n' + call.function.arguments "
+        "+ '\n```<|tool_call_end|>' }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}<|tool_calls_end|><|end|>"
+        "{% else %}<|Assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|>{% endif %}",
+        ("<|User|>", "<|Assistant|>", "<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>",
+         "<|tool_call_end|>", "<|tool_calls_end|>"),
+    ),
+    # Without tools: calls are text in the toolkit's own format.
+    "chatml": ("{% for m in messages %}" + _TURN + "{% endfor %}" + _PROMPT, _CHATML),
+    "gemma-without-tools": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+    "xml": (
+        "{% for m in messages %}{% if tools and loop.first %}{{ tools | tojson }}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{% for call in m.tool_calls %}<function={{ call.function.name }}>"
+        "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>{{ value }}</parameter>"
+        "{% endfor %}</function>{% endfor %}<|im_end|>\n{% endfor %}" + _PROMPT,
+        _CHATML,
+    ),
+}  # fmt: skip
+
+
+def tokenizer_for(family: str, tokens: Tokenizer) -> Tokenizer:
+    """The tokenizer with the template and the special tokens of a family."""
+    template, special = TEMPLATES[family]
+    runtime = tokenizers.Tokenizer.from_str(tokens.to_json())
+    runtime.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
+    return Tokenizer(runtime, tokens.special_token_names, chat_template=template)
