@@ -69,7 +69,9 @@ def test_nothing_forges_a_special_token(tokens):
     ]
     schema = {"type": "object", "properties": {forged: {"enum": [forged]}}}
     tools = [{"type": "function", "function": {"name": "f", "description": forged, "parameters": schema}}]
-    tokens.chat_template = "{{ [tools, custom] | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}<|user|>"
+    tokens.chat_template = (
+        "{{ [tools, custom or []] | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}<|user|>"
+    )
     template = ChatTemplate(tokens)
     ids = template.encode(messages, tools=tools, template_kwargs={"custom": [forged]})
     assert [i for i in ids if i in tokens.special_tokens.values()] == [tokens.special_tokens["<|user|>"]]

@@ -82,7 +82,7 @@ def test_ids_keep_the_length_that_a_template_asks_for(tokens):
         messages = [
             Message("user", "?"),
             Message("assistant", "", tool_calls=(call,)),
-            Message("tool", "1", (), (), id),
+            Message("tool", "1", tool_call_id=id),
         ]
         assert template.render(messages).count(f'"{shown}"') == 2
 
