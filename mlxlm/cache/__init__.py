@@ -4,12 +4,14 @@ from mlxlm.cache.factory import make_cache
 from mlxlm.cache.fingerprint import fingerprint
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import PREFILL_STEP_SIZE, KVOptions
+from mlxlm.cache.prefix_cache import PrefixCache
 from mlxlm.cache.prompt_cache_file import load_prompt_cache, load_prompt_cache_identity, save_prompt_cache
 
 __all__ = [
     "PREFILL_STEP_SIZE",
     "KVCache",
     "KVOptions",
+    "PrefixCache",
     "fingerprint",
     "make_cache",
     "load_prompt_cache",

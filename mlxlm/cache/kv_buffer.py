@@ -140,6 +140,16 @@ class KVBuffer:
         return cls(arrays, quantization)
 
     @classmethod
+    def join(cls, pieces: Sequence[KVBuffer], capacity: int) -> KVBuffer:
+        """Concatenate the positions of several buffers, followed by zeros up to `capacity`."""
+        missing = capacity - sum(piece.capacity for piece in pieces)
+        arrays = []
+        for parts in zip(*(piece.arrays for piece in pieces), strict=True):
+            B, H, _, width = parts[0].shape
+            arrays.append(mx.concatenate([*parts, mx.zeros((B, H, missing, width), parts[0].dtype)], axis=2))
+        return cls(arrays, pieces[0].quantization)
+
+    @classmethod
     def stack(cls, buffers: Sequence[KVBuffer]) -> KVBuffer:
         """Concatenate the rows of several buffers, aligned at the end (left-padded with zeros)."""
         longest = max(buffer.capacity for buffer in buffers)

@@ -212,15 +212,27 @@ class KVCache:
                 self._starts[row] += lost
                 self._dropped[row] += lost
         first = min(self._starts)
-        needed = self._end - first + count
-        capacity = -(-needed // STEP) * STEP
-        if bound := self.rotation or self.window:
-            capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
-            capacity = min(capacity, max(needed, bound.num_retained) + bound.extra_capacity)
+        capacity = self._capacity(self._end - first, count)
         self._buffers = [buffer.resize(first, self._end, capacity) for buffer in self._buffers]
         self._starts = [start - first for start in self._starts]
         self._end -= first
         return capacity
+
+    def _capacity(self, length: int, count: int) -> int:
+        """How many positions to allocate for `length` tokens and `count` more."""
+        needed = length + count
+        if (bound := self.rotation or self.window) is None:
+            return -(-needed // STEP) * STEP
+        capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
+        return min(capacity, max(needed, bound.num_retained) + bound.extra_capacity)
+
+    @property
+    def num_trimmable(self) -> int:
+        """How many of the last tokens can be removed from every row."""
+        bound = self.rotation or self.window
+        least = 0 if bound is None else bound.min_tokens_to_trim
+        rows = zip(self._starts, self._dropped, strict=True)
+        return min((self._end - start - (least if lost else 0) for start, lost in rows), default=0)
 
     def can_trim(self, n: int) -> bool:
         """Whether the last `n` tokens of every row can be removed: not if the tokens before them were dropped."""

@@ -1,8 +1,8 @@
-"""Converts a cache to named arrays and back, for files."""
+"""Converts caches to arrays and back, for files and the prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from mlxlm.backend.mlx import mx
@@ -50,3 +50,33 @@ def _check_length(cache: KVCache, length: int, dropped: int) -> None:
     maximum, step = (cache.rotation.size, cache.rotation.step) if cache.rotation else (length, 1)
     if not minimum <= length <= maximum or dropped % step or (dropped and bound is None):
         raise ValueError(f"{length} tokens can't follow {dropped} dropped ones")
+
+
+def holds_all_tokens(cache: KVCache) -> bool:
+    """Whether a cache of one text holds every token, so that it can be cut at any of them.
+
+    False for a sliding window, which drops tokens that a shorter text would see.
+    """
+    return cache.window is None and not any(cache._dropped)
+
+
+def slice_tokens(cache: KVCache, first: int, end: int) -> list[KVBuffer]:
+    """Copy keys and values of these tokens of a cache that holds all tokens of one text."""
+    start = cache._starts[0]
+    return [buffer.slice_row(0, start + first, start + end) for buffer in cache._buffers]
+
+
+def fill_cache(cache: KVCache, pieces: Sequence[Sequence[KVBuffer]], room: int) -> None:
+    """Fill an empty cache with the consecutive pieces of one text, and make room for `room` more tokens."""
+    length = sum(keys.capacity for keys, _ in pieces)
+    capacity = cache._capacity(length, room if cache.rotation is None else min(room, cache.rotation.size - length))
+    cache._begin(1)
+    cache._buffers = [KVBuffer.join(side, capacity) for side in zip(*pieces, strict=True)]
+    cache._end = length
+
+
+def compact_copy(cache: KVCache) -> KVCache:
+    """Copy a cache of one text, without unused capacity."""
+    other = cache.row(0)
+    other._buffers = [buffer.map_arrays(mx.contiguous) for buffer in other._buffers]
+    return other

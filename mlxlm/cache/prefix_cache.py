@@ -1,0 +1,319 @@
+"""Keeps keys and values of texts that were read, so that a prompt that begins like one of them isn't read again.
+
+The texts form a radix tree over token ids: what several texts begin with is stored once (as in Zheng et al. 2023,
+"SGLang: Efficient Execution of Structured Language Model Programs", section 3).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import deepcopy
+from heapq import heapify, heappop, heappush
+from itertools import compress, count
+from operator import ne
+from typing import Any
+
+from mlxlm.backend.mlx import mx
+from mlxlm.cache.kv_buffer import KVBuffer
+from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.state import compact_copy, fill_cache, holds_all_tokens, slice_tokens
+
+
+class _Node:
+    """Consecutive tokens that all texts below it share.
+
+    A layer that holds all tokens has its keys and values of these tokens in `pieces`. One that has dropped some, or is
+    of mlx_lm's own types, can't be cut at any token: its whole cache is in `snapshots`, if a text was inserted that
+    ends where the node ends.
+
+    Attributes:
+        ids: The tokens.
+        end: Number of tokens from the root up to the end of this node.
+        pieces: Keys and values by layer.
+        snapshots: Caches by layer.
+        restorable_from: The snapshots can be trimmed to this many tokens.
+        used: Time of the last use.
+        snapshots_used: Time of the last use of the snapshots.
+    """
+
+    __slots__ = (
+        "ids", "end", "parent", "key", "children", "pieces", "snapshots", "restorable_from", "nbytes", "used",
+        "snapshots_used",
+    )  # fmt: skip
+
+    def __init__(self, ids: array[int], parent: _Node | None, key: Hashable) -> None:
+        self.ids, self.parent, self.key = ids, parent, key
+        self.end: int = len(ids) + (parent.end if parent else 0)
+        self.children: dict[Hashable, _Node] = {}  # by first token; those of the root by group
+        self.pieces: dict[int, list[KVBuffer]] = {}
+        self.snapshots: dict[int, Any] = {}
+        self.restorable_from = self.nbytes = self.used = self.snapshots_used = 0
+        if parent is not None:
+            parent.children[key] = self
+
+    @property
+    def start(self) -> int:
+        """Number of tokens before this node."""
+        return self.end - len(self.ids)
+
+    @property
+    def eviction_time(self) -> int:
+        """Last use of what an eviction would remove: all of a leaf, the snapshots of another node."""
+        return self.snapshots_used if self.children else self.used
+
+    def subtree(self) -> Iterator[_Node]:
+        """This node and all below it."""
+        stack = [self]
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(node.children.values())
+
+
+class PrefixCache:
+    """Keys and values of texts, at most `max_bytes` of them; the least recently used are evicted.
+
+    Not thread-safe: arrays belong to the thread that uses the model.
+
+    Args:
+        make_caches: Makes the empty caches of the model, one per layer.
+        max_bytes: Maximum of `nbytes`.
+
+    Attributes:
+        nbytes: Bytes of everything that is kept.
+    """
+
+    def __init__(self, make_caches: Callable[[], list[Any]], max_bytes: int) -> None:
+        self._make_caches, self.max_bytes = make_caches, max_bytes
+        self._num_layers = len(make_caches())
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._root, self.nbytes, self._clock = _Node(array("i"), None, None), 0, count(1)
+
+    def match(self, ids: Sequence[int], group: Hashable = None) -> int:
+        """How many of the first tokens of `ids` can be restored.
+
+        Args:
+            ids: A text. To get logits from the model, leave out its last token, which has to be read again.
+            group: Texts of different groups share nothing.
+        """
+        return self._find(array("i", ids), group)[0]
+
+    def first_difference(self, ids: Sequence[int], group: Hashable = None) -> tuple[int, int, int] | None:
+        """Where `ids` leaves the text that begins most like it: the position, that text's token, and the one of `ids`.
+
+        None if no text begins with the same token, or if one is a prefix of the other.
+        """
+        path, depth = self._walk(ids := array("i", ids), group)
+        if not depth or depth == len(ids):
+            return None
+        node = path[-1]
+        if depth < node.end:
+            return depth, node.ids[depth - node.start], ids[depth]
+        following = max(node.children.values(), key=lambda child: child.used, default=None)
+        return None if following is None else (depth, following.ids[0], ids[depth])
+
+    def restore(self, ids: Sequence[int], n: int, group: Hashable = None) -> list[Any]:
+        """Make caches that hold the first `n` tokens of `ids`, with room for the others.
+
+        Whatever is written to them, nothing changes here. `KVCache.expected_length` is left to the caller.
+
+        Args:
+            ids: A text.
+            n: `match(ids)`, or less if `match(ids[:n])` is `n`: layers that drop tokens can't be cut anywhere.
+            group: As in `match`.
+
+        Raises:
+            ValueError: `n` tokens can't be restored.
+        """
+        ids = array("i", ids)
+        found, path, source = self._find(ids[: max(n, 0)], group)
+        if found != n:
+            raise ValueError(f"{n} tokens can't be restored, only {found}")
+        caches = self._make_caches()
+        if n == 0:
+            return caches
+        last = n - path[-1].start
+        for layer, cache in enumerate(caches):
+            if source is None or layer not in source.snapshots:
+                pieces = [node.pieces[layer] for node in path if node.ids]
+                pieces[-1] = [buffer.map_arrays(lambda x: x[:, :, :last]) for buffer in pieces[-1]]
+                fill_cache(cache, pieces, len(ids) - n)
+            else:
+                snapshot = source.snapshots[layer]
+                caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
+                if source.end > n:
+                    caches[layer].trim(source.end - n)
+        mx.eval([cache.state for cache in caches])
+        self._touch(path, source)
+        return caches
+
+    def insert(self, ids: Sequence[int], caches: Sequence[Any], group: Hashable = None) -> None:
+        """Keep a text. Only what isn't here yet is copied. A text of more than `max_bytes` is not kept.
+
+        Layers that drop tokens can later be restored where a text ends that was inserted, and a few tokens before
+        that, so insert a text again after its prompt, its answer, and where another one may leave it.
+
+        Args:
+            ids: All tokens of the text.
+            caches: Caches of one row that hold exactly these tokens.
+            group: As in `match`.
+
+        Raises:
+            ValueError: A cache has several rows, or another number of tokens.
+        """
+        ids = array("i", ids)
+        for cache in caches:
+            if isinstance(cache, KVCache) and cache.offsets != [len(ids)]:
+                raise ValueError(f"caches of {cache.offsets} tokens for a text of {len(ids)}")
+        found, path, source = self._find(ids, group)
+        self._touch(path, source)
+        if found == len(ids):
+            return
+        sizes = [(cache.row(0) if isinstance(cache, KVCache) else cache).nbytes for cache in caches]
+        nbytes = sum(sizes, ids.itemsize * len(ids))
+        if nbytes > self.max_bytes:
+            return
+        missing = nbytes * (len(ids) - self._walk(ids, group)[1]) // len(ids)
+        self.evict(self.max_bytes - missing)  # before, so that memory holds no more than `max_bytes`
+        try:
+            self._insert(ids, caches, group)
+        except BaseException:  # an interrupt in the middle
+            self.clear()
+            raise
+        self.evict(self.max_bytes)
+
+    def evict(self, max_bytes: int) -> None:
+        """Remove what wasn't used for longest until at most `max_bytes` are left."""
+        if self.nbytes <= max_bytes:
+            return
+        order = count()  # nodes can't be compared
+        candidates = (node for node in self._root.subtree() if node.parent and (node.snapshots or not node.children))
+        queue = [(node.eviction_time, next(order), node) for node in candidates]
+        heapify(queue)
+        while self.nbytes > max_bytes and queue:
+            time, _, node = heappop(queue)
+            if time < node.eviction_time:  # it has become a leaf
+                heappush(queue, (node.eviction_time, next(order), node))
+            elif node.children:
+                node.snapshots = {}
+                self._count(node)
+            elif node.parent is not None:  # else already removed
+                parent = self._remove(node)
+                heappush(queue, (parent.eviction_time, next(order), parent))
+
+    def _remove(self, node: _Node) -> _Node:
+        """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""
+        while True:
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key]
+            self.nbytes -= node.nbytes
+            node.parent = None
+            node = parent
+            if node.parent is None or node.children or node.snapshots or (node.ids and self._is_complete(node)):
+                return node
+
+    def _walk(self, ids: array[int], group: Hashable) -> tuple[list[_Node], int]:
+        """The nodes that `ids` passes through, the last one perhaps not to its end, and how many tokens they share."""
+        path: list[_Node] = []
+        depth, node = 0, self._root.children.get(group)
+        while node is not None:
+            path.append(node)
+            depth += common_prefix_length(node.ids, ids[depth : depth + len(node.ids)])
+            if depth < node.end or depth == len(ids):
+                break
+            node = node.children.get(ids[depth])
+        return path, depth
+
+    def _find(self, ids: array[int], group: Hashable) -> tuple[int, list[_Node], _Node | None]:
+        """How many tokens can be restored, their nodes, and the node whose snapshots that takes (None: none)."""
+        path, depth = self._walk(ids, group)
+        while path:
+            if all(map(self._is_complete, path)):
+                return depth, path, None
+            for node in path[-1].subtree():
+                if node.snapshots and node.restorable_from <= depth:
+                    return depth, path, node
+            depth = path.pop().start
+        return 0, [], None
+
+    def _is_complete(self, node: _Node) -> bool:
+        """Whether a node has the keys and values of all layers, so that it can be cut at any token."""
+        return not node.ids or len(node.pieces) == self._num_layers
+
+    def _touch(self, path: Sequence[_Node], source: _Node | None) -> None:
+        """Mark nodes as used, and the snapshots of `source`."""
+        now = next(self._clock)
+        for node in path:
+            node.used = now
+        if source is not None:
+            source.used = source.snapshots_used = now
+
+    def _insert(self, ids: array[int], caches: Sequence[Any], group: Hashable) -> None:
+        path, depth = self._walk(ids, group)
+        if not path:
+            path = [_Node(array("i"), self._root, group)]
+        if depth < path[-1].end:
+            path[-1] = self._split(path[-1], depth)
+        if depth < len(ids):
+            path.append(_Node(ids[depth:], path[-1], ids[depth]))
+        sliceable = {
+            n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and holds_all_tokens(cache)
+        }
+        for node in path:
+            missing = [n for n in sliceable if n not in node.pieces] if node.ids else []
+            node.pieces |= {n: slice_tokens(sliceable[n], node.start, node.end) for n in missing}
+            mx.eval([buffer.arrays for n in missing for buffer in node.pieces[n]])
+            self._count(node)
+        last = path[-1]
+        last.snapshots = {n: _copy(cache) for n, cache in enumerate(caches) if n not in sliceable}
+        mx.eval([cache.state for cache in last.snapshots.values()])
+        last.restorable_from = max(
+            (last.end - _num_trimmable(cache, last.end) for cache in last.snapshots.values()), default=0
+        )
+        self._count(last)
+        self._touch(path, last)
+
+    def _split(self, node: _Node, depth: int) -> _Node:
+        """Split a node so that a new one above it ends at `depth` tokens. Return that one."""
+        assert node.parent is not None
+        size = depth - node.start
+        upper = _Node(node.ids[:size], node.parent, node.key)  # replaces the node there
+        for n, buffers in node.pieces.items():
+            upper.pieces[n] = [buffer.slice_row(0, 0, size) for buffer in buffers]
+            node.pieces[n] = [buffer.slice_row(0, size, buffer.capacity) for buffer in buffers]
+            # One layer at a time, so that the arrays that were cut don't all stay in memory.
+            mx.eval([buffer.arrays for buffer in upper.pieces[n] + node.pieces[n]])
+        upper.used = node.used
+        node.ids, node.parent, node.key = node.ids[size:], upper, node.ids[size]
+        upper.children[node.key] = node
+        self._count(node)
+        self._count(upper)
+        return upper
+
+    def _count(self, node: _Node) -> None:
+        """Update `nbytes` after a change of a node."""
+        buffers = sum(buffer.nbytes for layer in node.pieces.values() for buffer in layer)
+        snapshots = sum(cache.nbytes for cache in node.snapshots.values())
+        nbytes = len(node.ids) * node.ids.itemsize + buffers + snapshots
+        self.nbytes += nbytes - node.nbytes
+        node.nbytes = nbytes
+
+
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both sequences begin with."""
+    return next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
+
+
+def _copy(cache: Any) -> Any:
+    return compact_copy(cache) if isinstance(cache, KVCache) else deepcopy(cache)
+
+
+def _num_trimmable(cache: Any, length: int) -> int:
+    """How many of its last tokens a cache of `length` tokens can drop. mlx_lm's caches: all, or none to be safe."""
+    if isinstance(cache, KVCache):
+        return cache.num_trimmable
+    return length if cache.is_trimmable() and deepcopy(cache).trim(length) == length else 0
