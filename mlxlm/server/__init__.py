@@ -1,0 +1,1 @@
+"""HTTP API on top of the engine, and a chat page."""

@@ -1,0 +1,89 @@
+/** The server's API: OpenAI's, with paths relative to the page, so that it also works below a prefix. */
+import { SSEParser } from "./sse.js";
+
+const KEY = "mlxlm.api-key";
+
+/** What the server (or the network) has to say about a failed request, in words for the user. */
+export class APIError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Keeps the API key until the browser tab is closed. */
+export function setAPIKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+/** @returns {Promise<object[]>} The models, as `GET /v1/models` describes them. */
+export async function listModels() {
+  const { data } = await (await request("v1/models")).json();
+  return data;
+}
+
+/**
+ * Streams an answer.
+ * @param {object} body  of `POST /v1/chat/completions`
+ * @param {AbortSignal} signal
+ * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, finish?: string,
+ *   usage?: object}}
+ */
+export async function* streamChat(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const parser = new SSEParser();
+  let finished = false;
+  for (;;) {
+    const { done, value } = await reader.read().catch((error) => fail(error));
+    if (done) break;
+    for (const event of parser.push(value)) {
+      if (event.data === "[DONE]") return;
+      for (const part of partsOf(event)) {
+        finished ||= Boolean(part.finish);
+        yield part;
+      }
+    }
+  }
+  if (!finished) throw new APIError("The connection to the server was lost before the answer was complete.");
+}
+
+function partsOf({ comment, data }) {
+  if (comment !== undefined) {
+    const [, read, total] = /reading the prompt, ([\d,]+) of ([\d,]+)/.exec(comment) ?? [];
+    return total ? [{ progress: { read: toNumber(read), total: toNumber(total) } }] : [];
+  }
+  const chunk = JSON.parse(data);
+  if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
+  const { delta, finish_reason: finish } = chunk.choices?.[0] ?? {};
+  const { content: text, reasoning_content: reasoning } = delta ?? {};
+  const parts = [{ reasoning }, { text }, { finish }, { usage: chunk.usage }];
+  return parts.filter((part) => Object.values(part)[0]);
+}
+
+const toNumber = (text) => Number(text.replaceAll(",", ""));
+
+async function request(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+  const response = await fetch(path, { ...options, headers }).catch((error) => fail(error));
+  if (response.ok) return response;
+  const text = await response.text();
+  let message;
+  try {
+    message = JSON.parse(text).error.message;
+  } catch {
+    message = `The server answered ${response.status} ${response.statusText}: ${text.slice(0, 300)}`;
+  }
+  throw new APIError(message, response.status);
+}
+
+function fail(error) {
+  if (error.name === "AbortError") throw error;
+  throw new APIError("The server can't be reached. Check that it is still running.");
+}

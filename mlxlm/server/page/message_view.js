@@ -1,0 +1,179 @@
+import { CUT_OFF } from "./answer.js";
+import { alternatives } from "./conversation.js";
+import { $, copy, h, icon, iconButton } from "./dom.js";
+import { renderMarkdown } from "./markdown.js";
+
+const LONG_QUESTION = 1500; // characters; the rest is shown on demand
+
+/**
+ * One message on the page.
+ *
+ * `actions` has what can be done with it: `retry(message)`, `continueAnswer(message)`, `edit(message, text)`, and
+ * `show(message)`, another branch.
+ */
+export class MessageView {
+  constructor(conversation, message, actions) {
+    Object.assign(this, { conversation, message, actions });
+    const byUser = message.role === "user";
+    this.text = h("div", { class: "text" });
+    this.waiting = h("div", { class: "waiting", hidden: true });
+    this.notice = h("div", { class: "notice", hidden: true });
+    this.footer = h("div", { class: "actions" });
+    this.element = h("article", { class: `message ${message.role}`, "aria-label": byUser ? "You" : this.writer });
+    if (!byUser) this.element.append(this.#makeReasoning());
+    this.element.append(this.text, this.waiting, this.notice, this.footer);
+  }
+
+  get writer() {
+    return this.message.model ?? "Model";
+  }
+
+  /**
+   * Shows the message as it is now.
+   * @param {object} state
+   * @param {boolean} state.running  whether it is being written
+   * @param {boolean} state.busy  whether the conversation has such a message
+   * @param {boolean} state.last  whether it is the last one
+   * @param {{read: number, total: number}} [state.progress]  while the prompt is being read
+   */
+  update({ running, busy, last, progress }) {
+    this.element.classList.toggle("running", running);
+    this.element.classList.toggle("last", last);
+    if (this.message.role === "user") this.#updateQuestion();
+    else this.#updateAnswer(running, last, progress);
+    this.footer.inert = busy; // keeps its place
+    if (!running) this.footer.replaceChildren(...this.#footerParts());
+  }
+
+  #updateQuestion() {
+    this.text.textContent = this.message.text;
+    const long = this.message.text.length > LONG_QUESTION && !this.expanded;
+    this.text.classList.toggle("shortened", long);
+    this.notice.hidden = !long;
+    const expand = () => {
+      this.expanded = true;
+      this.#updateQuestion();
+    };
+    this.notice.replaceChildren(h("button", { type: "button", class: "link", onclick: expand }, "Show all of it"));
+  }
+
+  #updateAnswer(running, last, progress) {
+    const { text, reasoning, error } = this.message;
+    renderMarkdown(this.text, text);
+    this.reasoning.hidden = !reasoning || this.conversation.settings.reasoning === "hidden";
+    if (reasoning) renderMarkdown($(".text", this.reasoning), reasoning);
+    $("summary span", this.reasoning).textContent = running && !text ? "Thinking…" : "Reasoning";
+    this.waiting.hidden = !running || Boolean(text) || !this.reasoning.hidden;
+    if (running) this.#updateWaiting(progress);
+    this.notice.hidden = running || !this.#noticeText(last);
+    this.notice.classList.toggle("error", Boolean(error));
+    if (!this.notice.hidden) this.notice.replaceChildren(...this.#noticeParts(last));
+  }
+
+  #updateWaiting(progress) {
+    if (progress) {
+      const { read, total } = progress;
+      const label = `Reading the prompt: ${read.toLocaleString()} of ${total.toLocaleString()} tokens`;
+      this.waiting.replaceChildren(h("progress", { value: read, max: total, "aria-label": label }), h("span", {}, label));
+    } else if (!this.waiting.firstChild || this.message.reasoning) {
+      const label = this.message.reasoning ? "Thinking…" : "Waiting for the model…";
+      this.waiting.replaceChildren(h("span", { class: "pulse", "aria-hidden": "true" }), h("span", {}, label));
+    }
+  }
+
+  #noticeText(last) {
+    const { error, finish, text, reasoning } = this.message;
+    if (error) return error;
+    if (CUT_OFF[finish ?? "stopped"]) return last ? CUT_OFF[finish ?? "stopped"] : "";
+    return text || reasoning ? "" : "The answer is empty.";
+  }
+
+  #noticeParts(last) {
+    const { error, text } = this.message;
+    const { retry, continueAnswer } = this.actions;
+    const canContinue = !error && text;
+    const run = () => (canContinue ? continueAnswer(this.message) : retry(this.message));
+    const label = canContinue ? "Continue" : "Try again";
+    return [h("span", {}, this.#noticeText(last)), last ? h("button", { type: "button", onclick: run }, label) : ""];
+  }
+
+  #footerParts() {
+    const { message, actions } = this;
+    if (!message.text && !message.reasoning) return [this.#branchSwitch()]; // the notice has a button
+    const copyText = (event) => copy(message.text, event.currentTarget);
+    return [
+      this.#branchSwitch(),
+      iconButton("Copy", "copy", copyText),
+      message.role === "user"
+        ? iconButton("Edit", "edit", () => this.startEditing())
+        : iconButton("Try again", "retry", () => actions.retry(message)),
+      this.#stats(),
+    ];
+  }
+
+  /** ‹ 2/3 › */
+  #branchSwitch() {
+    const all = alternatives(this.conversation, this.message);
+    if (all.length < 2) return "";
+    const at = all.indexOf(this.message);
+    const arrow = (label, name, step) =>
+      iconButton(label, name, () => this.actions.show(all.at((at + step) % all.length), label));
+    const position = h("span", { "aria-label": `Version ${at + 1} of ${all.length}`, role: "img" }, `${at + 1}/${all.length}`);
+    const label = this.message.role === "user" ? "Versions of this question" : "Versions of this answer";
+    return h("span", { class: "branches", role: "group", "aria-label": label },
+      arrow("Previous version", "left", -1), position, arrow("Next version", "right", 1));
+  }
+
+  #stats() {
+    const { promptTokens, tokens, seconds } = this.message.stats ?? {};
+    if (!tokens) return "";
+    const speed = seconds > 0 && tokens > 1 ? ` · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+    const title = `${promptTokens.toLocaleString()} tokens read, ${tokens.toLocaleString()} written`;
+    return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${speed}`);
+  }
+
+  #makeReasoning() {
+    const summary = h("summary", {}, icon("right"), h("span", {}, "Reasoning"));
+    const open = this.conversation.settings.reasoning === "open";
+    this.reasoning = h("details", { class: "reasoning", hidden: true, open }, summary, h("div", { class: "text" }));
+    return this.reasoning;
+  }
+
+  /** Puts the question into a text box. Sending it starts a branch. */
+  startEditing() {
+    if ($("form", this.element)) return;
+    const area = h("textarea", { "aria-label": "Edit your question", rows: 3 });
+    area.value = this.message.text;
+    const stop = () => {
+      form.replaceWith(this.text);
+      this.footer.hidden = false;
+      $('[aria-label="Edit"]', this.footer)?.focus();
+    };
+    const send = (event) => {
+      event.preventDefault();
+      if (area.value.trim()) this.actions.edit(this.message, area.value.trim());
+    };
+    const cancel = h("button", { type: "button", onclick: stop }, "Cancel");
+    const form = h("form", { class: "edit", onsubmit: send }, area, h("div", {}, cancel, h("button", { class: "primary" }, "Send")));
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") stop();
+      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    this.notice.hidden = true;
+    this.footer.hidden = true;
+    this.text.replaceWith(form);
+    area.focus();
+    area.setSelectionRange(area.value.length, area.value.length);
+  }
+}
+
+/** Copies the code next to the button that was clicked, wherever in `root`. */
+export function enableCodeCopying(root) {
+  root.addEventListener("click", ({ target }) => {
+    const copyButton = target.closest(".copy-code");
+    if (copyButton) copy($("code", copyButton.closest(".code")).textContent, copyButton);
+  });
+}

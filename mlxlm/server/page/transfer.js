@@ -1,0 +1,68 @@
+/** Conversations as files: Markdown for people, JSON to read back. */
+import { newConversation, path } from "./conversation.js";
+import { validSettings } from "./settings.js";
+
+const FORMAT = "mlxlm conversations";
+
+/** The branch that is shown, as Markdown. */
+export function toMarkdown(conversation) {
+  const { system } = conversation.settings;
+  const parts = [`# ${conversation.title}`, ...(system ? ["## System prompt", system] : [])];
+  for (const { role, model, text } of path(conversation)) {
+    parts.push(`## ${role === "user" ? "You" : (model ?? "Model")}`, text);
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** Whole conversations with all their branches and settings, as JSON. */
+export function toJSON(conversations) {
+  return `${JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 1)}\n`;
+}
+
+/**
+ * Reads what `toJSON` wrote.
+ * @returns {import("./conversation.js").Conversation[]} with new ids
+ */
+export function fromJSON(text) {
+  let file;
+  try {
+    file = JSON.parse(text);
+  } catch {
+    throw new Error("The file isn't JSON. Choose one that was exported from this page.");
+  }
+  if (file?.format !== FORMAT || file.version !== 1 || !Array.isArray(file.conversations)) {
+    throw new Error("The file has no conversations of this page. Choose one that was exported as JSON.");
+  }
+  return file.conversations.map(copyConversation);
+}
+
+function copyConversation(source, index) {
+  const fail = (problem) => {
+    throw new Error(`Conversation ${index + 1} of the file can't be imported: ${problem}.`);
+  };
+  const { title, updated, next = null, model, settings, messages } = Object(source);
+  if (!isText(title)) fail("it has no title");
+  const copied = {};
+  for (const [id, message] of Object.entries(Object(messages))) {
+    copied[id] = copyMessage(id, Object(message)) ?? fail(`message ${id.slice(0, 20)} has no valid role or text`);
+  }
+  const follows = (child, parent) => child === null || (Object.hasOwn(copied, child) && copied[child].parent === parent);
+  for (const { id, parent, next: child } of Object.values(copied)) {
+    const hasPlace = parent === null || (Object.hasOwn(copied, parent) && numberOf(parent) < numberOf(id));
+    if (!hasPlace || !follows(child, id)) fail(`message ${id} is in no valid place`); // or path() would not end
+  }
+  if (!follows(next, null)) fail("its first message is missing");
+  const conversation = newConversation(validSettings(settings), isText(model) ? model : undefined);
+  return { ...conversation, title, updated: Number.isFinite(updated) ? updated : Date.now(), next, messages: copied };
+}
+
+function copyMessage(id, { parent = null, next = null, role, text, reasoning, model, finish, error, stats }) {
+  if (!/^m\d{1,9}$/.test(id) || !["user", "assistant"].includes(role) || !isText(text)) return null;
+  const texts = Object.entries({ reasoning, model, finish, error }).filter(([, value]) => isText(value));
+  const { promptTokens, tokens, seconds } = Object(stats);
+  const measured = [promptTokens, tokens, seconds].every(Number.isFinite);
+  return { id, parent, next, role, text, ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, seconds } }) };
+}
+
+const isText = (value) => typeof value === "string";
+const numberOf = (id) => Number(id.slice(1));

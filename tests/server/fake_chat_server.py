@@ -1,0 +1,148 @@
+"""A server with the chat page and canned answers in the form of the real API, on a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mlxlm.server.page import page_routes
+
+
+@dataclass
+class Answer:
+    """What the server streams.
+
+    Attributes:
+        text: The pieces of the answer. At None, the server waits for `FakeChatServer.go_on`.
+        reasoning: Pieces that come before.
+        prompt_tokens: How many tokens the prompt "has": reading half of it is reported first.
+        finish_reason: As in OpenAI's API.
+        error: The message of an error, at once with `status`, or with status 200 at the end of the stream.
+        lost: The connection ends before the answer does.
+    """
+
+    text: Sequence[str | None] = ("Fine.",)
+    reasoning: Sequence[str] = ()
+    prompt_tokens: int = 0
+    finish_reason: str = "stop"
+    error: str = ""
+    status: int = 200
+    lost: bool = False
+
+
+@dataclass
+class FakeChatServer:
+    """Answers each request with the next of `answers`, and keeps the bodies of the requests."""
+
+    answers: list[Answer] = field(default_factory=list)
+    models: list[str] = field(default_factory=lambda: ["tiny-model"])
+    api_key: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def start(self) -> None:
+        routes = [
+            *page_routes(),
+            Route("/v1/models", self._list_models),
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+        ]
+        self._gate = asyncio.Event()
+        started = threading.Event()
+        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            serving = asyncio.create_task(self._server.serve())
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            started.set()
+            await serving
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        self._thread.start()
+        assert started.wait(30)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/"
+
+    def stop(self) -> None:
+        self.go_on()
+        self._server.should_exit = True
+        self._thread.join(30)
+
+    def go_on(self) -> None:
+        """Continue the answer that waits."""
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.go_on()
+        self.answers, self.requests, self.models, self.api_key = [], [], ["tiny-model"], ""
+        self._loop.call_soon_threadsafe(self._gate.clear)
+
+    def _refused(self, request: Request) -> Response | None:
+        if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return _error(401, "this server needs an API key")
+        return None
+
+    async def _list_models(self, request: Request) -> Response:
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "mlxlm"} for name in self.models]
+        return self._refused(request) or JSONResponse({"object": "list", "data": models})
+
+    async def _complete(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused
+        self.requests.append(await request.json())
+        answer = self.answers.pop(0) if self.answers else Answer()
+        if answer.status != 200:
+            return _error(answer.status, answer.error)
+        return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+
+    async def _stream(self, answer: Answer) -> AsyncIterator[str]:
+        if answer.prompt_tokens:
+            yield f": reading the prompt, {answer.prompt_tokens // 2} of {answer.prompt_tokens} tokens\n\n"
+            await self._wait()
+        yield _chunk({"role": "assistant"})
+        for piece in answer.reasoning:
+            yield _chunk({"reasoning_content": piece})
+        for text in answer.text:
+            if text is None:
+                await self._wait()
+            else:
+                yield _chunk({"content": text})
+        if answer.error:
+            yield _event({"error": {"message": answer.error, "type": "server_error", "param": None, "code": None}})
+        elif not answer.lost:
+            yield _chunk({}, answer.finish_reason)
+            tokens = len(answer.text) + len(answer.reasoning)
+            usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": tokens, "total_tokens": tokens}
+            yield _event({"object": "chat.completion.chunk", "choices": [], "usage": usage})
+            yield "data: [DONE]\n\n"
+
+    async def _wait(self) -> None:
+        await self._gate.wait()
+        self._gate.clear()
+
+
+def _chunk(delta: dict[str, Any], finish_reason: str | None = None) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return _event({"id": "1", "object": "chat.completion.chunk", "model": "tiny-model", "choices": [choice]})
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)
