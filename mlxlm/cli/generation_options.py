@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -52,6 +53,8 @@ _DRY_BASE = "DRY: factor by which the penalty grows with each token of the phras
 _DRY_LENGTH = "DRY: penalize phrases from this many tokens on.  [default: 2]"
 _DRY_LAST_N = "DRY: how many recent tokens to search for phrases.  [default: 1024]"
 _DRY_BREAKER = 'DRY: text that ends a phrase; "" for none. Repeatable.  [default: newline, colon, double quote, *]'
+_GRAMMAR = "Generate text that matches this Lark grammar, in llguidance's dialect."
+_RULE = re.compile(r"^\s*start\b.*:", re.MULTILINE)  # every grammar has this rule, unlike the name of a file
 _LOGPROBS = "Report the log-probability of each token, and of the N most likely tokens."
 
 SAMPLING_OPTIONS = (
@@ -78,6 +81,7 @@ SAMPLING_OPTIONS = (
     _constrained("--json-schema", str, "Generate JSON that conforms to this schema.", metavar="FILE|JSON"),
     _constrained("--regex", str, "Generate text that matches this regular expression as a whole.", metavar="REGEX"),
     _constrained("--choice", str, "Generate one of these texts. Repeatable.", multiple=True, metavar="TEXT"),
+    _constrained("--grammar", str, _GRAMMAR, metavar="FILE|LARK"),
     option("Output", "--logprobs", int, _LOGPROBS, metavar="N"),
 )
 
@@ -121,8 +125,10 @@ def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:
 
             settings = {f.name: values.pop(f.name) for f in fields(GenerationOptions) if f.name not in without}
             settings = {name: value for name, value in settings.items() if value not in (None, ())}
-            if "json_schema" in settings:
-                settings["json_schema"] = _read_schema(settings["json_schema"])
+            if (schema := settings.get("json_schema")) and not _is_json(schema):
+                settings["json_schema"] = _read(schema, "a JSON file")
+            if (grammar := settings.get("grammar")) and not _RULE.search(grammar):
+                settings["grammar"] = _read(grammar, "a Lark grammar")
             with _as_usage_errors():
                 options = GenerationOptions(**settings)
             return command(options=options, **values)
@@ -188,12 +194,14 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(with_options)
 
 
-def _read_schema(schema: str) -> str:
-    """JSON text as it is, or the content of the file of this name."""
+def _is_json(schema: str) -> bool:
+    return schema.lstrip().startswith("{") or schema in ("true", "false")
+
+
+def _read(path: str, expected: str) -> str:
+    """Return the content of a file with a constraint."""
     from mlxlm.generation.option_checks import MAX_SCHEMA_CHARS
     from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 
-    if schema.lstrip().startswith("{") or schema in ("true", "false"):
-        return schema
-    content = read_bytes(Path(schema), MAX_SCHEMA_CHARS, GenerationError)
-    return decode_utf8(content, schema, GenerationError, "a JSON file", "utf-8-sig")
+    content = read_bytes(Path(path), MAX_SCHEMA_CHARS, GenerationError)
+    return decode_utf8(content, path, GenerationError, expected, "utf-8-sig")

@@ -1,4 +1,4 @@
-"""Constrained decoding with llguidance: a JSON schema, a regular expression, or one of several choices.
+"""Constrained decoding with llguidance: a JSON schema, a regular expression, one of several choices, or a grammar.
 
 A grammar is compiled once per tokenizer. Each text has a matcher, which after every token computes a bitmask of the
 tokens that can follow. The bitmask is unpacked on the device.
@@ -18,6 +18,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.json_schema import explain_schema_error, to_llguidance_schema
 from mlxlm.generation.llguidance_tokenizer import llguidance_tokenizer
+from mlxlm.generation.option_checks import GRAMMAR_HINT
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
@@ -30,6 +31,7 @@ _HINTS = {
     "json_schema": "a schema without it",
     "regex": r"a regular expression such as [0-9]+, with \ before special characters, as in \(",
     "choice": "fewer or shorter texts",
+    "grammar": GRAMMAR_HINT,
 }
 _UNSUPPORTED = "a regular expression without it; it matches the whole text, so that ^ and $ aren't needed"
 
@@ -38,7 +40,7 @@ class Grammar:
     """A constraint, compiled for the tokens of a model. Texts share it.
 
     Attributes:
-        name: The option that was compiled: json_schema, regex or choice.
+        name: The option that was compiled: json_schema, regex, choice or grammar.
     """
 
     def __init__(self, initial: LLMatcher, name: str, llg_tokenizer: LLTokenizer, dummy_prefix: bool):
@@ -189,6 +191,16 @@ def _compile(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int, eos_t
     return Grammar(initial, name, llg_tokenizer, dummy_prefix)
 
 
+def check_llguidance_schema(schema: dict[str, Any]) -> None:
+    """Raise GenerationError if a schema from `to_llguidance_schema` can't be compiled."""
+    from llguidance import LLMatcher
+
+    with _library_errors("json_schema"):
+        problem = LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
+    if problem:
+        raise _generation_error("json_schema", problem)
+
+
 def _llguidance_grammar(name: str, value: Any, dummy_prefix: bool) -> str:
     """The grammar for llguidance, as JSON, of the option `name`.
 
@@ -200,6 +212,8 @@ def _llguidance_grammar(name: str, value: Any, dummy_prefix: bool) -> str:
     body: dict[str, Any]
     if name == "json_schema":
         body = {"json_schema": to_llguidance_schema(json.loads(value))}
+    elif name == "grammar":
+        body = {"lark_grammar": value}
     elif name == "regex":
         body = {"lark_grammar": f"start: /{regex_to_lark(value, 'd')}/"}
     else:
@@ -208,7 +222,9 @@ def _llguidance_grammar(name: str, value: Any, dummy_prefix: bool) -> str:
         body = {"lark_grammar": f"start: /{'|'.join(texts)}/"}
     grammars = [{"name": "text", **body}]
     if dummy_prefix:
-        grammars.insert(0, {"name": "spaced", "lark_grammar": 'start: " " @text'})
+        # Only a grammar can begin with a special token, before which decoding strips nothing.
+        space = '" "?' if name == "grammar" else '" "'
+        grammars.insert(0, {"name": "spaced", "lark_grammar": f"start: {space} @text"})
     return json.dumps({"grammars": grammars})
 
 
@@ -223,7 +239,8 @@ def _json_problem(text: str) -> str | None:
 
 def _generation_error(name: str, message: str) -> GenerationError:
     """An error of llguidance in terms of the constraint."""
-    explanation = explain_schema_error(message) if name == "json_schema" else None
+    schema_error = message.rpartition("failed to compile JSON schema: ")[2]  # a grammar can contain schemas
+    explanation = explain_schema_error(schema_error) if name in ("json_schema", "grammar") else None
     reason, hint = explanation or (_reason(message), _HINTS[name])
     if name == "regex" and re.search("look-?around|backreference", message):
         hint = _UNSUPPORTED
@@ -237,7 +254,8 @@ def _reason(message: str) -> str:
     if "lookarounds not supported" in message:
         return r"^, $ and \b can't be inside it"
     match = re.search(r"^error: (.*)$", message, re.MULTILINE)
-    return match[1] if match else message.split("\n", 1)[0] or "unknown error"
+    line = match[1] if match else message.split("\n", 1)[0] or "unknown error"
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"at line \1, column \2: ", line)
 
 
 @contextmanager

@@ -23,10 +23,14 @@ _LLG_TYPE_NAMES = {"f64": "a number", "positive integer": "a whole number", "arr
 _JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 
-def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
+def to_llguidance_schema(schema: dict[str, Any] | bool, lenient: bool = False) -> dict[str, Any]:
     """Add llguidance's settings to a schema: no whitespace except a space after a comma or a colon.
 
     `oneOf` becomes `anyOf` if no JSON can match two of its alternatives, since a grammar can't count matches.
+
+    Args:
+        schema: The schema.
+        lenient: Ignore what a grammar can't enforce: keywords, formats, alternatives of `oneOf` that may both match.
 
     Raises:
         GenerationError: For settings of llguidance, for alternatives of `oneOf` that may both match, and for False.
@@ -36,6 +40,8 @@ def to_llguidance_schema(schema: dict[str, Any] | bool) -> dict[str, Any]:
     schema = {} if schema is True else schema
     if "x-guidance" in schema:
         raise GenerationError('json_schema: "x-guidance" can\'t be set', "a schema without it")
+    if lenient:
+        return {**schema, "x-guidance": {**_SETTINGS, "lenient": True}}
     try:
         _OneOfCheck(schema).check()
     except RecursionError:

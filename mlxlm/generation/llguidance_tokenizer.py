@@ -17,26 +17,30 @@ def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: f
     import llguidance
 
     eos_ids = sorted(id for id in eos_token_ids if id < vocab_size)
-    tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+    tokens = [tokenizer.token_bytes(id, skip_special_tokens=False) for id in range(vocab_size)]
     for id in eos_ids:
         tokens[id] = b""
     if not eos_ids:  # llguidance needs one: an id beyond the logits
         eos_ids = [vocab_size]
         tokens.append(b"")
-    wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids)
+    special_ids = {id for id in tokenizer.special_tokens.values() if id < vocab_size}
+    wrapper: Any = _TokenizerWrapper(tokenizer, tokens, eos_ids, special_ids.union(eos_ids))
     return llguidance.LLTokenizer(wrapper, eos_token=eos_ids)
 
 
 class _TokenizerWrapper:
-    """The interface that llguidance expects of a tokenizer."""
+    """The interface that llguidance expects of a tokenizer.
+
+    Special tokens match no text; a grammar allows them by their names (if they are in angle brackets) or ids.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: list[int]):
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, eos_ids, eos_ids[0]
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: list[int], special_ids: set[int]):
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, sorted(special_ids), eos_ids[0]
         self._tokenizer = tokenizer
-        self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text}
+        self._ids = {text: id for id, text in reversed(list(enumerate(tokens))) if text and id not in special_ids}
         self._max_length = max(map(len, tokens), default=0)
 
     def __call__(self, text: str) -> list[int]:

@@ -11,7 +11,8 @@ from mlxlm.config.numbers import is_int_at_least, is_number
 
 MAX_LOGPROBS = 1000
 MAX_PENALTY_WINDOW = 1 << 14  # tokens that a penalty looks back on
-MAX_SCHEMA_CHARS = 1 << 20  # of a schema, of a regular expression, and of all choices together
+MAX_SCHEMA_CHARS = 1 << 20  # of a schema, a regular expression or grammar, and of all choices together
+GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
 
 
 def _real(low: float, high: float, *, above: bool = False, also: float | None = None) -> Callable[[Any], bool]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mlxlm.generation.option_checks import (
     CHECKS,
+    GRAMMAR_HINT,
     MAX_SCHEMA_CHARS,
     is_utf8,
     logit_bias_problems,
@@ -38,9 +39,11 @@ class GenerationOptions:
         dry_penalty_last_n: How many tokens DRY looks back on.
         dry_sequence_breakers: A token that contains one of these strings ends a repetition; () or "" for none.
         json_schema: JSON schema that the text must match, as text or dict; True for any JSON. At most one of
-            `json_schema`, `regex` and `choice` can be set.
+            `json_schema`, `regex`, `choice` and `grammar` can be set.
         regex: Regular expression that the whole text must match; \d is 0-9.
         choice: Strings of which the text must be one.
+        grammar: Lark grammar that the text must match, in llguidance's dialect. Special tokens that it allows are part
+            of the text.
         temperature: 0 is greedy; 1 is the model's own distribution.
         top_k: Sample from the k likeliest tokens; 0 is off.
         typical_p: Sample from the tokens of most typical surprisal with this total probability; 1 is off.
@@ -78,6 +81,7 @@ class GenerationOptions:
     json_schema: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
+    grammar: str | None = None
     logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = 256
@@ -120,7 +124,7 @@ class GenerationOptions:
 
     @property
     def constraint(self) -> str | None:
-        """The name of the option that constrains the text (json_schema, regex or choice), or None."""
+        """The name of the option that constrains the text (json_schema, regex, choice or grammar), or None."""
         return next(iter(self._constraints()), None)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -131,7 +135,8 @@ class GenerationOptions:
             raise GenerationError(f"logprobs is {self.logprobs}, and the model has {vocab_size} tokens", "fewer")
 
     def _constraints(self) -> list[str]:
-        return [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, ())]
+        names = ("json_schema", "regex", "choice", "grammar")
+        return [name for name in names if getattr(self, name) not in (None, ())]
 
     def _problems(self) -> Iterator[str]:
         for name, (is_valid, hint) in CHECKS.items():
@@ -153,11 +158,15 @@ class GenerationOptions:
             yield f"{' and '.join(names)} exclude each other (only one of them)"
         if self.json_schema is not None:
             yield from schema_problems(self.json_schema)
-        if self.regex is not None and not (isinstance(self.regex, str) and self.regex and is_utf8(self.regex)):
-            yield f"regex is {self.regex!r} (a regular expression, such as [0-9]+)"
+        texts = []
+        for name, expected in (("regex", "a regular expression, such as [0-9]+"), ("grammar", GRAMMAR_HINT)):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text and is_utf8(text)):
+                yield f"{name} is {text!r} ({expected})"
+            texts.append(text if isinstance(text, str) else "")
         problems = list(string_problems("a choice", self.choice))
         yield from problems
-        texts = [self.regex if isinstance(self.regex, str) else "", "" if problems else "".join(self.choice)]
+        texts.append("" if problems else "".join(self.choice))
         if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
             yield f"{names[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
 

@@ -21,7 +21,7 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
-_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "logit_bias", "max_tokens", "stop")
+_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "logit_bias", "max_tokens", "stop")
 _SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
 
 

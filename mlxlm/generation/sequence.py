@@ -45,7 +45,9 @@ class TokenSequence:
         self._eos_token_ids = lm.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, self._eos_token_ids)
         self.sampler = Sampler(options, self.prompt, self.seed, tokenizer=lm.tokenizer, grammar=grammar)
-        self._tokenizer, self._detokenizer = lm.tokenizer, lm.tokenizer.detokenizer()
+        # Special tokens that a grammar asks for, such as the markup of tool calls, are part of the text.
+        self._tokenizer, self._skip_special_tokens = lm.tokenizer, options.grammar is None
+        self._detokenizer = lm.tokenizer.detokenizer(skip_special_tokens=self._skip_special_tokens)
         self._empty = True  # no token has added a byte yet
         self._stop_strings = StopStrings(options.stop)
         self._text = StringIO()
@@ -77,7 +79,7 @@ class TokenSequence:
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
         is_eos = token in self._eos_token_ids
-        self._empty = self._empty and (is_eos or not self._tokenizer.token_bytes(token))
+        self._empty = self._empty and (is_eos or not self._token_bytes(token))
         text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token))
         reason = self._reason_after(is_eos)
         if reason:
@@ -115,8 +117,11 @@ class TokenSequence:
         """The bytes that a token adds to the text here; None if the tokenizer's tokens aren't bytes."""
         if not self._tokenizer.has_byte_tokens:
             return None
-        added = b"" if token in self._eos_token_ids else self._tokenizer.token_bytes(token)
+        added = b"" if token in self._eos_token_ids else self._token_bytes(token)
         return added.removeprefix(b" ") if self._empty and self._tokenizer.strips_dummy_prefix else added
+
+    def _token_bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_bytes(token, skip_special_tokens=self._skip_special_tokens)
 
     def _constraint_error(self) -> str | None:
         matcher = self.sampler.matcher

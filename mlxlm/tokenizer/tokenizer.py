@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +175,16 @@ class Tokenizer:
         text = b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
 
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes of a token, b"" for special tokens and ids without a token. A dummy prefix is not stripped."""
-        return b"" if id in self._special_ids else self._content_bytes(id)
+    def token_bytes(self, id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes of a token; b"" for ids without one and, by default, special tokens. Keeps a dummy prefix."""
+        return b"" if skip_special_tokens and id in self._special_ids else self._content_bytes(id)
 
-    def detokenizer(self) -> StreamingDetokenizer:
-        """A decoder for one stream of ids; special tokens have no text."""
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> StreamingDetokenizer:
+        """A decoder for one stream of ids. By default, special tokens have no text."""
         if self._decoder is None:
-            return WindowDetokenizer(self.decode)
-        return ByteDetokenizer(self.token_bytes, self._decoder.strip_first_space)
+            return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+        token_bytes = partial(self.token_bytes, skip_special_tokens=skip_special_tokens)
+        return ByteDetokenizer(token_bytes, self._decoder.strip_first_space)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and, for SentencePiece, tokenizer.model.

@@ -68,7 +68,10 @@ def test_every_option_sets_its_field(shell, tmp_path):
     assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'
     assert shell("--regex", "a+").regex == "a+"
     assert shell("--choice", "a", "--choice", "{b").choice == ("a", "{b")
-    assert set(given) | {"json_schema", "regex", "choice"} == {f.name for f in fields(GenerationOptions)}
+    (schema.parent / "lark").write_text("start: yes\nyes: 'a'")
+    assert shell("--grammar", str(schema.parent / "lark")).grammar == "start: yes\nyes: 'a'"
+    assert shell("--grammar", '// c\n start [lazy]: "a"').grammar == '// c\n start [lazy]: "a"'
+    assert set(given) | {"json_schema", "regex", "choice", "grammar"} == {f.name for f in fields(GenerationOptions)}
     assert shell() == GenerationOptions()
 
 

@@ -103,6 +103,33 @@ def test_texts_are_one_of_the_choices(tokenizer):
         assert text in choices and sampler.matcher.constraint_error is None
 
 
+GRAMMAR = """
+start: greeting (", " greeting)* "!"
+greeting: "hello" | /[bc]{1,3}/ | %json {"type": "integer", "minimum": 0, "maximum": 9}
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_texts_match_a_grammar(tokenizer, seed):
+    text, sampler = random_text(tokenizer, GenerationOptions(temperature=1.0, grammar=GRAMMAR), seed, most=100)
+    complete = re.fullmatch(r"(hello|[bc]{1,3}|[0-9])(, (hello|[bc]{1,3}|[0-9]))*!", text)
+    assert (complete is not None) == (sampler.matcher.constraint_error is None)
+    assert complete or len(text) >= 100
+
+
+def test_a_grammar_can_ask_for_special_tokens(lm):
+    """They are part of the text, and match nothing else; a constraint that doesn't name them can't have them."""
+    name, id = next((name, id) for name, id in lm.tokenizer.special_tokens.items() if id not in lm.eos_token_ids)
+    for spelled in (name, f"<[{id}]>"):
+        result = generate(lm, "x", grammar=f'start: "a" {spelled} "b"', temperature=0, logprobs=0)
+        assert result.text == f"a{name}b" and result.tokens[1] == id
+        assert result.logprobs[1].bytes == name.encode() and result.constraint_error is None
+    result = generate(lm, "x", grammar=f'start: "{name}"', temperature=0)
+    assert result.text == name and id not in result.tokens
+    matcher = Grammar.compile(GenerationOptions(regex="(.|\n)*"), lm.tokenizer, 300, lm.eos_token_ids).matcher()
+    assert token_bitmask(matcher) & set(lm.tokenizer.special_tokens.values()) <= lm.eos_token_ids
+
+
 @pytest.mark.parametrize("text", [" no", "no", "  two spaces"])
 def test_leading_spaces_of_a_choice(tokenizer, text):
     """Also where the tokenizer takes one off the front of every text (Llama 2)."""
@@ -303,6 +330,13 @@ def nested(depth):
         ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, "look-around"),
         ({"json_schema": {"type": "string", "pattern": "(a"}}, "the pattern (a: unclosed group"),
         ({"json_schema": {"type": "string", "minLength": 10**12}}, "json_schema"),
+        ({"grammar": "root: /a/"}, "grammar: no start rule found (try: a Lark grammar in llguidance's dialect"),
+        ({"grammar": "start: a"}, 'grammar: at line 1, column 8: unknown name: "a"'),
+        ({"grammar": "start: /(/"}, "grammar: unclosed group"),
+        ({"grammar": "start: <unknown>"}, 'unknown special token: "<unknown>"'),
+        ({"grammar": "start: <[1000000]>"}, "grammar: at line 1, column 8: Token range end too large"),
+        ({"grammar": 'start: start "a"'}, "grammar: no text matches it"),
+        ({"grammar": 'start: "a" %json {"not": {}}'}, 'grammar: "not" can\'t be enforced'),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "a(?!b)"}, "look-around"),

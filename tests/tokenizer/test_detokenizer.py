@@ -13,8 +13,8 @@ ANY = settings(max_examples=50)
 IDS = st.lists(st.integers(0, 2**32), max_size=40)
 
 
-def streamed(tokenizer, ids):
-    stream = tokenizer.detokenizer()
+def streamed(tokenizer, ids, skip_special_tokens=True):
+    stream = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
     return "".join(map(stream.add_token, ids)) + stream.finalize()
 
 
@@ -22,7 +22,8 @@ def streamed(tokenizer, ids):
 @ANY
 def test_streams_equal_decode(trained, numbers):
     ids = [n % (trained.vocab_size + 3) for n in numbers]
-    assert streamed(trained, ids) == trained.decode(ids)
+    for skip in (True, False):
+        assert streamed(trained, ids, skip) == trained.decode(ids, skip_special_tokens=skip)
 
 
 @given(numbers=IDS)
@@ -80,7 +81,8 @@ def word_piece():
 def test_other_decoders_stream_through_a_window(ids):
     tokenizer = word_piece()
     assert tokenizer.tokenizer_type == "wordpiece"
-    assert streamed(tokenizer, [1, *ids]) == tokenizer.decode([1, *ids])
+    for skip in (True, False):
+        assert streamed(tokenizer, [1, *ids], skip) == tokenizer.decode([1, *ids], skip_special_tokens=skip)
 
 
 def test_the_window_stays_small():
