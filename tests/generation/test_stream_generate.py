@@ -238,8 +238,8 @@ def test_a_constraint_that_no_token_can_fulfill(lm):
         def __init__(self):
             self.__dict__ = lm.tokenizer.__dict__ | {"_bytes": {}}
 
-        def token_bytes(self, id):
-            return super().token_bytes(id).replace(b"z", b"")
+        def token_bytes(self, id, **options):
+            return super().token_bytes(id, **options).replace(b"z", b"")
 
     result = generate(replace(lm, tokenizer=Few()), "x", regex="az", temperature=0)
     assert (result.text, result.finish_reason) == ("a", "constraint")
