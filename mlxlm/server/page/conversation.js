@@ -66,11 +66,14 @@ export function alternatives(conversation, message) {
   return Object.values(conversation.messages).filter((other) => other.parent === message.parent);
 }
 
-/** @returns {{role: string, content: string}[]} What the model reads to write (or continue) `answer`. */
+/** @returns {object[]} What the model reads to write `answer`, or to continue it: then that is the last message. */
 export function promptOf(conversation, answer) {
   const { system } = conversation.settings;
   const messages = path(conversation, answer).filter(({ text }) => text);
-  return [...(system ? [{ role: "system", content: system }] : []), ...messages.map(({ role, text }) => ({ role, content: text }))];
+  return [
+    ...(system ? [{ role: "system", content: system }] : []),
+    ...messages.map(({ role, text }) => ({ role, content: text })),
+  ];
 }
 
 function titleOf(text) {

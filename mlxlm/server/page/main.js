@@ -72,6 +72,7 @@ async function runAnswer(conversation, message) {
   const controller = new AbortController();
   message.model = modelOf(conversation);
   running.set(conversation.id, { message, controller });
+  save(conversation);
   redraw();
   view.follow();
   announce("The model is answering.");

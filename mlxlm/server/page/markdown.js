@@ -13,7 +13,7 @@ const ALLOWED = {
     "tr ul #text").split(" "),
   ALLOWED_ATTR: ["class", "href", "start"],
   ADD_URI_SAFE_ATTR: ["start"],
-  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,

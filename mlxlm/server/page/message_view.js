@@ -20,8 +20,7 @@ export class MessageView {
     this.notice = h("div", { class: "notice", hidden: true });
     this.footer = h("div", { class: "actions" });
     this.element = h("article", { class: `message ${message.role}`, "aria-label": byUser ? "You" : this.writer });
-    if (!byUser) this.element.append(this.#makeReasoning());
-    this.element.append(this.text, this.waiting, this.notice, this.footer);
+    this.element.append(...(byUser ? [this.text] : [this.#makeReasoning(), this.text, this.waiting]), this.notice, this.footer);
   }
 
   get writer() {

@@ -1,0 +1,20 @@
+"""What tests of the page do again and again."""
+
+from __future__ import annotations
+
+import pytest
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+
+
+def ask(page, text):
+    page.fill("#question", text)
+    page.press("#question", "Enter")
+
+
+def answers(page):
+    return page.locator(".message.assistant")
+
+
+def finished(page):
+    expect(page.locator("#send")).to_be_visible()

@@ -1,0 +1,86 @@
+"""The page with the keyboard alone, with a screen reader, on a narrow screen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.server.page.actions import answers, ask, expect, finished
+from tests.server.page.fake_chat_server import Answer
+
+
+def test_the_page_works_with_the_keyboard_alone(page, server):
+    expect(page.locator("#question")).to_be_focused()
+    page.keyboard.type("Hi")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("there")
+    page.keyboard.press("Enter")
+    finished(page)
+    assert server.requests[0]["messages"][0]["content"] == "Hi\nthere"
+    expect(page.locator("#question")).to_be_focused()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")  # the answer's last button: copy or try again
+    finished(page)
+    page.keyboard.press("Control+/")
+    expect(page.get_by_role("dialog", name="Help")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_every_control_has_a_name(page, server):
+    server.answers = [Answer(["```python\nx = 1\n```"], reasoning=["Hm."])]
+    ask(page, "Code")
+    finished(page)
+    server.answers = [Answer(["Again."])]
+    answers(page).get_by_role("button", name="Try again").click()
+    finished(page)
+
+    def nameless():
+        tree = page.locator("body").aria_snapshot()
+        controls = r"- (?:button|textbox|searchbox|combobox|spinbutton|checkbox|link|dialog|navigation|img)\b(?! \")"
+        assert "- button" in tree
+        return re.findall(controls + ".*", tree)
+
+    assert not nameless()
+    for opener in ("#settings-button", "#help-button"):
+        page.click(opener)
+        assert not nameless()
+        page.keyboard.press("Escape")
+    assert page.evaluate("document.querySelectorAll('h1').length") == 1
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_no_horizontal_scrolling(open_page, server, width):
+    page = open_page(viewport={"width": width, "height": 700})
+    table = "\n".join(["|" + "a wide column|" * 12, "|" + "-|" * 12, "|" + "value|" * 12])
+    server.answers = [
+        Answer(["word" * 200, "\n\n", "```\n" + "x" * 500 + "\n```\n\n", table, "\n\n`" + "y" * 300 + "`"])
+    ]
+    ask(page, "A" * 500)
+    finished(page)
+    fits = "[document.documentElement, document.querySelector('#scroller')].every(e => e.scrollWidth <= e.clientWidth)"
+    assert page.evaluate(fits)
+    page.click("#settings-button")
+    assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#settings'))")
+
+
+def test_the_end_is_followed_only_while_the_reader_is_there(page, server):
+    lines = [f"Line {n}\n\n" for n in range(60)]
+    server.answers = [Answer([*lines, None, *lines, None, *lines])]
+    at_end = "(e => e.scrollHeight - e.scrollTop - e.clientHeight < 2)(document.querySelector('#scroller'))"
+    ask(page, "Count")
+    expect(answers(page).locator("p")).to_have_count(60)
+    assert page.evaluate(at_end)
+    page.evaluate("document.querySelector('#scroller').scrollTop = 100")
+    expect(page.locator("#to-end")).to_be_visible()
+    server.go_on()
+    expect(answers(page).locator("p")).to_have_count(120)
+    assert page.evaluate("document.querySelector('#scroller').scrollTop") == 100
+    page.click("#to-end")
+    server.go_on()
+    finished(page)
+    assert page.evaluate(at_end)

@@ -1,0 +1,141 @@
+"""Asking and answering on the chat page."""
+
+from __future__ import annotations
+
+import re
+
+from tests.server.page.actions import answers, ask, expect, finished
+from tests.server.page.fake_chat_server import Answer
+
+
+def test_an_answer_is_streamed(page, server):
+    server.answers = [Answer(["Hello ", "**wor", None, "ld**"], reasoning=["I am ", "greeted."], prompt_tokens=2048)]
+    ask(page, "Hi!\nHow are you?")
+    expect(page.locator(".waiting")).to_have_text("Reading the prompt: 1,024 of 2,048 tokens")
+    assert page.get_by_role("progressbar").get_attribute("value") == "1024"
+    server.go_on()
+    expect(answers(page).locator("> .text")).to_have_text("Hello **wor")
+    server.go_on()
+    finished(page)
+    expect(answers(page).locator("strong")).to_have_text("world")
+    expect(answers(page).locator(".stats")).to_contain_text("6 tokens · ")
+    reasoning = page.locator("details.reasoning .text")
+    expect(reasoning).to_be_hidden()
+    page.click("summary")
+    expect(reasoning).to_have_text("I am greeted.")
+    assert server.requests[0] == {
+        "model": "tiny-model",
+        "messages": [{"role": "user", "content": "Hi!\nHow are you?"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    expect(page).to_have_title(re.compile("^Hi! "))
+
+
+def test_stop_keeps_what_was_written_and_can_continue(page, server):
+    server.answers = [Answer(["One, ", "two", None, "never"]), Answer([", three."])]
+    ask(page, "Count.")
+    expect(answers(page)).to_contain_text("One, two")
+    page.press("body", "Escape")
+    finished(page)
+    page.get_by_role("button", name="Continue").click()
+    finished(page)
+    expect(answers(page).locator("> .text")).to_have_text("One, two, three.")
+    assert server.requests[1]["messages"][-1] == {"role": "assistant", "content": "One, two"}
+
+
+def test_an_answer_that_reached_max_tokens_can_continue(page, server):
+    server.answers = [Answer(["Once upon"], finish_reason="length"), Answer([" a time."])]
+    ask(page, "Tell me a story.")
+    page.get_by_role("button", name="Continue").click()
+    expect(answers(page).locator("> .text")).to_have_text("Once upon a time.")
+    expect(page.get_by_role("button", name="Continue")).to_be_hidden()
+
+
+def test_retry_edit_and_branches(page, server):
+    server.answers = [Answer(["First."]), Answer(["Second."]), Answer(["About cats."]), Answer(["More."])]
+    ask(page, "Dogs?")
+    finished(page)
+    answers(page).get_by_role("button", name="Try again").click()
+    finished(page)
+    expect(answers(page).locator("> .text")).to_have_text("Second.")
+    expect(page.locator(".branches")).to_have_text("2/2")
+    page.get_by_role("button", name="Previous version").click()
+    expect(answers(page).locator("> .text")).to_have_text("First.")
+    expect(page.get_by_role("button", name="Previous version")).to_be_focused()
+
+    page.press("#question", "ArrowUp")
+    expect(page.get_by_label("Edit your question")).to_have_value("Dogs?")
+    page.keyboard.insert_text(" And cats?")
+    page.keyboard.press("Enter")
+    finished(page)
+    assert server.requests[2]["messages"] == [{"role": "user", "content": "Dogs? And cats?"}]
+    expect(answers(page).locator("> .text")).to_have_text("About cats.")
+    page.get_by_role("group", name="Versions of this question").get_by_label("Previous").click()
+    expect(answers(page).locator("> .text")).to_have_text("First.")
+
+    ask(page, "Go on.")
+    finished(page)
+    contents = [message["content"] for message in server.requests[3]["messages"]]
+    assert contents == ["Dogs?", "First.", "Go on."]
+
+
+def test_errors_are_shown_in_the_servers_words(page, server):
+    server.answers = [
+        Answer(status=400, error="the prompt has 9,000 tokens, 808 too many (try: a shorter one)"),
+        Answer(["Part of ", "an answer"], error="out of memory (try: a smaller context)"),
+        Answer(["Lost"], lost=True),
+        Answer(["Good."]),
+    ]
+    ask(page, "Hi")
+    expect(page.locator(".notice.error")).to_contain_text("808 too many (try: a shorter one)")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".notice.error")).to_contain_text("out of memory (try: a smaller context)")
+    expect(answers(page).locator("> .text")).to_have_text("Part of an answer")
+    page.locator(".notice").get_by_role("button", name="Try again").click()
+    expect(page.locator(".notice.error")).to_contain_text("The connection to the server was lost")
+    page.locator(".notice").get_by_role("button", name="Try again").click()
+    finished(page)
+    expect(answers(page).locator("> .text")).to_have_text("Good.")
+
+
+def test_an_api_key_is_asked_for(browser, open_page, server):
+    page = open_page()
+    server.api_key = "secret"
+    ask(page, "Hi")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("asks for an API key")
+    dialog.get_by_label("API key").fill("secret")
+    page.keyboard.press("Enter")
+    finished(page)
+    expect(answers(page).locator("> .text")).to_have_text("Fine.")
+    page.reload()
+    ask(page, "Again")
+    expect(answers(page)).to_have_count(2)
+    assert page.evaluate("JSON.stringify(localStorage)") == "{}"
+
+
+def test_several_models(open_page, server):
+    page = open_page()
+    server.models = ["tiny-model", "other-model"]
+    page.reload()
+    page.get_by_label("Model", exact=True).select_option("other-model")
+    ask(page, "Hi")
+    finished(page)
+    assert server.requests[0]["model"] == "other-model"
+    expect(page.get_by_role("article", name="other-model")).to_be_visible()
+
+
+def test_an_answer_that_a_reload_interrupted_is_kept(page, server):
+    server.answers = [Answer(["Half", None, " of", None]), Answer([" it."])]
+    page.clock.install()
+    ask(page, "Write.")
+    expect(answers(page)).to_contain_text("Half")
+    page.clock.fast_forward(3000)
+    server.go_on()
+    expect(answers(page)).to_contain_text("Half of")
+    page.evaluate("import('/page/store.js').then((store) => store.loadAll())")  # comes after what is being written
+    page.reload()
+    expect(answers(page).locator("> .text")).to_have_text("Half of")
+    page.get_by_role("button", name="Continue").click()
+    expect(answers(page).locator("> .text")).to_have_text("Half of it.")
