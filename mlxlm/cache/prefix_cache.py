@@ -7,7 +7,7 @@ The texts form a radix tree over token ids: what several texts begin with is sto
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from heapq import heapify, heappop, heappush
 from itertools import compress, count
@@ -15,59 +15,9 @@ from operator import ne
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.prefix_node import PrefixNode
 from mlxlm.cache.state import compact_copy, fill_cache, holds_all_tokens, slice_tokens
-
-
-class _Node:
-    """Consecutive tokens that all texts below it share.
-
-    A layer that holds all tokens has its keys and values of these tokens in `pieces`. One that has dropped some, or is
-    of mlx_lm's own types, can't be cut at any token: its whole cache is in `snapshots`, if a text was inserted that
-    ends where the node ends.
-
-    Attributes:
-        ids: The tokens.
-        end: Number of tokens from the root up to the end of this node.
-        pieces: Keys and values by layer.
-        snapshots: Caches by layer.
-        restorable_from: The snapshots can be trimmed to this many tokens.
-        used: Time of the last use.
-        snapshots_used: Time of the last use of the snapshots.
-    """
-
-    __slots__ = (
-        "ids", "end", "parent", "key", "children", "pieces", "snapshots", "restorable_from", "nbytes", "used",
-        "snapshots_used",
-    )  # fmt: skip
-
-    def __init__(self, ids: array[int], parent: _Node | None, key: Hashable) -> None:
-        self.ids, self.parent, self.key = ids, parent, key
-        self.end: int = len(ids) + (parent.end if parent else 0)
-        self.children: dict[Hashable, _Node] = {}  # by first token; those of the root by group
-        self.pieces: dict[int, list[KVBuffer]] = {}
-        self.snapshots: dict[int, Any] = {}
-        self.restorable_from = self.nbytes = self.used = self.snapshots_used = 0
-        if parent is not None:
-            parent.children[key] = self
-
-    @property
-    def start(self) -> int:
-        """Number of tokens before this node."""
-        return self.end - len(self.ids)
-
-    @property
-    def eviction_time(self) -> int:
-        """Last use of what an eviction would remove: all of a leaf, the snapshots of another node."""
-        return self.snapshots_used if self.children else self.used
-
-    def subtree(self) -> Iterator[_Node]:
-        """This node and all below it."""
-        stack = [self]
-        while stack:
-            yield (node := stack.pop())
-            stack.extend(node.children.values())
 
 
 class PrefixCache:
@@ -90,7 +40,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all texts."""
-        self._root, self.nbytes, self._clock = _Node(array("i"), None, None), 0, count(1)
+        self._root, self.nbytes, self._clock = PrefixNode(array("i"), None, None), 0, count(1)
 
     def match(self, ids: Sequence[int], group: Hashable = None) -> int:
         """How many of the first tokens of `ids` can be restored.
@@ -199,12 +149,12 @@ class PrefixCache:
                 heappush(queue, (node.eviction_time, next(order), node))
             elif node.children:
                 node.snapshots = {}
-                self._count(node)
+                self.nbytes += node.count_bytes()
             elif node.parent is not None:  # else already removed
                 parent = self._remove(node)
                 heappush(queue, (parent.eviction_time, next(order), parent))
 
-    def _remove(self, node: _Node) -> _Node:
+    def _remove(self, node: PrefixNode) -> PrefixNode:
         """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""
         while True:
             parent = node.parent
@@ -216,9 +166,9 @@ class PrefixCache:
             if node.parent is None or node.children or node.snapshots or (node.ids and self._is_complete(node)):
                 return node
 
-    def _walk(self, ids: array[int], group: Hashable) -> tuple[list[_Node], int]:
+    def _walk(self, ids: array[int], group: Hashable) -> tuple[list[PrefixNode], int]:
         """The nodes that `ids` passes through, the last one perhaps not to its end, and how many tokens they share."""
-        path: list[_Node] = []
+        path: list[PrefixNode] = []
         depth, node = 0, self._root.children.get(group)
         while node is not None:
             path.append(node)
@@ -228,7 +178,7 @@ class PrefixCache:
             node = node.children.get(ids[depth])
         return path, depth
 
-    def _find(self, ids: array[int], group: Hashable) -> tuple[int, list[_Node], _Node | None]:
+    def _find(self, ids: array[int], group: Hashable) -> tuple[int, list[PrefixNode], PrefixNode | None]:
         """How many tokens can be restored, their nodes, and the node whose snapshots that takes (None: none)."""
         path, depth = self._walk(ids, group)
         while path:
@@ -240,11 +190,11 @@ class PrefixCache:
             depth = path.pop().start
         return 0, [], None
 
-    def _is_complete(self, node: _Node) -> bool:
+    def _is_complete(self, node: PrefixNode) -> bool:
         """Whether a node has the keys and values of all layers, so that it can be cut at any token."""
         return not node.ids or len(node.pieces) == self._num_layers
 
-    def _touch(self, path: Sequence[_Node], source: _Node | None) -> None:
+    def _touch(self, path: Sequence[PrefixNode], source: PrefixNode | None) -> None:
         """Mark nodes as used, and the snapshots of `source`."""
         now = next(self._clock)
         for node in path:
@@ -255,11 +205,13 @@ class PrefixCache:
     def _insert(self, ids: array[int], caches: Sequence[Any], group: Hashable) -> None:
         path, depth = self._walk(ids, group)
         if not path:
-            path = [_Node(array("i"), self._root, group)]
+            path = [PrefixNode(array("i"), self._root, group)]
         if depth < path[-1].end:
-            path[-1] = self._split(path[-1], depth)
+            lower = path[-1]
+            path[-1] = lower.split(depth)
+            self.nbytes += lower.count_bytes()
         if depth < len(ids):
-            path.append(_Node(ids[depth:], path[-1], ids[depth]))
+            path.append(PrefixNode(ids[depth:], path[-1], ids[depth]))
         sliceable = {
             n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and holds_all_tokens(cache)
         }
@@ -267,40 +219,15 @@ class PrefixCache:
             missing = [n for n in sliceable if n not in node.pieces] if node.ids else []
             node.pieces |= {n: slice_tokens(sliceable[n], node.start, node.end) for n in missing}
             mx.eval([buffer.arrays for n in missing for buffer in node.pieces[n]])
-            self._count(node)
+            self.nbytes += node.count_bytes()
         last = path[-1]
         last.snapshots = {n: _copy(cache) for n, cache in enumerate(caches) if n not in sliceable}
         mx.eval([cache.state for cache in last.snapshots.values()])
         last.restorable_from = max(
             (last.end - _num_trimmable(cache, last.end) for cache in last.snapshots.values()), default=0
         )
-        self._count(last)
+        self.nbytes += last.count_bytes()
         self._touch(path, last)
-
-    def _split(self, node: _Node, depth: int) -> _Node:
-        """Split a node so that a new one above it ends at `depth` tokens. Return that one."""
-        assert node.parent is not None
-        size = depth - node.start
-        upper = _Node(node.ids[:size], node.parent, node.key)  # replaces the node there
-        for n, buffers in node.pieces.items():
-            upper.pieces[n] = [buffer.slice_row(0, 0, size) for buffer in buffers]
-            node.pieces[n] = [buffer.slice_row(0, size, buffer.capacity) for buffer in buffers]
-            # One layer at a time, so that the arrays that were cut don't all stay in memory.
-            mx.eval([buffer.arrays for buffer in upper.pieces[n] + node.pieces[n]])
-        upper.used = node.used
-        node.ids, node.parent, node.key = node.ids[size:], upper, node.ids[size]
-        upper.children[node.key] = node
-        self._count(node)
-        self._count(upper)
-        return upper
-
-    def _count(self, node: _Node) -> None:
-        """Update `nbytes` after a change of a node."""
-        buffers = sum(buffer.nbytes for layer in node.pieces.values() for buffer in layer)
-        snapshots = sum(cache.nbytes for cache in node.snapshots.values())
-        nbytes = len(node.ids) * node.ids.itemsize + buffers + snapshots
-        self.nbytes += nbytes - node.nbytes
-        node.nbytes = nbytes
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:

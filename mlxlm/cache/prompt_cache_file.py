@@ -29,6 +29,7 @@ def save_prompt_cache(
     identity: Mapping[str, str],
     *,
     replace: bool = False,
+    mode: int = 0o666,
 ) -> None:
     """Write the caches of one text to a file.
 
@@ -40,6 +41,7 @@ def save_prompt_cache(
         ids: All token IDs of the text.
         identity: Identifies the model and settings; `load_prompt_cache` returns it.
         replace: Allow replacing an earlier cache file (never another file).
+        mode: Permissions of a new file, without those that the umask removes.
 
     Raises:
         CheckpointError: `path` exists, the caches are empty or of mlx_lm's own types, or writing fails.
@@ -60,7 +62,7 @@ def save_prompt_cache(
             _header(path)  # raises if it is not a cache file
         with os_errors_as(CheckpointError, "write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-    with (atomic_write if replace else atomic_new_file)(path) as file:
+    with atomic_write(path) if replace else atomic_new_file(path, mode=mode) as file:
         write_tensors(file, path, tensors, format=FORMAT, metadata=metadata)
 
 

@@ -80,9 +80,15 @@ def atomic_new_files(
 
 @contextmanager
 def atomic_new_file(
-    path: Path | str, error_type: type[MlxlmError] = CheckpointError, hint: str = "another name for the output"
+    path: Path | str,
+    error_type: type[MlxlmError] = CheckpointError,
+    hint: str = "another name for the output",
+    *,
+    mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
     """Write a new file atomically: yields a hidden file that is flushed and renamed to `path` on success.
+
+    `mode`: its permissions, without those that the umask removes.
 
     Raises:
         error_type: `path` exists (with `hint`), or writing fails.
@@ -90,7 +96,7 @@ def atomic_new_file(
     path = Path(path)
     with _partial(path, error_type, make_parent=True) as partial:
         _check_no_file(path, error_type, hint)
-        with partial.open("xb") as file:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
         _check_no_file(path, error_type, hint)  # again, since writing can take minutes
         _flush_and_rename(partial, path)
