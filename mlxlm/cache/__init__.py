@@ -5,6 +5,7 @@ from mlxlm.cache.fingerprint import fingerprint
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.cache.prefix_cache import PrefixCache
+from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
 from mlxlm.cache.prompt_cache_file import load_prompt_cache, load_prompt_cache_identity, save_prompt_cache
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "KVCache",
     "KVOptions",
     "PrefixCache",
+    "PrefixCacheFolder",
     "fingerprint",
     "make_cache",
     "load_prompt_cache",

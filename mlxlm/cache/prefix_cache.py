@@ -16,8 +16,13 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
 from mlxlm.cache.prefix_node import PrefixNode
 from mlxlm.cache.state import compact_copy, fill_cache, holds_all_tokens, slice_tokens
+from mlxlm.utils.errors import GenerationError
+
+_MIN_LOADED = 64  # tokens that the folder must have beyond those in memory
+_MIN_SAVED = 256  # tokens of a text that is written: shorter ones are read again as fast
 
 
 class PrefixCache:
@@ -28,28 +33,46 @@ class PrefixCache:
     Args:
         make_caches: Makes the empty caches of the model, one per layer.
         max_bytes: Maximum of `nbytes`.
+        folder: Where texts are kept that are evicted, and others by `flush`.
+
+    Raises:
+        GenerationError: The caches are of mlx_lm's own types, which can't be written to a folder.
 
     Attributes:
         nbytes: Bytes of everything that is kept.
     """
 
-    def __init__(self, make_caches: Callable[[], list[Any]], max_bytes: int) -> None:
-        self._make_caches, self.max_bytes = make_caches, max_bytes
-        self._num_layers = len(make_caches())
+    def __init__(
+        self, make_caches: Callable[[], list[Any]], max_bytes: int, folder: PrefixCacheFolder | None = None
+    ) -> None:
+        self._make_caches, self.max_bytes, self._folder = make_caches, max_bytes, folder
+        caches = make_caches()
+        if folder is not None and not all(isinstance(cache, KVCache) for cache in caches):
+            problem = "this architecture has its own cache type, which can't be kept in a folder"
+            raise GenerationError(problem, "a prefix cache in memory only")
+        self._num_layers = len(caches)
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Forget all texts, except for those in the folder."""
         self._root, self.nbytes, self._clock = PrefixNode(array("i"), None, None), 0, count(1)
 
     def match(self, ids: Sequence[int], group: Hashable = None) -> int:
         """How many of the first tokens of `ids` can be restored.
 
+        If the folder has many more of them than memory, they are loaded.
+
         Args:
             ids: A text. To get logits from the model, leave out its last token, which has to be read again.
             group: Texts of different groups share nothing.
         """
-        return self._find(array("i", ids), group)[0]
+        ids = array("i", ids)
+        found = self._find(ids, group)[0]
+        if self._folder is not None and self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
+            n, caches = self._folder.load(ids, self._make_caches, group, self.max_bytes)
+            self.insert(ids[:n], caches, group)
+            found = self._find(ids, group)[0]
+        return found
 
     def first_difference(self, ids: Sequence[int], group: Hashable = None) -> tuple[int, int, int] | None:
         """Where `ids` leaves the text that begins most like it: the position, that text's token, and the one of `ids`.
@@ -82,21 +105,7 @@ class PrefixCache:
         found, path, source = self._find(ids[: max(n, 0)], group)
         if found != n:
             raise ValueError(f"{n} tokens can't be restored, only {found}")
-        caches = self._make_caches()
-        if n == 0:
-            return caches
-        last = n - path[-1].start
-        for layer, cache in enumerate(caches):
-            if source is None or layer not in source.snapshots:
-                pieces = [node.pieces[layer] for node in path if node.ids]
-                pieces[-1] = [buffer.map_arrays(lambda x: x[:, :, :last]) for buffer in pieces[-1]]
-                fill_cache(cache, pieces, len(ids) - n)
-            else:
-                snapshot = source.snapshots[layer]
-                caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
-                if source.end > n:
-                    caches[layer].trim(source.end - n)
-        mx.eval([cache.state for cache in caches])
+        caches = self._build(ids, n, path, source)
         self._touch(path, source)
         return caches
 
@@ -151,8 +160,25 @@ class PrefixCache:
                 node.snapshots = {}
                 self.nbytes += node.count_bytes()
             elif node.parent is not None:  # else already removed
+                self._save(node)
                 parent = self._remove(node)
                 heappush(queue, (parent.eviction_time, next(order), parent))
+
+    def flush(self) -> None:
+        """Write the texts that the folder doesn't have yet, at the end of a program."""
+        leaves = (node for node in self._root.subtree() if not node.children)
+        for leaf in sorted(leaves, key=lambda node: node.used):
+            self._save(leaf)
+
+    def _save(self, leaf: PrefixNode) -> None:
+        """Write the text that ends with `leaf` to the folder, unless it is there."""
+        if self._folder is None or leaf.end < _MIN_SAVED:
+            return
+        ids, group = leaf.text, leaf.group
+        if self._folder.match(ids, group) < len(ids):
+            found, path, source = self._find(ids, group)
+            if found == len(ids):
+                self._folder.save(ids, self._build(ids, found, path, source), group)
 
     def _remove(self, node: PrefixNode) -> PrefixNode:
         """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""
@@ -189,6 +215,25 @@ class PrefixCache:
                     return depth, path, node
             depth = path.pop().start
         return 0, [], None
+
+    def _build(self, ids: array[int], n: int, path: Sequence[PrefixNode], source: PrefixNode | None) -> list[Any]:
+        """Make caches of the first `n` tokens of `ids` from what `_find` found."""
+        caches = self._make_caches()
+        if n == 0:
+            return caches
+        last = n - path[-1].start
+        for layer, cache in enumerate(caches):
+            if source is None or layer not in source.snapshots:
+                pieces = [node.pieces[layer] for node in path if node.ids]
+                pieces[-1] = [buffer.map_arrays(lambda x: x[:, :, :last]) for buffer in pieces[-1]]
+                fill_cache(cache, pieces, len(ids) - n)
+            else:
+                snapshot = source.snapshots[layer]
+                caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
+                if source.end > n:
+                    caches[layer].trim(source.end - n)
+        mx.eval([cache.state for cache in caches])
+        return caches
 
     def _is_complete(self, node: PrefixNode) -> bool:
         """Whether a node has the keys and values of all layers, so that it can be cut at any token."""
