@@ -35,6 +35,16 @@ class ToolFormat:
     suffix: str
     separator: str | None
 
+    @property
+    def follows_text(self) -> bool:
+        """Whether calls can follow text. Without other markup than JSON (Llama 3), they are all of the answer."""
+        return bool(self.prefix.partition("{")[0].strip("[ \n"))
+
+    @property
+    def trigger(self) -> str:
+        """The text that begins a call: the first word of the markup or, if there is only JSON, all up to the name."""
+        return self.prefix.partition("{")[0].split()[0] if self.follows_text else self.prefix
+
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Return calls as text, with arguments as `json.dumps` writes them."""
         bodies = (
@@ -42,6 +52,9 @@ class ToolFormat:
         )
         return f"{self.prefix}{(self.separator or self.suffix + self.prefix).join(bodies)}{self.suffix}"
 
+
+# Llama 3 may write this token before calls that are all of the answer. Its template doesn't show it.
+PYTHON_TAG = "<|python_tag|>"
 
 # For models whose template shows no tools or calls. Hermes and Qwen are trained on this markup.
 JSON_FORMAT = ToolFormat(

@@ -1,0 +1,220 @@
+"""The grammar of an answer with tool calls: text or calls, whose arguments match the schemas of their functions."""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxlm.chat.messages import Tool
+from mlxlm.chat.reasoning import CLOSE, OPEN
+from mlxlm.chat.tool_formats import PYTHON_TAG, ToolFormat
+from mlxlm.generation.constraint import check_llguidance_schema
+from mlxlm.generation.json_schema import to_llguidance_schema
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
+
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
+_CHOICE_HINT = '"none", "auto", "required", or {"type": "function", "function": {"name": NAME}}'
+
+
+def tool_grammar(
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    tool_choice: Any = "auto",
+    parallel_tool_calls: bool = True,
+    json_schema: Mapping[str, Any] | bool | None = None,
+    reasoning: str | None = None,
+) -> str | None:
+    """Return a Lark grammar for `GenerationOptions.grammar`.
+
+    Args:
+        format: How the model writes calls.
+        tools: The functions.
+        tokenizer: The model's tokenizer, for the special tokens in the markup.
+        tool_choice: "auto": text, calls, or text and then calls. "required": calls. {"type": "function", "function":
+            {"name": NAME}}: calls of this function. "none": text, in which no call can begin.
+        parallel_tool_calls: Whether there may be several calls.
+        json_schema: What the answer must match if it isn't calls.
+        reasoning: What the prompt ends with if it opens a <think> block, as in `ChatTemplate.generation_prefix_of`;
+            "" if the model may open one itself; None if there is none.
+
+    Returns:
+        None if nothing has to be constrained: without tools, or for "none" with a `json_schema`, which is a
+        constraint of its own.
+
+    Raises:
+        GenerationError: For an invalid `tool_choice`, and for parameters that can't be enforced: with `strict`, all
+            keywords count; without, those that a grammar can't express are ignored.
+    """
+    allowed = _allowed_tools(tools, tool_choice)
+    if not tools or (tool_choice == "none" and json_schema is not None):
+        return None
+    grammar = _Grammar(format, tokenizer.special_tokens, reasoning)
+    if allowed:
+        several = parallel_tool_calls and format.separator is not None
+        grammar.add_calls(allowed, several)
+    if tool_choice == "none":
+        answer = grammar.text()
+    elif tool_choice != "auto":
+        answer = grammar.calls()
+    elif json_schema is None:
+        answer = f"{grammar.text()} | {grammar.text_and_calls()}"
+    else:
+        answer = f"{grammar.json(json_schema)} | {grammar.calls()}"
+    return grammar.lark(answer)
+
+
+def _allowed_tools(tools: Sequence[Tool], tool_choice: Any) -> Sequence[Tool]:
+    if tool_choice == "none":
+        return ()
+    if tool_choice in ("auto", "required"):
+        if tool_choice == "required" and not tools:
+            raise GenerationError('tool_choice is "required", and there are no tools', '"auto", or tools')
+        return tools
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name is None:
+        raise GenerationError(f"tool_choice is {tool_choice!r}"[:100], _CHOICE_HINT)
+    if not (named := [tool for tool in tools if tool.name == name]):
+        hint = "one of " + ", ".join(tool.name for tool in tools) if tools else '"auto", or tools'
+        raise GenerationError(f"tool_choice names {name!r}, which is not one of the tools"[:100], hint)
+    return named
+
+
+class _Grammar:
+    """The rules of a Lark grammar.
+
+    A lexeme of text ends where it can't be continued, so that text must not match what begins a call or reasoning:
+    the terminals exclude each other.
+    """
+
+    def __init__(self, format: ToolFormat, special: Mapping[str, int], reasoning: str | None):
+        self._format, self._special, self._reasoning = format, special, reasoning
+        self._special_pattern = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True)) or "(?!)")
+        self._rules: dict[str, str] = {"ANY": "/(?s:.*)/"}
+
+    def lark(self, answer: str) -> str:
+        """Return the grammar of an answer, with its reasoning."""
+        self._rules["answer"] = answer
+        reasoning = "" if self._reasoning is None else self._reasoning_rule()
+        return "\n".join([f"start: {reasoning} answer", *(f"{name}: {rule}" for name, rule in self._rules.items())])
+
+    def text(self) -> str:
+        """Return the name of a terminal: text in which no call begins."""
+        trigger = self._format.trigger
+        if not self._format.follows_text:
+            excluded = [rf"\s*{_escape(trigger)}(?s:.*)"]
+        elif self._special_pattern.match(trigger):
+            excluded = []  # no text matches special tokens
+        else:
+            excluded = [f"(?s:.*){_escape(trigger)}(?s:.*)"]
+        self._rules["TEXT"] = self._excluding("(?s:.*)", excluded)
+        return "TEXT"
+
+    def json(self, schema: Mapping[str, Any] | bool) -> str:
+        """Return the name of a rule: JSON of a schema."""
+        converted = to_llguidance_schema(dict(schema) if isinstance(schema, Mapping) else schema)
+        check_llguidance_schema(converted)
+        self._rules["json"] = f"%json {json.dumps(converted, ensure_ascii=False)}"
+        return f"{self._space()} json"
+
+    def calls(self) -> str:
+        """Return an expression: calls without text before them."""
+        return f"{self._space()} {self._python_tag()} {self._literal(self._format.prefix)} calls"
+
+    def text_and_calls(self) -> str:
+        """Return an expression: calls, after text if the format allows it."""
+        trigger, rest = self._format.trigger, self._literal(self._format.prefix[len(self._format.trigger) :])
+        if not self._format.follows_text:
+            self._rules["PREFIX"] = rf"/\s*{_escape(trigger)}/"
+            return f"{self._python_tag()} PREFIX calls"
+        if self._special_pattern.match(trigger):
+            return f"TEXT? {self._literal(trigger)} {rest} calls"
+        self._rules["lead[lazy]"] = "LEAD"
+        self._rules["LEAD"] = self._excluding(f"(?s:.*){_escape(trigger)}", [])
+        return f"lead {rest} calls"
+
+    def add_calls(self, tools: Sequence[Tool], several: bool) -> None:
+        """Add the rule `calls`: what follows the prefix."""
+        for number, tool in enumerate(tools):
+            self._rules[f"call_{number}"] = f"{self._literal(tool.name + self._format.between)} arguments_{number}"
+            self._rules[f"arguments_{number}"] = f"%json {json.dumps(_arguments_schema(tool), ensure_ascii=False)}"
+        self._rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
+        suffix, separator = self._pieces(self._format.suffix), self._pieces(self._format.separator or "")
+        # What both begin with comes first, so that they differ in their first lexeme.
+        common = len(os.path.commonprefix([suffix, separator])) if several else len(suffix)
+        one = f"call {self._literal(''.join(suffix[:common]))}"
+        more = f"({self._literal(''.join(separator[common:]))} {one})*" if several else ""
+        self._rules["calls"] = f"{one} {more} {self._literal(''.join(suffix[common:]))}"
+
+    def _reasoning_rule(self) -> str:
+        if CLOSE in self._special:
+            self._rules["thought"] = f"ANY? {self._literal(CLOSE)}"
+        else:
+            self._rules["thought[lazy]"] = f"/(?s:.*){_escape(CLOSE)}/"
+        if self._reasoning:
+            return "thought"
+        self._rules["OPEN"] = rf"/\s*{_escape(OPEN)}/"
+        return f"({self._literal(OPEN) if OPEN in self._special else 'OPEN'} thought)?"
+
+    def _excluding(self, pattern: str, excluded: Sequence[str]) -> str:
+        if self._reasoning is not None and OPEN not in self._special:
+            excluded = [*excluded, rf"\s*{_escape(OPEN)}(?s:.*)"]
+        return " & ".join([f"/{pattern}/", *(f"~/{other}/" for other in excluded)])
+
+    def _space(self) -> str:
+        """Return optional white space, as it follows reasoning."""
+        if self._reasoning is None:
+            return ""
+        self._rules["SPACE"] = r"/\s{1,4}/"
+        return "SPACE?"
+
+    def _python_tag(self) -> str:
+        tagged = not self._format.follows_text and PYTHON_TAG in self._special
+        return f"{self._literal(PYTHON_TAG)}?" if tagged else ""
+
+    def _literal(self, text: str) -> str:
+        """Return an expression that matches a text, in which special tokens are these tokens."""
+        parts = re.split(f"({self._special_pattern.pattern})", text)
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+            for part in filter(None, parts)
+        )
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a text into special tokens and characters."""
+        return re.findall(f"{self._special_pattern.pattern}|(?s:.)", text)
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression that matches a text, without characters that end one in a grammar."""
+    return "".join(f"\\x{{{ord(character):X}}}" for character in text)
+
+
+def _arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a function's arguments for llguidance.
+
+    Arguments that the parameters don't name aren't generated, unless the schema says something about them.
+    """
+    schema = dict(tool.parameters) or {"properties": {}}
+    if schema.setdefault("type", "object") != "object":
+        raise _parameters_error(tool, f"their type is {schema['type']!r}, not an object", '"type": "object"')
+    if "properties" in schema and not _COMBINING & set(schema):
+        schema["additionalProperties"] = False
+    try:
+        converted = to_llguidance_schema(schema, lenient=not tool.strict)
+        check_llguidance_schema(converted)
+    except GenerationError as error:
+        raise _parameters_error(tool, error.message.removeprefix("json_schema: "), error.hint) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _parameters_error(tool, str(error), "values of JSON, nested less deeply") from None
+    return converted
+
+
+def _parameters_error(tool: Tool, problem: str, hint: str | None) -> GenerationError:
+    return GenerationError(f"the parameters of the tool {tool.name}: {problem}", hint)
