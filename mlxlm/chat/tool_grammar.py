@@ -54,7 +54,7 @@ def tool_grammar(
     allowed = _allowed_tools(tools, tool_choice)
     if not tools or (tool_choice == "none" and json_schema is not None):
         return None
-    grammar = _Grammar(format, tokenizer.special_tokens, reasoning)
+    grammar = _Grammar(format, tokenizer.special_tokens, reasoning, or_json=json_schema is not None)
     if allowed:
         several = parallel_tool_calls and format.separator is not None
         grammar.add_calls(allowed, several)
@@ -89,12 +89,15 @@ def _allowed_tools(tools: Sequence[Tool], tool_choice: Any) -> Sequence[Tool]:
 class _Grammar:
     """The rules of a Lark grammar.
 
-    A lexeme of text ends where it can't be continued, so that text must not match what begins a call or reasoning:
-    the terminals exclude each other.
+    The lexer takes the longest match and never goes back. So text must not match what begins a call or reasoning, and
+    calls in plain JSON have the same lexemes as JSON of a schema (`or_json`), each string being one.
     """
 
-    def __init__(self, format: ToolFormat, special: Mapping[str, int], reasoning: str | None):
+    def __init__(self, format: ToolFormat, special: Mapping[str, int], reasoning: str | None, or_json: bool):
         self._format, self._special, self._reasoning = format, special, reasoning
+        self._json_lexemes = or_json and not format.follows_text
+        # The quotation mark at the end of the markup belongs to the string of the name.
+        self._quote = '"' if self._json_lexemes and format.prefix.endswith('"') else ""
         self._special_pattern = re.compile("|".join(sorted(map(re.escape, special), key=len, reverse=True)) or "(?!)")
         self._rules: dict[str, str] = {"ANY": "/(?s:.*)/"}
 
@@ -125,7 +128,9 @@ class _Grammar:
 
     def calls(self) -> str:
         """Return an expression: calls without text before them."""
-        return f"{self._space()} {self._python_tag()} {self._literal(self._format.prefix)} calls"
+        return (
+            f"{self._space()} {self._python_tag()} {self._literal(self._format.prefix.removesuffix(self._quote))} calls"
+        )
 
     def text_and_calls(self) -> str:
         """Return an expression: calls, after text if the format allows it."""
@@ -142,10 +147,12 @@ class _Grammar:
     def add_calls(self, tools: Sequence[Tool], several: bool) -> None:
         """Add the rule `calls`: what follows the prefix."""
         for number, tool in enumerate(tools):
-            self._rules[f"call_{number}"] = f"{self._literal(tool.name + self._format.between)} arguments_{number}"
+            name = self._literal(self._quote + tool.name + self._format.between)
+            self._rules[f"call_{number}"] = f"{name} arguments_{number}"
             self._rules[f"arguments_{number}"] = f"%json {json.dumps(_arguments_schema(tool), ensure_ascii=False)}"
         self._rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
-        suffix, separator = self._pieces(self._format.suffix), self._pieces(self._format.separator or "")
+        suffix = self._pieces(self._format.suffix)
+        separator = self._pieces((self._format.separator or "").removesuffix(self._quote))
         # What both begin with comes first, so that they differ in their first lexeme.
         common = len(os.path.commonprefix([suffix, separator])) if several else len(suffix)
         one = f"call {self._literal(''.join(suffix[:common]))}"
@@ -180,7 +187,8 @@ class _Grammar:
 
     def _literal(self, text: str) -> str:
         """Return an expression that matches a text, in which special tokens are these tokens."""
-        parts = re.split(f"({self._special_pattern.pattern})", text)
+        strings = r'|"[^"]*"|[,:] ?' if self._json_lexemes else ""
+        parts = re.split(f"({self._special_pattern.pattern}{strings})", text)
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
             for part in filter(None, parts)

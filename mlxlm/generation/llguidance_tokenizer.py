@@ -18,6 +18,8 @@ def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: f
 
     eos_ids = sorted(id for id in eos_token_ids if id < vocab_size)
     tokens = [tokenizer.token_bytes(id, skip_special_tokens=False) for id in range(vocab_size)]
+    # The byte 0xFF, which no UTF-8 has, marks special tokens in llguidance: a token of it would match their first byte.
+    tokens = [b"" if b"\xff" in token else token for token in tokens]
     for id in eos_ids:
         tokens[id] = b""
     if not eos_ids:  # llguidance needs one: an id beyond the logits

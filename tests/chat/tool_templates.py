@@ -1,5 +1,7 @@
 """Small chat templates in the styles of model families, with the special tokens that they need."""
 
+from functools import cache
+
 import tokenizers
 
 from mlxlm.tokenizer import Tokenizer
@@ -116,6 +118,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@cache
 def tokenizer_for(family: str, tokens: Tokenizer) -> Tokenizer:
     """The tokenizer with the template and the special tokens of a family."""
     template, special = TEMPLATES[family]

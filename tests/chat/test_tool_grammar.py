@@ -1,0 +1,243 @@
+"""Answers of a random model: every call parses, names a tool, and has arguments that match its schema."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxlm import tokenizer as tokenizers
+from mlxlm.backend.mlx import mx
+from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.messages import Tool, ToolCall
+from mlxlm.chat.tool_grammar import tool_grammar
+from mlxlm.generation import GenerationOptions, LoadedModel, batch
+from mlxlm.generation.constraint import Grammar
+from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
+from tests.chat.conftest import TEXT
+from tests.chat.test_tool_formats import FORMATS
+from tests.chat.test_tool_parser import parse
+from tests.chat.tool_templates import tokenizer_for
+
+TOOLS = (
+    Tool("get", parameters={}),
+    Tool(
+        "get_weather",
+        parameters={
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 5},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "unit": {"enum": ["C", "<tool_call>"]},
+            },
+            "required": ["city", "unit"],
+        },
+        strict=True,
+    ),
+    Tool("note", parameters={"type": "object", "properties": {"a": {"type": "object", "maxProperties": 1}}}),
+)
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+DISTINCT = ["qwen2.5", "llama3", "mistral", "mistral-args", "gemma", "deepseek"]
+
+
+def valid(name, arguments):
+    """Whether arguments are JSON that matches the parameters of a tool."""
+    value = json.loads(arguments)
+    if name == "get":
+        return value == {}
+    if name == "note":
+        return set(value) <= {"a"} and isinstance(value.get("a", {}), dict)
+    assert name == "get_weather"
+    return (
+        {"city", "unit"} <= set(value) <= {"city", "unit", "days"}
+        and len(value["city"]) <= 5
+        and value["unit"] in ("C", "<tool_call>")
+        and value.get("days", 1) in range(1, 10)
+    )
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    config = tiny_config.with_changes(vocab_size=320, max_position_embeddings=1024)
+    model = Decoder(config)
+    model.init_weights(seed=3)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tokenizers.train(TEXT, 300)
+
+
+def answers(decoder, trained, family, count, max_tokens=150, **options):
+    """Texts of a random model, and the format of their calls."""
+    tokenizer = tokenizer_for(family, trained)
+    format = ChatTemplate(tokenizer).tool_format
+    lm = LoadedModel(decoder, tokenizer, decoder.config, Path("tiny"))
+    # "auto" begins calls only if their first token is likely.
+    bias = {
+        tokenizer.special_tokens[token]: 9 for token in tokenizer.special_tokens if format.trigger.startswith(token)
+    }
+    settings = {"seed": 1, "temperature": 1.0, "max_tokens": max_tokens, "batch_size": 50, "logit_bias": bias}
+    grammar = tool_grammar(format, TOOLS, tokenizer, **options)
+    return batch(lm, [[3]], num_samples=count, grammar=grammar, **settings), format
+
+
+def check(result, format, choice):
+    """Check an answer; return whether it has calls."""
+    text, calls = parse(format, [result.text], cut_off=result.finish_reason == "length")
+    complete = [call for call in calls if call[3]]
+    assert all(valid(name, arguments) for _, name, arguments, _ in complete)
+    assert all(name == "get_weather" or choice != NAMED for _, name, _, _ in calls)
+    if result.finish_reason == "eos":
+        assert result.constraint_error is None and len(complete) == len(calls)
+    else:
+        assert result.finish_reason == "length"
+    if choice == "none":
+        assert not calls
+    elif choice != "auto":
+        assert calls and not text
+    return bool(calls)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("family", DISTINCT)
+def test_calls_of_a_random_model(decoder, trained, family, choice):
+    results, format = answers(decoder, trained, family, 3, tool_choice=choice)
+    for result in results:
+        assert check(result, format, choice)
+
+
+def test_free_answers_of_a_random_model(decoder, trained):
+    results, format = answers(decoder, trained, "mistral-args", 3, tool_choice="auto")
+    assert True in [check(result, format, "auto") for result in results]
+    results, format = answers(decoder, trained, "mistral-args", 2, 30, tool_choice="none")
+    assert [check(result, format, "none") for result in results] == [False, False]
+
+
+def accepts(family, trained, text, **options):
+    """Whether a complete answer matches the grammar."""
+    tokenizer = tokenizer_for(family, trained)
+    grammar = tool_grammar(ChatTemplate(tokenizer).tool_format, TOOLS, tokenizer, **options)
+    return accepts_text(grammar, tokenizer, text)
+
+
+def accepts_text(grammar, tokenizer, text):
+    compiled = Grammar.compile(GenerationOptions(grammar=grammar), tokenizer, 320, frozenset({tokenizer.eos_id}))
+    matcher = compiled.matcher()
+    for id in tokenizer.encode(text, add_special_tokens=False, parse_special=True):
+        if not matcher.token_bitmask()[id // 32] >> (id % 32) & 1:
+            return False
+        matcher.consume(id)
+    return matcher.constraint_error is None
+
+
+CALL = ToolCall("1", "get_weather", '{"city": "Ulm", "unit": "C"}')
+
+
+@pytest.mark.parametrize("reasoning", [None, "", "<think>\n"])
+@pytest.mark.parametrize("family", DISTINCT)
+def test_which_answers_are_accepted(trained, family, reasoning):
+    format = FORMATS[family]
+    one, two = format.render([CALL]), format.render([CALL, ToolCall("2", "get", "")])
+    thought = {None: "", "": "\n<think>It is <tool.</think>\n\n", "<think>\n": "It <is.</think>\n\n"}[reasoning]
+    expected = {
+        # answer: whether it is accepted with auto, required, a named function, none
+        "Hello <b>.": (True, False, False, True),
+        one: (True, True, True, False),
+        two: (bool(format.separator), bool(format.separator), False, False),
+        one[:-1]: (False,) * 4,
+        f"Let me see.\n{one}": (True, False, False, not format.follows_text),
+        format.trigger: (False,) * 4,
+        f"{format.trigger}x": (False,) * 4,
+        one.replace("get_weather", "other"): (False,) * 4,
+        one.replace('"Ulm"', "5"): (False,) * 4,
+        one.replace("}", ', "more": 1}', 1): (False,) * 4,
+    }
+    for answer, wanted in expected.items():
+        for choice, accepted in zip(("auto", "required", NAMED, "none"), wanted, strict=True):
+            got = accepts(family, trained, thought + answer, tool_choice=choice, reasoning=reasoning)
+            assert got == accepted, (answer, choice)
+    single = {"tool_choice": "required", "reasoning": reasoning, "parallel_tool_calls": False}
+    assert accepts(family, trained, thought + one, **single)
+    assert not accepts(family, trained, thought + two, **single)
+
+
+def test_reasoning_is_optional_and_no_call(trained):
+    call = FORMATS["qwen3"].render([CALL])
+    thought = "<think>\n<tool_call> would help.\n</think>\n\n"
+    for answer in (thought + call, call, thought + "No.", "No."):
+        assert accepts("qwen3", trained, answer, reasoning="")
+    assert not accepts("qwen3", trained, thought + "<tool_call>", reasoning="")
+    assert not accepts("qwen3", trained, "<think>\n" + call, reasoning="")
+
+
+def test_python_tag(trained):
+    call = FORMATS["llama3"].render([CALL])
+    for choice in ("auto", "required"):
+        assert accepts("llama3", trained, "<|python_tag|>" + call, tool_choice=choice)
+    assert accepts("llama3", trained, '{"name": 5}')
+
+
+def test_json_or_calls(trained):
+    properties = {"ok": {"type": "boolean"}, "name": {"type": "string"}, "parameters": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    valid, invalid = ('{"ok": true}', '{"name": "Bob"}', '{"name":"get","parameters":5}'), ("Hello", '{"ok": 5}')
+    for family in DISTINCT:
+        tokenizer, call = tokenizer_for(family, trained), FORMATS[family].render([CALL])
+        for reasoning, thought in ((None, ""), ("<think>", "</think>\n")):
+            grammar = tool_grammar(FORMATS[family], TOOLS, tokenizer, json_schema=schema, reasoning=reasoning)
+            for answer in (*valid, call, *invalid):
+                assert accepts_text(grammar, tokenizer, thought + answer) == (answer not in invalid), answer
+        assert tool_grammar(FORMATS[family], TOOLS, tokenizer, tool_choice="none", json_schema=schema) is None
+    assert tool_grammar(FORMATS["xml"], (), tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "strict", "message"),
+    [
+        ({"type": "string"}, False, "their type is 'string', not an object"),
+        ({"type": "object", "not": {}}, True, '"not" can\'t be enforced while a text is generated'),
+        ({"type": "object", "properties": {"a": {"type": "word"}}}, False, 'there is no type "word"'),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, False, "which the schema doesn't have"),
+        ({"properties": {"a": False}, "required": ["a"]}, False, "no JSON matches it"),
+        ({"x-guidance": {}}, True, '"x-guidance" can\'t be set'),
+        ({"x-guidance": {}}, False, '"x-guidance" can\'t be set'),
+        ({"properties": {"a": {"const": {1}}}}, False, "not JSON serializable"),
+    ],
+)
+def test_parameters_that_cannot_be_enforced(trained, parameters, strict, message):
+    with pytest.raises(GenerationError) as caught:
+        tool_grammar(FORMATS["xml"], [Tool("f", parameters=parameters, strict=strict)], trained)
+    assert str(caught.value).startswith("the parameters of the tool f: ") and message in str(caught.value)
+
+
+def test_without_strict_some_keywords_are_ignored(trained):
+    parameters = {"properties": {"a": {"type": "string", "format": "uri-template", "not": {"const": "b"}}}}
+    grammar = tool_grammar(FORMATS["xml"], [Tool("f", parameters=parameters)], trained)
+    assert accepts_text(grammar, trained, FORMATS["xml"].render([ToolCall("1", "f", '{"a": "b"}')]))
+    with pytest.raises(GenerationError, match="the tool f: "):
+        tool_grammar(FORMATS["xml"], [Tool("f", parameters=parameters, strict=True)], trained)
+
+
+def test_arguments_that_a_schema_allows_by_itself(trained):
+    for parameters in ({"type": "object"}, {"properties": {}, "additionalProperties": {"type": "integer"}}):
+        grammar = tool_grammar(FORMATS["xml"], [Tool("f", parameters=parameters)], trained)
+        assert accepts_text(grammar, trained, FORMATS["xml"].render([ToolCall("1", "f", '{"any": 5}')]))
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "message"),
+    [
+        ("required", (), "there are no tools"),
+        ({"function": {"name": "f"}}, TOOLS, "names 'f', which is not one of the tools .try: one of get, get_weather"),
+        ({"function": {"name": "f"}}, (), "names 'f', which is not one of the tools .try: \"auto\""),
+        ("any", TOOLS, 'tool_choice is \'any\' .try: "none", "auto"'),
+        (None, TOOLS, "tool_choice is None"),
+        ({"function": 5}, TOOLS, "tool_choice is "),
+    ],
+)
+def test_invalid_choices(trained, choice, tools, message):
+    with pytest.raises(GenerationError, match=message):
+        tool_grammar(FORMATS["xml"], tools, trained, tool_choice=choice)
