@@ -2,6 +2,7 @@
 import { SSEParser } from "./sse.js";
 
 const KEY = "mlxlm.api-key";
+let key = storedKey();
 
 /** What the server (or the network) has to say about a failed request, in words for the user. */
 export class APIError extends Error {
@@ -11,9 +12,22 @@ export class APIError extends Error {
   }
 }
 
+function storedKey() {
+  try {
+    return sessionStorage.getItem(KEY);
+  } catch {
+    return null; // the browser blocks storage
+  }
+}
+
 /** Keeps the API key until the browser tab is closed. */
-export function setAPIKey(key) {
-  sessionStorage.setItem(KEY, key);
+export function setAPIKey(newKey) {
+  key = newKey;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // Then it is asked for again after a reload.
+  }
 }
 
 /** @returns {Promise<object[]>} The models, as `GET /v1/models` describes them. */
@@ -69,7 +83,6 @@ function partsOf({ comment, data }) {
 const toNumber = (text) => Number(text.replaceAll(",", ""));
 
 async function request(path, options = {}) {
-  const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => fail(error));
   if (response.ok) return response;

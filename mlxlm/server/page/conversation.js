@@ -26,10 +26,10 @@
 
 /** @returns {Conversation} */
 export function newConversation(settings = {}, model = undefined) {
-  return { id: crypto.randomUUID?.() ?? randomID(), title: "", updated: Date.now(), next: null, model, settings: { ...settings }, messages: {} };
+  return { id: randomID(), title: "", updated: Date.now(), next: null, model, settings: { ...settings }, messages: {} };
 }
 
-function randomID() { // crypto.randomUUID exists only on https and localhost
+function randomID() { // crypto.randomUUID would need https or localhost
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
@@ -69,11 +69,13 @@ export function alternatives(conversation, message) {
 /** @returns {object[]} What the model reads to write `answer`, or to continue it: then that is the last message. */
 export function promptOf(conversation, answer) {
   const { system } = conversation.settings;
-  const messages = path(conversation, answer).filter(({ text }) => text);
-  return [
-    ...(system ? [{ role: "system", content: system }] : []),
-    ...messages.map(({ role, text }) => ({ role, content: text })),
-  ];
+  const prompt = system ? [{ role: "system", content: system }] : [];
+  for (const { role, text } of path(conversation, answer).filter((message) => message.text)) {
+    // A question whose answer failed is part of the next one: many templates want roles to alternate.
+    if (prompt.at(-1)?.role === role) prompt.at(-1).content += `\n\n${text}`;
+    else prompt.push({ role, content: text });
+  }
+  return prompt;
 }
 
 function titleOf(text) {

@@ -2,12 +2,13 @@ import { path } from "./conversation.js";
 import { $ } from "./dom.js";
 import { enableCodeCopying, MessageView } from "./message_view.js";
 
-const NEAR_END = 60; // pixels
+const AT_END = 4; // pixels, for fractions and rounding
 
 /** The messages of the conversation that is open. Stays at their end while the reader is there. */
 export class ConversationView {
   #views = new Map(); // message id → view
   #following = true;
+  #top = 0;
 
   constructor(actions) {
     this.actions = actions;
@@ -34,7 +35,11 @@ export class ConversationView {
     this.conversation = conversation;
     const views = messages.map((message) => [message.id, this.#viewOf(message)]);
     this.#views = new Map(views);
-    this.list.replaceChildren(...views.map(([, view]) => view.element));
+    views.forEach(([, { element }], i) => { // those that stay keep selections, focus and scrolled code
+      const before = this.list.children[i] ?? null;
+      if (before !== element) this.list.insertBefore(element, before);
+    });
+    while (this.list.children.length > views.length) this.list.lastElementChild.remove();
     for (const message of messages) this.update(message, running);
     $("#welcome").hidden = messages.length > 0;
     this.#onScroll();
@@ -50,6 +55,11 @@ export class ConversationView {
     const last = message.next === null;
     this.#views.get(message.id)?.update({ running: message === running, busy: Boolean(running), last, progress });
     this.#keepAtEnd();
+  }
+
+  /** Makes the next `show` draw everything anew. */
+  reset() {
+    this.#views.clear();
   }
 
   /** Goes to the end and stays there. */
@@ -72,7 +82,9 @@ export class ConversationView {
 
   #onScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.scroller;
-    this.#following = scrollHeight - scrollTop - clientHeight < NEAR_END;
+    const atEnd = scrollHeight - scrollTop - clientHeight <= AT_END;
+    this.#following = atEnd || (this.#following && scrollTop >= this.#top); // any way up is away from the end
+    this.#top = scrollTop;
     this.toEnd.hidden = this.#following;
   }
 

@@ -57,23 +57,24 @@ function showDirections(code) {
   return code.replace(/[\u202a-\u202e\u2066-\u2069]/g, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase()}⟩`);
 }
 
-const shown = new WeakMap(); // element → HTML of its blocks
+const shown = new WeakMap(); // element → { source, blocks }, its Markdown and the HTML of each block
 
 /**
  * Renders `source` into `element`, and leaves what hasn't changed since the last time as it is: selections, focus and
  * scrolled code survive streaming.
  */
 export function renderMarkdown(element, source) {
-  const before = shown.get(element) ?? [];
+  const before = shown.get(element);
+  if (before?.source === source) return;
   const blocks = topLevelBlocks(source);
   blocks.forEach((html, i) => {
-    if (html === before[i]) return;
+    if (html === before?.blocks[i]) return;
     const block = sanitize(html);
     if (element.children[i]) morph(element.children[i], block);
     else element.append(block);
   });
   while (element.children.length > blocks.length) element.lastElementChild.remove();
-  shown.set(element, blocks);
+  shown.set(element, { source, blocks });
 }
 
 /** @returns {string[]} The HTML of each paragraph, list, table... */

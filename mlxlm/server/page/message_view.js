@@ -141,11 +141,12 @@ export class MessageView {
   /** Puts the question into a text box. Sending it starts a branch. */
   startEditing() {
     if ($("form", this.element)) return;
-    const area = h("textarea", { "aria-label": "Edit your question", rows: 3 });
+    const area = h("textarea", { "aria-label": "Edit your question", rows: Math.min(12, this.message.text.split("\n").length + 1) });
     area.value = this.message.text;
     const stop = () => {
       form.replaceWith(this.text);
       this.footer.hidden = false;
+      this.#updateQuestion();
       $('[aria-label="Edit"]', this.footer)?.focus();
     };
     const send = (event) => {

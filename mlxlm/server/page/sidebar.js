@@ -34,10 +34,13 @@ export class Sidebar {
       .sort((a, b) => b.updated - a.updated);
     const groups = Map.groupBy(found, ({ updated }) => age(updated));
     const empty = words.length ? "Nothing found." : "Your conversations will be listed here. They stay in this browser.";
-    $("#conversations").replaceChildren(
+    const list = $("#conversations");
+    const focused = list.contains(document.activeElement) && document.activeElement.dataset.key;
+    list.replaceChildren(
       ...[...groups].map(([name, group]) => this.#group(name, group)),
       found.length ? "" : h("p", { class: "soft" }, empty),
     );
+    if (focused) $(`[data-key="${focused}"]`, list)?.focus();
   }
 
   #group(name, conversations) {
@@ -50,12 +53,13 @@ export class Sidebar {
     const { id, title } = conversation;
     const current = id === this.currentID;
     const open = h("button", {
-      type: "button", class: "title", title, "aria-current": current && "page", onclick: () => this.actions.open(conversation),
-    }, title || "Untitled");
+      type: "button", class: "title", title, "data-key": `open ${id}`, "aria-current": current && "page",
+      onclick: () => this.actions.open(conversation),
+    }, title);
     if (this.isRunning(id)) open.append(h("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
     const row = h("li", { class: current ? "current" : null }, open,
-      iconButton(`Rename “${title}”`, "edit", () => this.#rename(conversation, row)),
-      iconButton(`Delete “${title}”`, "trash", () => this.actions.remove(conversation)));
+      iconButton(`Rename “${title}”`, "edit", () => this.#rename(conversation, row), { "data-key": `rename ${id}` }),
+      iconButton(`Delete “${title}”`, "trash", () => this.actions.remove(conversation), { "data-key": `delete ${id}` }));
     return row;
   }
 
@@ -65,7 +69,7 @@ export class Sidebar {
     const finish = (title) => {
       input.onblur = null;
       this.actions.rename(conversation, title.trim() || conversation.title);
-      $("#conversations [aria-current]")?.focus();
+      $(`[data-key="rename ${conversation.id}"]`)?.focus();
     };
     input.onblur = () => finish(input.value);
     input.onkeydown = (event) => {

@@ -53,7 +53,7 @@ function copyConversation(source, index) {
   }
   if (!follows(next, null)) fail("its first message is missing");
   const conversation = newConversation(validSettings(settings), isText(model) ? model : undefined);
-  return { ...conversation, title, updated: Number.isFinite(updated) ? updated : Date.now(), next, messages: copied };
+  return { ...conversation, title: title || "Untitled", updated: Number.isFinite(updated) ? updated : Date.now(), next, messages: copied };
 }
 
 function copyMessage(id, { parent = null, next = null, role, text, reasoning, model, finish, error, stats }) {

@@ -139,3 +139,12 @@ def test_an_answer_that_a_reload_interrupted_is_kept(page, server):
     expect(answers(page).locator("> .text")).to_have_text("Half of")
     page.get_by_role("button", name="Continue").click()
     expect(answers(page).locator("> .text")).to_have_text("Half of it.")
+
+
+def test_a_question_without_an_answer_is_part_of_the_next(page, server):
+    server.answers = [Answer(status=500, error="out of memory")]
+    ask(page, "First")
+    expect(page.locator(".notice.error")).to_contain_text("out of memory")
+    ask(page, "Second")
+    finished(page)
+    assert server.requests[1]["messages"] == [{"role": "user", "content": "First\n\nSecond"}]

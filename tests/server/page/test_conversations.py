@@ -89,3 +89,35 @@ def test_export_and_import(page, server, tmp_path):
     files["JSON"].write_text("{")
     page.set_input_files("#import-file", files["JSON"])
     expect(page.locator("#toast")).to_contain_text("isn't JSON")
+
+
+def test_other_tabs_see_what_changes(page, server):
+    other = page.context.new_page()
+    other.goto(server.url)
+    expect(other.locator("#question")).to_be_focused()
+    ask(page, "A question")
+    finished(page)
+    other.locator("#conversations .title").click()
+    expect(answers(other).locator("> .text")).to_have_text("Fine.")
+    ask(page, "Another question")
+    finished(page)
+    expect(answers(other)).to_have_count(2)
+    page.get_by_label("Delete “A question”").click()
+    expect(other.locator("#conversations .title")).to_have_count(0)
+
+
+def test_a_browser_without_storage_says_so(page, server):
+    page.add_init_script("indexedDB.open = () => { throw new DOMException('no', 'SecurityError'); }")
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("doesn't let this page keep conversations")
+    ask(page, "A question")
+    finished(page)
+    expect(answers(page).locator("> .text")).to_have_text("Fine.")
+
+
+def test_a_full_browser_says_so(page, server):
+    page.add_init_script("IDBObjectStore.prototype.put = () => { throw new DOMException('', 'QuotaExceededError'); }")
+    page.reload()
+    ask(page, "A question")
+    expect(page.get_by_role("alert")).to_contain_text("no room for more conversations")
+    expect(answers(page).locator("> .text")).to_have_text("Fine.")
