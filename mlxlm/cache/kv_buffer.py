@@ -89,6 +89,11 @@ class KVBuffer:
         for array, part in zip(self.arrays, self.quantize(x), strict=True):
             array[..., first:end, :] = part
 
+    def with_position(self, index: mx.array, x: mx.array) -> KVBuffer:
+        """Return a buffer with x `[B, H, 1, D]` at the position `index`, int32 `[1]`, for a compiled function."""
+        pairs = zip(self.arrays, self.quantize(x), strict=True)
+        return KVBuffer([mx.slice_update(array, part, index, (2,)) for array, part in pairs], self.quantization)
+
     def write_to_row(self, row: int, first: int, parts: Sequence[mx.array]) -> None:
         """Write already encoded positions to one row, starting at position `first`."""
         for array, part in zip(self.arrays, parts, strict=True):

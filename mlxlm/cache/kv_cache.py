@@ -12,7 +12,13 @@ from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
-STEP = 256  # the buffers grow by this many positions, so that decoding rarely copies the cache
+STEP = 256  # the buffers grow by at least this many positions, so that decoding rarely copies the cache
+
+
+def round_length(length: int) -> int:
+    """Round up to the sizes of buffers: multiples of 256 up to 4,096, then at most an eighth more."""
+    step = max(STEP, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
 
 
 class KVCache:
@@ -112,7 +118,8 @@ class KVCache:
         """
         rows, _, count, _ = keys.shape
         if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
-            self._make_room(keys, values)
+            self._prepare(keys, values)
+            self._make_room(count)
         begin, end = self._end, self._end + count
         key_buffer, value_buffer = self._buffers
         key_buffer.write(begin, end, keys)
@@ -146,8 +153,33 @@ class KVCache:
                 raise ValueError(f"row {row} already has {offset} tokens, so it can't be padded")
         self._pads = list(pads) if any(pads) else None
 
-    def _make_room(self, keys: mx.array, values: mx.array) -> None:
-        """Drop tokens if needed and make room for T more positions."""
+    @property
+    def can_step(self) -> bool:
+        """Whether `begin_step` can be called: not before the first token, nor with padding."""
+        return bool(self._buffers) and self._pads is None
+
+    @property
+    def buffers(self) -> list[KVBuffer]:
+        """The buffers of keys and of values; none before the first token."""
+        return self._buffers
+
+    def begin_step(self) -> tuple[int, list[int], int]:
+        """Make room for one token per row, which the caller writes to `buffers`; `end_step` appends it.
+
+        Returns:
+            The position of the token in the buffers, that of each row's first token, and the capacity of the buffers.
+        """
+        if self._end + 1 > self._bound:
+            self._make_room(1)
+        return self._end, self._starts, self._buffers[0].capacity
+
+    def end_step(self, buffers: list[KVBuffer]) -> None:
+        """Replace the buffers by those with one more token per row."""
+        self._buffers = buffers
+        self._end += 1
+
+    def _prepare(self, keys: mx.array, values: mx.array) -> None:
+        """Make buffers for the first keys and values `[B, H_kv, T, D]`; check later ones."""
         rows, count = keys.shape[0], keys.shape[2]
         if not self._starts:
             self._begin(rows)
@@ -159,6 +191,9 @@ class KVCache:
                 raise GenerationError(problem, "the model that the cache was made with")
         if rows != len(self._starts) or max(self._pads or [0]) > count:
             raise ValueError(f"keys {keys.shape} for {len(self._starts)} rows with padding {self._pads}")
+
+    def _make_room(self, count: int) -> None:
+        """Drop tokens if needed and make room for `count` more positions."""
         if self.rotation is not None:
             self._rotate(self.rotation, count)
         capacity = self._buffers[0].capacity
@@ -222,8 +257,8 @@ class KVCache:
         """How many positions to allocate for `length` tokens and `count` more."""
         needed = length + count
         if (bound := self.rotation or self.window) is None:
-            return -(-needed // STEP) * STEP
-        capacity = -(-(needed + bound.extra_capacity) // STEP) * STEP
+            return round_length(needed)
+        capacity = round_length(needed + bound.extra_capacity)
         return min(capacity, max(needed, bound.num_retained) + bound.extra_capacity)
 
     @property

@@ -18,9 +18,13 @@ _P = 0.3275911 / math.sqrt(2)
 _A = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
+_FEW = 1536  # up to this many elements, MLX's exp takes less time than the further operations of a vectorised one
+
+
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Compute silu(gate) · up elementwise, of the same shape and dtype (Shazeer 2020, "GLU Variants")."""
-    return _swiglu_cpu(gate, up) if ON_CPU and gate.dtype == mx.float32 else _swiglu_fused(gate, up)
+    vectorised = ON_CPU and gate.size > _FEW and gate.dtype == mx.float32
+    return _swiglu_cpu(gate, up) if vectorised else _swiglu_fused(gate, up)
 
 
 def gelu(x: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ from mlxlm.kernels.eval_points import eval_point
 from mlxlm.kernels.exp import exp_nonpositive, row_sums
 from mlxlm.kernels.mask import causal_mask, relative_positions
 
-_MANY_SCORES = 1 << 14  # from this many scores per decoded token, `exp_nonpositive` is worth its larger graph
+MANY_SCORES = 1 << 14  # from this many scores per decoded token, `exp_nonpositive` is worth its larger graph
 MIN_ROWS = 64  # minimum number of queries per block on the CPU; smaller matrix products are slow
 
 
@@ -32,7 +32,7 @@ def mlx_attention(
     if window is not None and (skip := max(0, S - T - window + 1)):
         keys, values, S = keys[:, :, skip:], values[:, :, skip:], S - skip
         first = None if first is None else mx.maximum(first - skip, 0)
-    if on_cpu and queries.size // queries.shape[3] * S >= _MANY_SCORES:
+    if on_cpu and queries.size // queries.shape[3] * S >= MANY_SCORES:
         return _decode_cpu(queries, keys, values, scale, first)
     if first is not None or segment_ids is not None or (window is not None and T > 1 and window < S):
         segments = None if segment_ids is None else (segment_ids, segment_ids)

@@ -6,7 +6,8 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import attention
+from mlxlm.kernels import attention, masked_attention
+from mlxlm.model.fused_linear import FusedLinear
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
@@ -42,6 +43,45 @@ class Attention(nn.Module):
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
 
+        self._project: Any = None  # FusedLinear, see `fuse`
+        self._project_out: Any = None
+
+    def fuse(self) -> None:
+        """Fuse the projections of the same input, for `decode`."""
+        self._project = FusedLinear.updated(self._project, self.q_proj, self.k_proj, self.v_proj)
+        self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
+
+    def decode(self, x: mx.array, cache: Any) -> mx.array:
+        """Apply attention to one position per row, after `fuse`.
+
+        Args:
+            x: `[B, hidden]`.
+            cache: The layer's cache in a decoding step: see `mlxlm.generation.decode_step.LayerStep`.
+
+        Returns:
+            `[B, hidden]`.
+        """
+        B, H, K, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
+        projected = self._project(x)
+        if self.qk_norm == "projection":
+            queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
+            projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+        projected = projected.reshape(B, H + 2 * K, 1, D)
+        rotated, values = projected[:, : H + K], projected[:, H + K :]
+        if self.qk_norm == "head":
+            rotated = mx.concatenate([self.q_norm(rotated[:, :H]), self.k_norm(rotated[:, H:])], axis=1)
+        if self.rope is not None:
+            rotated = self.rope.rotate_at(rotated, cache.angles(self.rope, x.dtype))
+        queries, keys = rotated[:, :H], rotated[:, H:]
+        if self.rope is not None and self.rope.query_scale is not None:
+            queries = queries * self.rope.query_scale.astype(x.dtype)
+        keys, values = cache.update_and_fetch(keys, values)
+        bias = None if self._slopes is None else self._slopes[:, None, None] * cache.distances
+        out = masked_attention(
+            queries, keys, values, self.scale, cache.mask(self.window), softcap=self.softcap, bias=bias
+        )  # fmt: skip
+        return self._project_out(out.reshape(B, H * D))
+
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply attention.
 
@@ -54,6 +94,8 @@ class Attention(nn.Module):
         Returns:
             `[B, T, hidden]`.
         """
+        if x.ndim == 2:
+            return self.decode(x, cache)
         B, T, _ = x.shape
 
         def split(y: mx.array, heads: int) -> mx.array:

@@ -38,7 +38,7 @@ class Block(nn.Module):
         """Apply the layer.
 
         Args:
-            residual: `[B, T, hidden]`.
+            residual: `[B, T, hidden]`, or `[B, hidden]` in a decoding step (`Decoder.decode`).
             hidden_states: Output of the layer before, not yet added to `residual`. None for the first layer, and with
                 post-norm.
             cache: A key-value cache.

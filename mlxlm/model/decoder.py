@@ -43,7 +43,7 @@ class Backbone(nn.Module):
         """Embed tokens.
 
         Args:
-            tokens: int `[B, T]`.
+            tokens: int `[B, T]`, or `[B]` in a decoding step.
             offset: Position of the first token, or int `[B]` with one for each row.
             segment_ids: int `[B, T]`. Positions start at 0 for each document of a row.
 
@@ -54,7 +54,9 @@ class Backbone(nn.Module):
         if self.multiplier != 1:
             residual = residual * self.multiplier
         if "embed_positions" in self:
-            if segment_ids is None:
+            if tokens.ndim == 1:
+                positions = offset
+            elif segment_ids is None:
                 positions = position_ids(offset, tokens.shape[1], self.longest)
             else:
                 positions = packed_position_ids(segment_ids)
@@ -116,6 +118,22 @@ class Decoder(nn.Module):
             ValueError: Both `cache` and `segment_ids` are given.
         """
         return self.head(self.model(tokens, cache, segment_ids=segment_ids))
+
+    def fuse(self) -> None:
+        """Fuse the projections of each layer that have the same input, for `decode`.
+
+        Weights become views of fused ones. After weights have been replaced, call it again.
+        """
+        for layer in self.layers:
+            layer.self_attn.fuse()
+            layer.mlp.fuse()
+
+    def decode(self, tokens: mx.array, cache: Any) -> mx.array:
+        """Compute the logits `[B, V]` of one token per row, int `[B]`, after `fuse`.
+
+        See `mlxlm.generation.decode_step`, which makes the `cache`: it can be compiled.
+        """
+        return self.head(self.model(tokens, cache))
 
     def head(self, x: mx.array) -> mx.array:
         """Compute logits `[B, T, V]` from the hidden states `[B, T, hidden]` after the final norm."""

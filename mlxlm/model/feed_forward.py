@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import gelu, gelu_tanh, swiglu
+from mlxlm.model.fused_linear import FusedLinear
 from mlxlm.model.linear import Linear
 
 ACTIVATIONS = {
@@ -29,9 +32,27 @@ class FeedForward(nn.Module):
             self.gate_proj = Linear(h, inner, bias=bias)
         self.up_proj = Linear(h, inner, bias=bias)
         self.down_proj = Linear(inner, h, bias=bias)
+        self._project: Any = None  # FusedLinear, see `fuse`
+        self._project_down: Any = None
+
+    def fuse(self) -> None:
+        """Fuse the projections of the same input, for `decode`."""
+        inputs = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
+        self._project = FusedLinear.updated(self._project, *inputs)
+        self._project_down = FusedLinear.updated(self._project_down, self.down_proj)
+
+    def decode(self, x: mx.array) -> mx.array:
+        """Apply the feed-forward to one position per row, `[B, hidden]`, after `fuse`."""
+        x = self._project(x)
+        if self.gated:
+            gate, up = mx.split(x, 2, axis=-1)
+            return self._project_down(swiglu(gate, up) if self.is_swiglu else self.activation(gate) * up)
+        return self._project_down(self.activation(x))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to `x` `[B, T, hidden]`."""
+        if x.ndim == 2:
+            return self.decode(x)
         if self.is_swiglu:
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         if self.gated:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxlm.backend.mlx import mx
+import numpy as np
+
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths
 from mlxlm.utils.errors import GenerationError
@@ -34,6 +36,7 @@ class RotaryEmbedding:
             self.long_wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling, long=True))
         self.varies = self.rope_type in ("dynamic", "longrope")
         self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
+        self._frequencies: mx.array | None = None  # 1 / wavelengths, of all tokens
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
         if factor != 1:
@@ -51,6 +54,36 @@ class RotaryEmbedding:
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
         return self._rotate(queries, offset, base, wavelengths), self._rotate(keys, offset, base, wavelengths)
+
+    def angles(self, positions: mx.array, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
+        """Return what `rotate_at` needs for one token per row, at `positions` int32 `[B]`.
+
+        On a CPU, where MLX's RoPE computes cosines and sines anew in every call, these are cosines and sines.
+        """
+        if not ON_CPU:
+            return positions
+        if self._frequencies is None:
+            half = self.dims // 2
+            if self.wavelengths is None:  # in float32, as in MLX
+                exponents = mx.arange(0, -half, -1, dtype=mx.float32) * float(np.log(np.float32(self.base)) / half)
+                self._frequencies = mx.exp(exponents)
+            else:
+                self._frequencies = mx.reciprocal(self.wavelengths)
+            mx.eval(self._frequencies)
+        theta = positions.astype(mx.float32)[:, None] * self._frequencies
+        cosines, sines = mx.cos(theta).astype(dtype), mx.sin(theta).astype(dtype)
+        shape = (-1, 1, 2, self.dims // 2)
+        return mx.concatenate([cosines, cosines], 1).reshape(shape), mx.concatenate([-sines, sines], 1).reshape(shape)
+
+    def rotate_at(self, x: mx.array, angles: mx.array | tuple[mx.array, mx.array]) -> mx.array:
+        """Rotate x `[B, H, 1, D]` by the result of `angles`. Equal to the rotation of whole sequences."""
+        if isinstance(angles, mx.array):
+            return self._rotate(x, angles, *self._fixed)
+        cosines, sines = angles
+        B, H, _, D = x.shape
+        halves = x.reshape(B, H, 2, D // 2) if self.dims == D else x[..., : self.dims].reshape(B, H, 2, self.dims // 2)
+        rotated = (halves * cosines + halves[:, :, ::-1] * sines).reshape(B, H, 1, self.dims)
+        return rotated if self.dims == D else mx.concatenate([rotated, x[..., self.dims :]], axis=-1)
 
     def shift_keys(self, keys: mx.array, by: int, cache: Any = None) -> mx.array:
         """Rotate cached keys `[B, H, n, D]` for positions that are `by` later."""

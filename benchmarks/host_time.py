@@ -1,0 +1,99 @@
+"""Host time per decoded token: how long Python takes to build a token's graph, which a GPU can't hide if it is faster.
+
+    python benchmarks/host_time.py [--layers 8 30] [--batches 1 8] [--tokens 100] [--rounds 5]
+
+Tiny Llama models with the same weights in mlxlm (`DecodeStep`, and the model without it) and in mlx_lm, in turn in one
+process. Each token is built, timed, and then evaluated outside of the timing. On a CPU, RoPE, norms and attention are
+many operations, on a GPU one each, so that the times on a GPU are shorter for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+from common import in_turn, median, report, spread
+
+from mlxlm.backend.mlx import mx, tree_flatten, tree_unflatten
+from mlxlm.cache import make_cache
+from mlxlm.config import ModelConfig
+from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.model import Decoder
+
+PROMPT = 10  # tokens
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", type=int, default=[8, 30])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    rows, result = [], {}
+    for layers in options.layers:
+        ours, peer = make_models(layers)
+        for batch in options.batches:
+            times = in_turn(options.rounds, **steps(ours, peer, batch, options.tokens))
+            case = f"{layers} layers, batch {batch}"
+            for name, values in times.items():
+                ratio = median([a / b for a, b in zip(values, times["mlx_lm"], strict=True)])
+                rows.append(
+                    (f"{case}: {name}", f"{spread([1e3 * value for value in values])} ms, {ratio:.2f} x mlx_lm")
+                )
+                result[f"{case}: {name}"] = [round(1e3 * median(values), 4), round(ratio, 3)]
+    report("host time per token: medians; times mlx_lm's", rows, {"benchmark": "host_time", "cases": result})
+
+
+def make_models(layers: int) -> tuple[Decoder, object]:
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    config = ModelConfig(
+        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=4096,
+        tie_word_embeddings=True, **SIZES,
+    )  # fmt: skip
+    ours = Decoder(config)
+    ours.init_weights(0)
+    ours.eval()
+    peer = Model(
+        ModelArgs(
+            model_type="llama", num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=2,
+            rms_norm_eps=config.rms_norm_eps, rope_theta=config.rope_theta, tie_word_embeddings=True, **SIZES,
+        )
+    )  # fmt: skip
+    peer.update(tree_unflatten(tree_flatten(ours.parameters())))
+    peer.eval()
+    mx.eval(ours.parameters(), peer.parameters())
+    return ours, peer
+
+
+def steps(ours: Decoder, peer: object, batch: int, tokens: int) -> dict[str, Callable[[], float]]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    step, token, prompt = DecodeStep(ours), mx.array([[5]] * batch), mx.array([[1] * PROMPT] * batch)
+
+    def measure(model: Callable, make: Callable, forward: Callable) -> float:
+        caches, times = make(), []
+        mx.eval(model(prompt, cache=caches))
+        for _ in range(tokens):
+            start = time.perf_counter()
+            logits = forward(caches)
+            times.append(time.perf_counter() - start)
+            mx.eval(logits)
+        return median(times)
+
+    return {
+        "mlxlm": lambda: measure(ours, lambda: make_cache(ours), lambda caches: step(token, caches)),
+        "mlxlm without DecodeStep": lambda: measure(
+            ours, lambda: make_cache(ours), lambda caches: ours(token, cache=caches)[:, -1]
+        ),
+        "mlx_lm": lambda: measure(
+            peer, lambda: make_prompt_cache(peer), lambda caches: peer(token, cache=caches)[:, -1]
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()
