@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterator
 from typing import Any
+from weakref import ref
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer
@@ -28,8 +29,8 @@ class PrefixNode:
     """
 
     __slots__ = (
-        "ids", "end", "parent", "key", "children", "pieces", "snapshots", "restorable_from", "nbytes", "used",
-        "snapshots_used",
+        "__weakref__", "_parent", "ids", "end", "key", "children", "pieces", "snapshots", "restorable_from", "nbytes",
+        "used", "snapshots_used",
     )  # fmt: skip
 
     def __init__(self, ids: array[int], parent: PrefixNode | None, key: Hashable) -> None:
@@ -41,6 +42,16 @@ class PrefixNode:
         self.restorable_from = self.nbytes = self.used = self.snapshots_used = 0
         if parent is not None:
             parent.children[key] = self
+
+    @property
+    def parent(self) -> PrefixNode | None:
+        """The node above this one; None for the root and for a removed node."""
+        return None if self._parent is None else self._parent()
+
+    @parent.setter
+    def parent(self, node: PrefixNode | None) -> None:
+        # Weak, so that a tree without references is freed at once, not by the next garbage collection.
+        self._parent = None if node is None else ref(node)
 
     @property
     def start(self) -> int:
@@ -77,7 +88,6 @@ class PrefixNode:
 
     def split(self, depth: int) -> PrefixNode:
         """Make this node begin at `depth` tokens; return a new one above it that ends there."""
-        assert self.parent is not None
         size = depth - self.start
         upper = PrefixNode(self.ids[:size], self.parent, self.key)  # replaces this one there
         for layer, buffers in self.pieces.items():

@@ -323,6 +323,12 @@ def test_evicted_texts_free_their_memory():
     tree.evict(900 * (2 * 512 * 4 + 4))
     assert tree.match(one) == 900 and tree.match(other) == 500
     assert mx.get_active_memory() - before < 900 * 2 * 512 * 4 + 50_000
+    tree.clear()
+    assert mx.get_active_memory() - before < 50_000
+    tree.insert(other, rows(other))
+    tree.insert(one, rows(one))
+    del tree
+    assert mx.get_active_memory() - before < 50_000
 
 
 def test_a_long_conversation_evicts_its_old_snapshots_first():
