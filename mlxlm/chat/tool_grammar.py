@@ -16,6 +16,7 @@ from mlxlm.generation.json_schema import to_llguidance_schema
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
+MAX_CALLS = 16  # in one answer: small models tend to repeat calls until they are stopped
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
 _CHOICE_HINT = '"none", "auto", "required", or {"type": "function", "function": {"name": NAME}}'
 
@@ -37,8 +38,8 @@ def tool_grammar(
         tools: The functions.
         tokenizer: The model's tokenizer, for the special tokens in the markup.
         tool_choice: "auto": text, calls, or text and then calls. "required": calls. {"type": "function", "function":
-            {"name": NAME}}: calls of this function. "none": text, in which no call can begin.
-        parallel_tool_calls: Whether there may be several calls.
+            {"name": NAME}}: one call of this function. "none": text, in which no call can begin.
+        parallel_tool_calls: Whether there may be several calls, at most `MAX_CALLS`.
         json_schema: What the answer must match if it isn't calls.
         reasoning: What the prompt ends with if it opens a <think> block, as in `ChatTemplate.generation_prefix_of`;
             "" if the model may open one itself; None if there is none.
@@ -56,8 +57,8 @@ def tool_grammar(
         return None
     grammar = _Grammar(format, tokenizer.special_tokens, reasoning, or_json=json_schema is not None)
     if allowed:
-        several = parallel_tool_calls and format.separator is not None
-        grammar.add_calls(allowed, several)
+        named = tool_choice not in ("auto", "required")
+        grammar.add_calls(allowed, several=parallel_tool_calls and not named and format.separator is not None)
     if tool_choice == "none":
         answer = grammar.text()
     elif tool_choice != "auto":
@@ -156,7 +157,7 @@ class _Grammar:
         # What both begin with comes first, so that they differ in their first lexeme.
         common = len(os.path.commonprefix([suffix, separator])) if several else len(suffix)
         one = f"call {self._literal(''.join(suffix[:common]))}"
-        more = f"({self._literal(''.join(separator[common:]))} {one})*" if several else ""
+        more = f"({self._literal(''.join(separator[common:]))} {one}){{0,{MAX_CALLS - 1}}}" if several else ""
         self._rules["calls"] = f"{one} {more} {self._literal(''.join(suffix[common:]))}"
 
     def _reasoning_rule(self) -> str:

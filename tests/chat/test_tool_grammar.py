@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Tool, ToolCall
-from mlxlm.chat.tool_grammar import tool_grammar
+from mlxlm.chat.tool_grammar import MAX_CALLS, tool_grammar
 from mlxlm.generation import GenerationOptions, LoadedModel, batch
 from mlxlm.generation.constraint import Grammar
 from mlxlm.model import Decoder
@@ -162,6 +163,31 @@ def test_which_answers_are_accepted(trained, family, reasoning):
     single = {"tool_choice": "required", "reasoning": reasoning, "parallel_tool_calls": False}
     assert accepts(family, trained, thought + one, **single)
     assert not accepts(family, trained, thought + two, **single)
+
+
+def test_the_number_of_calls_is_limited(trained):
+    for count, accepted in ((MAX_CALLS, True), (MAX_CALLS + 1, False)):
+        assert accepts("mistral", trained, FORMATS["mistral"].render([CALL] * count)) == accepted
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "gemma", "chatml"])
+def test_a_call_that_has_begun_is_completed(trained, family):
+    """Where a random model would hardly begin one."""
+    tokenizer, format = tokenizer_for(family, trained), FORMATS[family]
+    options = GenerationOptions(grammar=tool_grammar(format, TOOLS, tokenizer))
+    compiled = Grammar.compile(options, tokenizer, 320, frozenset({tokenizer.eos_id}))
+    for seed in range(3):
+        random, matcher = np.random.default_rng(seed), compiled.matcher()
+        ids = tokenizer.encode("Well:\n\n" + format.trigger, add_special_tokens=False)
+        for id in ids:
+            matcher.consume(id)
+        while ids[-1] != tokenizer.eos_id and not matcher.finished:
+            bits = np.unpackbits(matcher.token_bitmask().view(np.uint8), bitorder="little")
+            ids.append(int(random.choice(np.flatnonzero(bits))))
+            matcher.consume(ids[-1])
+        text, calls = parse(format, tokenizer.decode(ids))
+        assert text == "Well:" and calls
+        assert all(valid(name, arguments) and complete for _, name, arguments, complete in calls)
 
 
 def test_reasoning_is_optional_and_no_call(trained):
