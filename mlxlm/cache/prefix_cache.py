@@ -153,10 +153,8 @@ class PrefixCache:
         queue = [(node.eviction_time, next(order), node) for node in candidates]
         heapify(queue)
         while self.nbytes > max_bytes and queue:
-            time, _, node = heappop(queue)
-            if time < node.eviction_time:  # it has become a leaf
-                heappush(queue, (node.eviction_time, next(order), node))
-            elif node.children:
+            *_, node = heappop(queue)
+            if node.children:
                 node.snapshots = {}
                 self.nbytes += node.count_bytes()
             elif node.parent is not None:  # else already removed
