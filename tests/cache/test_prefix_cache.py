@@ -392,3 +392,12 @@ def test_a_model_continues_restored_texts_as_if_it_had_read_them(changes, kv):
         np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
         tree.insert(ids, caches)
     assert hits == [0, 100, 100, 120, 120]
+
+
+def test_a_snapshot_outlives_a_continuation_that_was_used_less():
+    tree, text = PrefixCache(lambda: make_caches("windowed"), 1 << 40), [1] * 150
+    for ids in (text, [*text, *[2] * 75]):
+        tree.insert(ids, read(make_caches("windowed"), ids))
+    tree.restore(text, 150)
+    tree.evict(tree.nbytes - 1)
+    assert tree.match([*text, *[2] * 75]) == 150

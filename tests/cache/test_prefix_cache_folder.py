@@ -132,6 +132,12 @@ def test_other_models_options_and_groups_are_ignored(tmp_path):
     assert open_cache(tmp_path, identity={}).match(TEXT, "long") == 0
 
 
+def test_a_file_that_cannot_be_trimmed_so_far_is_no_match(tmp_path):
+    saved(tmp_path, TEXT[:400], kind="windowed")
+    folder = open_cache(tmp_path, "windowed")._folder
+    assert folder.match(TEXT) == 400 and folder.match(TEXT[:100]) == 0
+
+
 def test_a_longer_text_replaces_its_beginning(tmp_path):
     saved(tmp_path, TEXT[:300])
     saved(tmp_path, TEXT[:400])
