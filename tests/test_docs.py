@@ -36,7 +36,7 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     from mlxlm.utils.json_files import write_json
 
     folder = tmp_path_factory.mktemp("docs")
-    model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=512))
+    model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=1024))
     model.init_weights(seed=3)
     (folder / "my-model").mkdir()
     write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
