@@ -150,8 +150,9 @@ struct DecodeRows {
     return slot < MINE ? row_group * MINE + slot : ROWS;
   }
 
-  // Initializes the state for part `split` of `splits` of the S keys.
-  METAL_FUNC void begin(uint simdgroup, uint lane_, int S, int window_, float cap_, int split, int splits) thread {
+  // Initializes the state for part `split` of `splits` of the keys from `first` to S.
+  METAL_FUNC void
+  begin(uint simdgroup, uint lane_, int first, int S, int window_, float cap_, int split, int splits) thread {
     lane = ushort(lane_);
     row_group = simdgroup / KEY_GROUPS;
     key_group = simdgroup % KEY_GROUPS;
@@ -159,7 +160,7 @@ struct DecodeRows {
     window = window_;
     cap = M_LOG2E_F * cap_;
     slope = 0;
-    const int unseen = WINDOW ? max(0, S - QUERIES + 1 - window) : 0;  // keys before the windows of all queries
+    const int unseen = WINDOW ? max(first, S - QUERIES + 1 - window) : first;  // keys before the windows of all queries
     const int steps = (S - unseen + splits * STEP - 1) / (splits * STEP);
     first_key = unseen + split * steps * STEP;
     end_key = min(first_key + steps * STEP, S);

@@ -3,13 +3,14 @@
 // Inputs (any strides), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
 //   scale, cap: 0-d float32; window: 0-d int32, at most S; slopes [H] float32 (ALiBi)
-//   cap, window and slopes are read only with SOFTCAP, WINDOW and SLOPES
+//   range [B, 2] int32: the first key of each batch entry, and the one after its last; the queries are the last before it
+//   cap, window, slopes and range are read only with SOFTCAP, WINDOW, SLOPES and RANGE; without RANGE it is 0 and S
 // Output `out`:
 //   without SPLIT, T [B, H, QUERIES, D];
 //   with SPLIT, float32 [B, H, QUERIES, splits, D + 2]: the unnormalized sum, the maximum score (base 2) and the sum of
 //   exp2(score - maximum) of each part of the keys, for attention_decode_combine
 // Template: T; D; GROUPED; QUERIES; ROW_GROUPS and KEY_GROUPS, the groups of rows and keys in a threadgroup; TILE, the
-//   keys in threadgroup memory at a time (0 with one row group); SPLIT; WINDOW; SOFTCAP; SLOPES
+//   keys in threadgroup memory at a time (0 with one row group); SPLIT; WINDOW; SOFTCAP; SLOPES; RANGE
 // Grid: (32 * ROW_GROUPS * KEY_GROUPS, B * H_kv, splits); threadgroup: the same with 1, 1
 //
 // Query t of QUERIES has position S - QUERIES + t and sees the keys up to there, with WINDOW the last `window`.
@@ -20,14 +21,17 @@ using Rows = DecodeRows<T, D, GROUPED, QUERIES, ROW_GROUPS, KEY_GROUPS, WINDOW, 
 threadgroup float scratch[Rows::SCRATCH];
 threadgroup T tile[ROW_GROUPS > 1 ? 2 * TILE * D : 1];
 
-const int kv_heads = keys_shape[1], S = keys_shape[2];
+const int kv_heads = keys_shape[1];
 const int place = threadgroup_position_in_grid.y, batch = place / kv_heads, head = place % kv_heads;
+const int first = RANGE ? int(range[batch * range_strides[0]]) : 0;
+const int S = RANGE ? int(range[batch * range_strides[0] + range_strides[1]]) : keys_shape[2];
 const int split = threadgroup_position_in_grid.z, splits = threadgroups_per_grid.z;
 
 Rows rows;
 rows.begin(
     simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup,
+    first,
     S,
     WINDOW ? int(window) : 0,
     SOFTCAP ? float(cap) : 0.0f,

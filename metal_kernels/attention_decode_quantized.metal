@@ -6,7 +6,7 @@
 //   key_scales, key_biases, value_scales, value_biases: T [B, H_kv, S, D / GROUP]; value = scale * code + bias
 //   (these six may have more than B batch entries, since MLX passes arrays of fewer than 8 elements in the constant
 //   address space, which this kernel doesn't support)
-//   scale, cap, window, slopes and the output as in attention_decode
+//   scale, cap, window, slopes, range and the output as in attention_decode
 // Template: as in attention_decode, and GROUP (32 or 64, a divisor of D), BITS (4 or 8)
 // Grid, threadgroup and method: as in attention_decode
 
@@ -14,14 +14,17 @@ using Rows = DecodeRows<T, D, GROUPED, QUERIES, ROW_GROUPS, KEY_GROUPS, WINDOW, 
 threadgroup float scratch[Rows::SCRATCH];
 threadgroup T tile[ROW_GROUPS > 1 ? 2 * TILE * D : 1];
 
-const int kv_heads = keys_shape[1], S = keys_shape[2];
+const int kv_heads = keys_shape[1];
 const int place = threadgroup_position_in_grid.y, batch = place / kv_heads, head = place % kv_heads;
+const int first = RANGE ? int(range[batch * range_strides[0]]) : 0;
+const int S = RANGE ? int(range[batch * range_strides[0] + range_strides[1]]) : keys_shape[2];
 const int split = threadgroup_position_in_grid.z, splits = threadgroups_per_grid.z;
 
 Rows rows;
 rows.begin(
     simdgroup_index_in_threadgroup,
     thread_index_in_simdgroup,
+    first,
     S,
     WINDOW ? int(window) : 0,
     SOFTCAP ? float(cap) : 0.0f,

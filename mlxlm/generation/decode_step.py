@@ -16,7 +16,8 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import STEP, KVCache, round_length
-from mlxlm.kernels import QuantizedKV, prefers_masked_attention
+from mlxlm.kernels import QuantizedKV, prepare_masked_attention
+from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
 from mlxlm.model.positions import RotaryEmbedding
 
@@ -32,8 +33,8 @@ class DecodeStep:
     logits are equal to those of the model to the last bit as long as the BLAS rounds a row of a product independently
     of the others.
 
-    Other models, caches that hold nothing yet or wait for padding, and layers for which a Metal kernel is preferred run
-    the model itself.
+    Other models, RoPE whose base depends on the length, and caches that hold nothing yet or wait for padding run the
+    model itself.
 
     The projections of a layer that have the same input are fused (`Decoder.fuse`). Weights may be replaced at any time.
 
@@ -77,7 +78,7 @@ class DecodeStep:
             return False
         if not all(type(cache) is KVCache and cache.can_step for cache in caches):
             return False
-        key = tuple((cache.key_bits, cache.value_bits) for cache in caches), caches[0].buffers[0].dtype
+        key = mode(), tuple((cache.key_bits, cache.value_bits) for cache in caches), caches[0].buffers[0].dtype
         if key not in self._supported:
             self._supported[key] = _is_supported(model, caches)
         # A position beyond a table of embeddings is an error of the model.
@@ -110,7 +111,7 @@ class DecodeStep:
 # What is fixed in a trace about the cache of a layer: index of the group of layers with the same positions; the first
 # position that attention reads, and the one after the last; capacity of the buffers; bits of keys and of values.
 _LayerLayout = tuple[int, int, int, int, int | None, int | None]
-_Layout = tuple[int, tuple[_LayerLayout, ...]]  # rows, layers
+_Layout = tuple[str, int, tuple[_LayerLayout, ...]]  # kernel mode, rows, layers
 
 
 def _describe(caches: Sequence[KVCache], windows: Sequence[int | None]) -> tuple[_Layout, list[int]]:
@@ -130,7 +131,7 @@ def _describe(caches: Sequence[KVCache], windows: Sequence[int | None]) -> tuple
             first = min(starts) if window is None else max(min(starts), end + 1 - window)
             span = spans[group, capacity, window] = first // STEP * STEP, min(capacity, round_length(end + 1))
         layers.append((group, *span, capacity, cache.key_bits, cache.value_bits))
-    return (caches[0].rows, tuple(layers)), [*caches[0].offsets, *(n for group in groups for n in group)]
+    return (mode(), caches[0].rows, tuple(layers)), [*caches[0].offsets, *(n for group in groups for n in group)]
 
 
 class LayerStep:
@@ -159,6 +160,17 @@ class LayerStep:
         self.buffers = [buffer.with_position(index, x) for buffer, x in pairs]
         key_buffer, value_buffer = self.buffers
         return key_buffer.read(self._first, self._last), value_buffer.read(self._first, self._last)
+
+    @property
+    def ranges(self) -> mx.array:
+        """The first key of each row, and the one after its last, int32 `[B, 2]`."""
+
+        def compute() -> mx.array:
+            starts, end = self._shared.starts[self._group], self._shared.ends[self._group]
+            ranges = mx.stack([starts, mx.broadcast_to(end + 1, starts.shape)], axis=1)
+            return mx.maximum(ranges - self._first, 0)
+
+        return self._once("ranges", compute)
 
     @property
     def distances(self) -> mx.array:
@@ -203,7 +215,7 @@ class _Positions:
 
 def _make_step(model: Decoder, layout: _Layout, forms: Sequence[Sequence[tuple[int, int] | None]]) -> Step:
     """Return the function of tokens, positions and the arrays of all caches: logits, and the new arrays."""
-    rows, layers = layout
+    _, rows, layers = layout
 
     def step(tokens: mx.array, state: mx.array, *arrays: mx.array) -> list[mx.array]:
         positions, rest = _Positions(rows, state), iter(arrays)
@@ -230,8 +242,8 @@ def _is_supported(model: Decoder, caches: Sequence[KVCache]) -> bool:
             quantization = {"group_size": key_group or value_group, "key_bits": key_bits, "value_bits": value_bits}
         options = {"window": attention.window, "softcap": attention.softcap, "slopes": attention._slopes}
         features = tuple(name for name, value in options.items() if value is not None)
-        heads = attention.head_dim, attention.heads, attention.kv_heads
-        if not prefers_masked_attention(cache.buffers[0].dtype, heads, features, **quantization):
+        queries = attention.head_dim, attention.heads, cache.buffers[0].dtype
+        if not prepare_masked_attention(queries, attention.kv_heads, features, **quantization):
             return False
     return True
 

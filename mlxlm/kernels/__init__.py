@@ -9,7 +9,7 @@ from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
-from mlxlm.kernels.masked_attention import masked_attention, prefers_masked_attention
+from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -23,7 +23,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "masked_attention",
-    "prefers_masked_attention",
+    "prepare_masked_attention",
     "rms_norm",
     "swiglu",
     "use_kernels",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel
@@ -13,7 +14,7 @@ HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
 MAX_ROWS = 64  # queries · heads per key head that fit in the registers of one threadgroup
 
-_OPTIONS = ("scale", "cap", "window", "slopes")
+_OPTIONS = ("scale", "cap", "window", "slopes", "range")
 _QUANTIZED = ("keys", "key_scales", "key_biases", "values", "value_scales", "value_biases")
 _kernel = partial(MetalKernel, outputs=("out",), contiguous=False, headers=("common.h", "attention_decode.h"))
 _DENSE_KERNEL = _kernel("attention_decode", ("queries", "keys", "values", *_OPTIONS))
@@ -37,6 +38,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    ranges: mx.array | None = None,
 ) -> mx.array:
     """Compute attention of the last T <= 8 positions in one pass over the visible keys, in float32.
 
@@ -53,12 +55,15 @@ def decode_attention(
         window: Sliding window in tokens.
         softcap: Soft cap of the scores.
         slopes: ALiBi slopes, float32 `[H]`.
+        ranges: int32 `[B, 2]`: the first key of each batch entry, and the one after its last, which takes the place of
+            S. A later window begins later.
 
     Returns:
         `[B, H, T, D]`; 0 for a query that sees no key.
     """
     row_bytes = 2 * queries.shape[3] * queries.itemsize
-    return _attend(_DENSE_KERNEL, queries, (keys, values), row_bytes, {}, scale, window, softcap, slopes)
+    options = _Options(scale, window, softcap, slopes, ranges)
+    return _attend(_DENSE_KERNEL, queries, (keys, values), row_bytes, {}, options)
 
 
 def quantized_decode_attention(
@@ -72,6 +77,7 @@ def quantized_decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     slopes: mx.array | None = None,
+    ranges: mx.array | None = None,
 ) -> mx.array:
     """Compute `decode_attention` over quantized keys and values, which are dequantized in registers.
 
@@ -86,12 +92,14 @@ def quantized_decode_attention(
         window: Sliding window in tokens.
         softcap: Soft cap of the scores.
         slopes: ALiBi slopes, float32 `[H]`.
+        ranges: As for `decode_attention`.
     """
     head_dim = queries.shape[3]
     row_bytes = 2 * (head_dim * bits // 8 + 2 * head_dim // group_size * queries.itemsize)
     template = {"GROUP": group_size, "BITS": bits}
     arrays = [_in_device_memory(x) for x in (*keys, *values)]
-    return _attend(_QUANTIZED_KERNEL, queries, arrays, row_bytes, template, scale, window, softcap, slopes)
+    options = _Options(scale, window, softcap, slopes, ranges)
+    return _attend(_QUANTIZED_KERNEL, queries, arrays, row_bytes, template, options)
 
 
 def _in_device_memory(x: mx.array) -> mx.array:
@@ -149,10 +157,21 @@ def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int
     return max(1, min(target, visible // min_keys))
 
 
+class _Options(NamedTuple):
+    """The arguments of `decode_attention` after the arrays."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    slopes: mx.array | None
+    ranges: mx.array | None
+
+
 def _attend(
     kernel: MetalKernel, queries: mx.array, arrays: Sequence[mx.array], row_bytes: int, template: dict[str, int],
-    scale: float, window: int | None, softcap: float | None, slopes: mx.array | None,
+    options: _Options,
 ) -> mx.array:  # fmt: skip
+    scale, window, softcap, slopes, ranges = options
     B, heads, T, D = queries.shape
     kv_heads, S = arrays[0].shape[1:3]
     grouped = heads // kv_heads
@@ -165,14 +184,15 @@ def _attend(
     splits = _splits(visible, B * kv_heads, rows, D, queries.itemsize, row_bytes, run)
     out_type = mx.float32 if splits > 1 else queries.dtype
     threads = _SIMD * division.row_groups * division.key_groups
-    options = [
+    inputs = [
         mx.array(scale, mx.float32),
         mx.array(softcap or 0.0, mx.float32),
         mx.array(window, mx.int32),
         mx.zeros(1, mx.float32) if slopes is None else slopes,
+        mx.zeros((1, 2), mx.int32) if ranges is None else ranges,
     ]
     (out,) = kernel(
-        inputs=[queries, *arrays, *options],
+        inputs=[queries, *arrays, *inputs],
         template={
             "T": queries.dtype,
             "D": D,
@@ -185,6 +205,7 @@ def _attend(
             "WINDOW": windowed,
             "SOFTCAP": softcap is not None,
             "SLOPES": slopes is not None,
+            "RANGE": ranges is not None,
             **template,
         },
         grid=(threads, B * kv_heads, splits),

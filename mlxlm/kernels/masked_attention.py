@@ -1,4 +1,4 @@
-"""Attention of one query per row over a buffer of fixed length, with a mask for the part in use.
+"""Attention of one query per row over buffers of a fixed length, of which each row uses a part.
 
 With lengths that change every 256 tokens instead of every token, a decoding step can be compiled. On a CPU, the
 masked keys don't change the result: their weights are zeros, and adding zeros at the end of a sum is exact.
@@ -6,35 +6,54 @@ masked keys don't change the result: their weights are zeros, and adding zeros a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels.attention_dispatch import DECODE, LENGTHS, QUANTIZED, attention_case
-from mlxlm.kernels.dispatch import DTYPE_NAMES, choose_path
+from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation, choose_path, mode
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mlx_attention import MANY_SCORES
 from mlxlm.kernels.quantized_kv import QuantizedKV
 
 
-def prefers_masked_attention(
-    dtype: mx.Dtype, heads: tuple[int, int, int], features: tuple[str, ...], **quantization: int
+class VisibleKeys(Protocol):
+    """Which keys each row sees: at least its own, which is the last."""
+
+    @property
+    def ranges(self) -> mx.array:
+        """The first key of each row, and the one after its last, int32 `[B, 2]`."""
+
+    @property
+    def distances(self) -> mx.array:
+        """Key position minus query position, int32 `[S]`."""
+
+    def mask(self, window: int | None) -> mx.array:
+        """The keys in the range and the window, bool `[B, 1, 1, S]`."""
+
+
+def prepare_masked_attention(
+    queries: tuple[int, int, mx.Dtype], kv_heads: int, features: tuple[str, ...], **quantization: int
 ) -> bool:
-    """Whether `masked_attention` computes what `attention` would: not where a Metal kernel without a mask is preferred.
+    """Choose the kernels of `masked_attention`, and check those that are used for the first time on this machine.
 
     Args:
-        dtype: Of the queries.
-        heads: Head dim, number of query heads, number of key heads.
-        features: As in `attention_case`.
+        queries: Head dim, number of heads and dtype.
+        kv_heads: Number of key heads.
+        features: "window", "softcap", "slopes": the arguments in use.
         quantization: group_size, key_bits and value_bits, if keys or values are quantized.
+
+    Returns:
+        Whether it supports them: not blocks of queries, if the user requires those.
     """
-    if dtype not in DTYPE_NAMES:
+    head_dim, heads, dtype = queries
+    if dtype not in DTYPE_NAMES or mode() == "blockwise":
         return False
-    if ON_CPU:
-        return True
-    operation, (D, H, K) = QUANTIZED if quantization else DECODE, heads
-    lengths = [1 << i for i in range(LENGTHS[0].bit_length() - 1, LENGTHS[1].bit_length())]
-    cases = (attention_case(operation, DTYPE_NAMES[dtype], D, H, K, 1, S, features, **quantization) for S in lengths)
-    return all(choose_path(operation, case).path == "mlx" for case in cases)
+    operation = QUANTIZED if quantization and not (ON_CPU and heads > kv_heads) else DECODE
+    form = quantization if operation is QUANTIZED else {}
+    for i in range(LENGTHS[0].bit_length() - 1, LENGTHS[1].bit_length()):
+        sizes = head_dim, heads, kv_heads, 1, 1 << i
+        choose_path(operation, attention_case(operation, DTYPE_NAMES[dtype], *sizes, features, **form))
+    return True
 
 
 def masked_attention(
@@ -42,21 +61,23 @@ def masked_attention(
     keys: mx.array | QuantizedKV,
     values: mx.array | QuantizedKV,
     scale: float,
-    mask: mx.array,
+    visible: VisibleKeys,
     *,
+    window: int | None = None,
     softcap: float | None = None,
-    bias: mx.array | None = None,
+    slopes: mx.array | None = None,
 ) -> mx.array:
-    """Compute softmax(queries · keysᵀ · scale) · values over the keys of the mask.
+    """Compute softmax(queries · keysᵀ · scale) · values over the visible keys.
 
     Args:
         queries: `[B, H, 1, D]`.
         keys: `[B, H_kv, S, D]` in the same dtype, or `QuantizedKV`.
         values: As the keys.
         scale: Multiplies the scores.
-        mask: bool `[B, 1, 1, S]`: which keys each row sees, at least one.
+        visible: Which keys each row sees.
+        window: As in `attention`, like the following options.
         softcap: Scores become softcap · tanh(score / softcap).
-        bias: `[H, 1, S]`, float32, is added to the scores (ALiBi).
+        slopes: float32 `[H]`, ALiBi.
 
     Returns:
         `[B, H, 1, D]`.
@@ -65,9 +86,14 @@ def masked_attention(
     K, S = keys.shape[1:3]
     if ON_CPU and H > K:  # as in `attention`
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
-    quantized = isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV)
-    many = ON_CPU and B * H * S >= MANY_SCORES
-    if not quantized and not many and softcap is None and bias is None:
+    options = {"window": window, "softcap": softcap, "slopes": slopes}
+    operation, case = _case(queries, keys, values, tuple(name for name, x in options.items() if x is not None))
+    if (kernel := operation.implementation(case)) is operation.paths["metal"]:
+        form = {name: case.size(name) for name in case.names if name in ("group_size", "key_bits", "value_bits")}
+        arrays = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
+        return kernel(queries, *arrays, scale, ranges=visible.ranges, **options, **form)
+    mask, many = visible.mask(window), ON_CPU and B * H * S >= MANY_SCORES
+    if operation is DECODE and not many and softcap is None and slopes is None:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     shape: tuple[int, ...] = B, K, H // K, D
     if isinstance(keys, mx.array) and isinstance(values, mx.array):
@@ -77,7 +103,9 @@ def masked_attention(
     scores = scores.astype(mx.float32).reshape(B, H, 1, S)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
-    scores = mx.where(mask, scores if bias is None else scores + bias, -mx.inf)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * visible.distances
+    scores = mx.where(mask, scores, -mx.inf)
     if many:
         e = exp_nonpositive(scores - mx.max(scores, axis=-1, keepdims=True))
         probs = mx.where(mask, e, 0)  # its exp(-inf) is 1.6e-38
@@ -86,6 +114,18 @@ def masked_attention(
         probs, total = mx.softmax(scores, axis=-1), None
     out = _product(probs.astype(queries.dtype).reshape(*shape[:-1], S), values, transpose=False).reshape(B, H, 1, D)
     return out if total is None else (out / total).astype(queries.dtype)
+
+
+def _case(
+    queries: mx.array, keys: mx.array | QuantizedKV, values: mx.array | QuantizedKV, features: tuple[str, ...]
+) -> tuple[Operation, Case]:
+    quantized = [x for x in (keys, values) if isinstance(x, QuantizedKV)]
+    form = {}
+    if quantized:
+        key_bits, value_bits = (x.bits if isinstance(x, QuantizedKV) else 0 for x in (keys, values))
+        form = {"group_size": quantized[0].group_size, "key_bits": key_bits, "value_bits": value_bits}
+    operation, (_, H, _, D), (_, K, S, _) = QUANTIZED if quantized else DECODE, queries.shape, keys.shape
+    return operation, attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, 1, S, features, **form)
 
 
 def _product(rows: mx.array, side: Any, transpose: bool) -> mx.array:

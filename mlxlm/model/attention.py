@@ -76,10 +76,9 @@ class Attention(nn.Module):
         if self.rope is not None and self.rope.query_scale is not None:
             queries = queries * self.rope.query_scale.astype(x.dtype)
         keys, values = cache.update_and_fetch(keys, values)
-        bias = None if self._slopes is None else self._slopes[:, None, None] * cache.distances
         out = masked_attention(
-            queries, keys, values, self.scale, cache.mask(self.window), softcap=self.softcap, bias=bias
-        )  # fmt: skip
+            queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
+        )
         return self._project_out(out.reshape(B, H * D))
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.config import ModelConfig
-from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.generation.decode_step import DecodeStep, LayerStep, _Positions
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
@@ -148,6 +148,19 @@ def test_hundreds_of_tokens_with_growth_trim_merge_select_and_row():
     trio.decode(260, 3)
     trio.change(lambda cache: cache.row(1))
     trio.decode(5, 4)
+
+
+def test_ranges_are_the_keys_of_the_mask():
+    """A Metal kernel reads the range, MLX's operations the mask: both relative to the part that attention reads."""
+    shared = _Positions(2, mx.array([700, 90, 701, 0, 612], mx.int32))
+    step = LayerStep(shared, (0, 512, 768, 1024, None, None), [])
+    positions = np.arange(512, 768)
+    expected = np.stack([positions <= 701, (positions >= 612) & (positions <= 701)])
+    assert np.array_equal(np.array(step.mask(None))[:, 0, 0], expected)
+    assert np.array_equal(np.array(step.mask(20))[:, 0, 0], expected & (positions > 681))
+    inside = [(np.arange(256) >= first) & (np.arange(256) < end) for first, end in step.ranges.tolist()]
+    assert np.array_equal(inside, expected)
+    assert np.array_equal(np.array(step.distances), positions - 701)
 
 
 def test_one_trace_until_the_buffers_grow(monkeypatch):

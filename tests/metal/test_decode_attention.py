@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
+from mlxlm.kernels import QuantizedKV, dispatch, masked_attention, prepare_masked_attention, use_kernels
 from mlxlm.kernels import decode_attention as module
 from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quantized_decode_attention
 from tests import oracle
@@ -165,6 +167,59 @@ def test_strided_caches(metal, case):
         check(case, q, wide[..., ::2], wide[..., 1::2], **given)
         turned = v.swapaxes(2, 3).reshape(v.shape[::-1]).transpose(3, 2, 1, 0)
         check(case, q, mx.broadcast_to(k[:, :1], k.shape), turned, **given)
+
+
+@named([CASES[i] for i in (1, 2, 3, 7, 13, 14)])
+def test_ranges_of_a_buffer(metal, case):
+    """Each batch entry equals attention over its part alone; what is outside is never used."""
+    q, k, v = problem(case, 2, 2, 90)
+    given, parts = options(case, q.shape[1], 30), [(0, 41), (13, 90)]
+    for row, (first, end) in enumerate(parts):
+        for x in (k, v):
+            x[row, :, :first], x[row, :, end:] = mx.nan, mx.nan
+    with split_into(3 if case.splits else 1):
+        out, k64, v64 = attend(case, q, k, v, 0.1, ranges=mx.array(parts), **given)
+    if case.slopes:
+        given["slopes"] = as64(given["slopes"])
+    for row, (first, end) in enumerate(parts):
+        own = (x[row : row + 1, :, first:end] for x in (k64, v64))
+        expected, _ = oracle.attention(as64(q[row : row + 1]), *own, 0.1, **given)
+        assert np.abs(as64(out[row : row + 1]) - expected).max() <= 5 * TOLERANCE[q.dtype]
+
+
+class Ranges:
+    """What a decoding step tells about visible keys."""
+
+    def __init__(self, parts, S):
+        self.ranges = mx.array(parts)
+        self.distances = mx.arange(S) - parts[0][1] + 1  # ends are equal in a step
+
+    def mask(self, window):
+        first, end = self.ranges[:, :1], self.ranges[:, 1:]
+        index = mx.arange(self.distances.size)
+        visible = (index >= first) & (index < end)
+        return (visible if window is None else visible & (index >= end - window))[:, None, None]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_masked_step_runs_the_kernel_where_it_is_chosen(metal, new_machine, monkeypatch, quantized):
+    monkeypatch.setattr(import_module("mlxlm.kernels.masked_attention"), "ON_CPU", False)
+    monkeypatch.setattr(dispatch, "_failure", lambda *_: None)  # without the check on first use
+    q, k, v = problem(Case(32, 2, 1, mx.float32), 2, 2, 60)
+    if quantized:
+        k, v = (QuantizedKV.of(x, 8, 32) for x in (k, v))
+    visible, given = Ranges([(0, 45), (20, 45)], 60), {"window": 30}
+    if quantized:  # MLX's operations support these, too
+        given |= {"softcap": 2.0, "slopes": mx.linspace(0.5, 0.1, 4)}
+    outputs = []
+    for mode in ("metal", "mlx"):
+        launches = 0 if metal is None else len(metal.launches)
+        form = {"group_size": 32, "key_bits": 8, "value_bits": 8} if quantized else {}
+        with use_kernels(mode):
+            assert prepare_masked_attention((32, 4, mx.float32), 2, tuple(given), **form)
+            outputs.append(np.array(masked_attention(q, k, v, 0.2, visible, **given)))
+        assert metal is None or (len(metal.launches) > launches) == (mode == "metal")
+    np.testing.assert_allclose(*outputs, atol=2e-6)
 
 
 @named([CASES[0], CASES[7], CASES[12]])
