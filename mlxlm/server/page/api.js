@@ -20,6 +20,8 @@ function storedKey() {
   }
 }
 
+export const hasAPIKey = () => Boolean(key);
+
 /** Keeps the API key until the browser tab is closed. */
 export function setAPIKey(newKey) {
   key = newKey;

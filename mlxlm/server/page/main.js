@@ -44,7 +44,7 @@ function send(text) {
   if (!text.trim() || running.has(current.id)) return;
   question.value = "";
   fitQuestion();
-  ask(path(current).at(-1), text.trim());
+  ask(path(current).at(-1), text.replace(/^(\s*\n)+|\s+$/g, "")); // keeps the indentation of the first line
 }
 
 function ask(parent, text) {
@@ -222,6 +222,10 @@ enableControls({
   "export-all": () => download("conversations.json", "application/json", toJSON(library.all())),
   "import": () => $("#import-file").click(),
   "retry-server": () => loadModels().then(redraw),
+});
+$(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the conversation
+  question.focus();
 });
 addEventListener("hashchange", openFromAddress);
 

@@ -2,8 +2,10 @@ import { CUT_OFF } from "./answer.js";
 import { alternatives } from "./conversation.js";
 import { $, copy, h, icon, iconButton } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
+import { contextLengthOf } from "./models.js";
 
 const LONG_QUESTION = 1500; // characters; the rest is shown on demand
+const NEARLY_FULL = 0.5; // of the model's context, from where on it is said
 
 /**
  * One message on the page.
@@ -70,14 +72,14 @@ export class MessageView {
   }
 
   #updateWaiting(progress) {
+    let label = this.message.reasoning ? "Thinking…" : "Waiting for the model…";
+    let sign = h("span", { class: "pulse", "aria-hidden": "true" });
     if (progress) {
       const { read, total } = progress;
-      const label = `Reading the prompt: ${read.toLocaleString()} of ${total.toLocaleString()} tokens`;
-      this.waiting.replaceChildren(h("progress", { value: read, max: total, "aria-label": label }), h("span", {}, label));
-    } else if (!this.waiting.firstChild || this.message.reasoning) {
-      const label = this.message.reasoning ? "Thinking…" : "Waiting for the model…";
-      this.waiting.replaceChildren(h("span", { class: "pulse", "aria-hidden": "true" }), h("span", {}, label));
+      label = `Reading the prompt: ${read.toLocaleString()} of ${total.toLocaleString()} tokens`;
+      sign = h("progress", { value: read, max: total, "aria-label": label });
     }
+    if (this.waiting.textContent !== label) this.waiting.replaceChildren(sign, h("span", {}, label));
   }
 
   #noticeText(last) {
@@ -127,8 +129,10 @@ export class MessageView {
     const { promptTokens, tokens, seconds } = this.message.stats ?? {};
     if (!tokens) return "";
     const speed = seconds > 0 && tokens > 1 ? ` · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+    const full = (promptTokens + tokens) / contextLengthOf(this.message.model);
+    const context = full > NEARLY_FULL ? ` · ${Math.round(100 * full)}% of the context` : "";
     const title = `${promptTokens.toLocaleString()} tokens read, ${tokens.toLocaleString()} written`;
-    return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${speed}`);
+    return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${speed}${context}`);
   }
 
   #makeReasoning() {

@@ -1,11 +1,14 @@
 /** The models of the server, and the API key that it may ask for. */
-import { listModels, setAPIKey } from "./api.js";
+import { hasAPIKey, listModels, setAPIKey } from "./api.js";
 import { $, h } from "./dom.js";
 
 let models = [];
 
 /** @returns {string|undefined} The model of a conversation: the first of the server unless another was chosen. */
 export const modelOf = ({ model }) => (models.find(({ id }) => id === model) ?? models[0])?.id;
+
+/** @returns {number|undefined} How many tokens a model can see, as far as the server has said it. */
+export const contextLengthOf = (model) => models.find(({ id }) => id === model)?.context_length ?? undefined;
 
 /** Asks the server for its models, and the user for an API key if it wants one. Returns whether it worked. */
 export async function loadModels() {
@@ -32,7 +35,7 @@ function askForKey(reason) {
   const input = $("input", dialog);
   input.value = "";
   dialog.returnValue = "";
-  $("#key-reason").textContent = reason;
+  $("#key-reason").textContent = hasAPIKey() ? reason : "";
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {
     dialog.onclose = () => {

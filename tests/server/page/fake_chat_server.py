@@ -96,7 +96,7 @@ class FakeChatServer:
         return None
 
     async def _list_models(self, request: Request) -> Response:
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "mlxlm"} for name in self.models]
+        models = [{"id": name, "object": "model", "created": 0, "context_length": 4096} for name in self.models]
         return self._refused(request) or JSONResponse({"object": "list", "data": models})
 
     async def _complete(self, request: Request) -> Response:

@@ -23,6 +23,10 @@ def test_the_page_works_with_the_keyboard_alone(page, server):
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")  # the answer's last button: copy or try again
     finished(page)
+    page.get_by_role("link", name="Skip to the message box").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#question")).to_be_focused()
+    assert len(page.evaluate("location.hash")) > 20  # still that of the conversation
     page.keyboard.press("Control+/")
     expect(page.get_by_role("dialog", name="Help")).to_be_visible()
     page.keyboard.press("Escape")
