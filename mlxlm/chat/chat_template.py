@@ -145,6 +145,10 @@ class ChatTemplate:
             end = self._placeholders([*messages, tools, template_kwargs]).take("", ())
             messages = [*others, replace(last, content=last.content + end)]
             values["add_generation_prompt"] = False
+        names = {call.id: call.name for m in messages for call in m.tool_calls}
+        messages = [
+            replace(m, name=m.name or names.get(m.tool_call_id or "")) if m.role == "tool" else m for m in messages
+        ]
         parsed = parse_tools(tools or ())
         support = self._tool_support if parsed or any(m.tool_calls or m.role == "tool" for m in messages) else None
         if support is None:

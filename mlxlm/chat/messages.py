@@ -124,16 +124,14 @@ class Tool:
     """
 
     name: str
-    description: str | None = None
+    description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a chat template shows."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        return {"type": "function", "function": {**function, "parameters": self.parameters}}
+        """Return what a chat template shows. It has all fields, since templates fail without them."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
 
 def parse_tools(tools: Sequence[Any]) -> tuple[Tool, ...]:

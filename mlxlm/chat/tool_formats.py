@@ -115,6 +115,9 @@ def _add_instructions(messages: list[Message], text: str, role: str) -> None:
         messages[0] = replace(first, content="\n\n".join(filter(None, parts)))
 
 
+_SHORT_ID = 9  # characters
+
+
 @dataclass(frozen=True)
 class MessageStyle:
     """What a template expects of a message with calls, which the field's templates disagree about.
@@ -150,7 +153,7 @@ class MessageStyle:
 
     def call_id(self, id: str) -> str:
         """Return the id of a call as the template expects it."""
-        return re.sub("[^a-zA-Z0-9]", "", id)[-9:].rjust(9, "0") if self.short_ids else id
+        return re.sub("[^a-zA-Z0-9]", "", id)[-_SHORT_ID:].rjust(_SHORT_ID, "0") if self.short_ids else id
 
 
 _STYLES = [MessageStyle(*flags[::-1]) for flags in product((False, True), repeat=3)]
@@ -159,7 +162,7 @@ _Render = Callable[[Sequence[Message], Sequence[Tool], MessageStyle], str]
 _NAMES = ("probe_function", "second_function")
 _ARGUMENTS = {"probe_argument": "probe value"}
 _ID, _CONTENT, _RESULT = "call_probe00001", "PROBE ANSWER", "PROBE RESULT"
-_ID_FIELD = r'(?:,\s*"\w+":\s*"{0}"|"\w+":\s*"{0}",\s*|\[CALL_ID\]{0})'
+_ID_FIELD = r'(?:,\s*"\w+":\s*"[^"]*{0}"|"\w+":\s*"[^"]*{0}",\s*|\[CALL_ID\]\w*{0})'
 
 
 def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
@@ -209,8 +212,11 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
         return None
     name, arguments, end = spans[0]
     after = text[end:]
-    common = os.path.commonprefix([answer.rpartition(_CONTENT)[2][::-1], after[::-1]])
-    parts = text[:name], text[name + len(_NAMES[0]) : arguments], after[: len(after) - len(common)]
+    ends = [_pieces(behind)[::-1] for behind in (answer.rpartition(_CONTENT)[2], after)]
+    common = _common_length(*ends)
+    if not common and all(pieces and len(pieces[0]) > 1 for pieces in ends):
+        common = len(ends[1][0])  # a turn with calls ends with a special token of its own, as with <|eom_id|>
+    parts = text[:name], text[name + len(_NAMES[0]) : arguments], after[: len(after) - common]
     prefix, between, suffix = (_without_id(part, message) for part in parts)
     if not prefix:
         return None
@@ -226,7 +232,17 @@ def _separator(answer: str, text: str, message: Message) -> str | None:
 
 def _after_header(answer: str, text: str) -> str:
     """Return what is rendered in place of the probe's answer, and what follows."""
-    return text[len(os.path.commonprefix([answer.partition(_CONTENT)[0], text])) :]
+    return text[_common_length(_pieces(answer.partition(_CONTENT)[0]), _pieces(text)) :]
+
+
+def _pieces(text: str) -> list[str]:
+    """Split a text into characters and what looks like special tokens, which are compared as a whole."""
+    return re.findall(r"<[^<>\s]*>|\[/?[A-Z_]+\]|(?s:.)", text)
+
+
+def _common_length(one: list[str], other: list[str]) -> int:
+    """Return the number of characters that both begin with."""
+    return len("".join(os.path.commonprefix([one, other])))  # of lists, in spite of its name
 
 
 def _call_spans(text: str) -> list[tuple[int, int, int]]:
@@ -246,7 +262,8 @@ def _call_spans(text: str) -> list[tuple[int, int, int]]:
 def _without_id(text: str, message: Message) -> str:
     """Remove the ids of calls: prompts can have them, models don't generate them."""
     for call in message.tool_calls:
-        text = re.sub(_ID_FIELD.format(re.escape(call.id)), "", text)
-        if call.id in text:
+        end = call.id[-_SHORT_ID:]  # which some templates cut off
+        text = re.sub(_ID_FIELD.format(end), "", text)
+        if end in text:
             raise TokenizerError("the id of a call is part of its markup")
     return text

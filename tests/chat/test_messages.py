@@ -16,6 +16,7 @@ def test_tools_are_parsed():
         Tool("a", "A.", schema, strict=True),
         Tool("b", parameters={"type": "object", "properties": {}}),
     )
+    assert parse_tools(values)[1].to_dict()["function"]["description"] == ""
     assert parse_tools(values)[0].to_dict() == {
         "type": "function",
         "function": {"name": "a", "description": "A.", "parameters": schema},

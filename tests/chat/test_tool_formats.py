@@ -30,6 +30,8 @@ FORMATS = {
     "qwen3": JSON_FORMAT,
     "llama3": ToolFormat('{"name": "', '", "parameters": ', "}", None),
     "mistral": ToolFormat('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]", '}, {"name": "'),
+    "mistral-long-ids": ToolFormat('[TOOL_CALLS] [{"name": "', '", "arguments": ', "}]", '}, {"name": "'),
+    "functionary": ToolFormat("<function=", ">", "</function>", "</function><function="),
     "mistral-args": ToolFormat("[TOOL_CALLS]", "[ARGS]", "", "[TOOL_CALLS]"),
     "gemma": ToolFormat('```tool_code\n{"name": "', '", "arguments": ', "}\n```", '}\n```\n```tool_code\n{"name": "'),
     "deepseek": ToolFormat(
@@ -62,16 +64,19 @@ def test_calls_are_rendered_in_the_format(family, template):
     """What the model generates is what the next prompt has: the key-value cache can be used."""
     text = template.render(CONVERSATION, tools=TOOLS)
     rendered = template.tool_format.render([CALL])
-    if family == "mistral":  # its prompts have ids, too
-        assert '[{"name": "get_weather", "arguments": {"city": "Köln"}, "id": "l12345678"}]' in text
+    if family in ("mistral", "mistral-long-ids"):  # its prompts have ids, too
+        id = "l12345678" if family == "mistral" else "_12345678"
+        assert f'[{{"name": "get_weather", "arguments": {{"city": "Köln"}}, "id": "{id}"}}]' in text
     else:
         assert rendered in text
     start = template.render(CONVERSATION[:1], tools=TOOLS)
     assert "Tells the weather." in start
     assert "rain" in text
-    if family.startswith("mistral"):
+    if family == "mistral":
         assert 'call_id": "l12345678"' in text
-    if family not in ("mistral", "mistral-args", "qwen3"):  # which show tools at the end, or reasoning
+    if family == "functionary":
+        assert "get_weather: rain" in text  # the name is that of the call
+    if not family.startswith("mistral") and family != "qwen3":  # which show tools at the end, or reasoning
         assert text.startswith(start + rendered)
 
 

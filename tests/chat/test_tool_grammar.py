@@ -38,7 +38,7 @@ TOOLS = (
     Tool("note", parameters={"type": "object", "properties": {"a": {"type": "object", "maxProperties": 1}}}),
 )
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-DISTINCT = ["qwen2.5", "llama3", "mistral", "mistral-args", "gemma", "deepseek"]
+DISTINCT = ["qwen2.5", "llama3", "mistral", "mistral-args", "gemma", "deepseek", "functionary"]
 
 
 def valid(name, arguments):

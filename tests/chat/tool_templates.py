@@ -71,6 +71,17 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
         _MISTRAL_TOKENS,
     ),
+    "mistral-long-ids": (
+        _MISTRAL.replace(" | length != 9", " | length < 9")
+        .replace("{{ m.tool_call_id }}", "{{ m.tool_call_id[-9:] }}")
+        .replace(
+            "{CALLS}",
+            " [{% for call in m.tool_calls %}{% if call.id | length < 9 %}{{ raise_exception('short') }}{% endif %}"
+            "{{ (call.function | tojson)[:-1] }}"
+            ', "id": "{{ call.id[-9:] }}"}{% if not loop.last %}, {% endif %}{% endfor %}]',
+        ),
+        _MISTRAL_TOKENS,
+    ),
     "mistral-args": (
         _MISTRAL.replace("[TOOL_CALLS]{CALLS}", "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}"
         "[ARGS]{{ call.function.arguments | tojson }}{% endfor %}"),
@@ -97,6 +108,15 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         "{% if add_generation_prompt %}<|Assistant|>{% endif %}",
         ("<|User|>", "<|Assistant|>", "<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>",
          "<|tool_call_end|>", "<|tool_calls_end|>"),
+    ),
+    "functionary": (
+        "{{ bos_token }}{% for m in messages %}" + _LLAMA3_HEADER.format("{{ m.role }}")
+        + "{% if tools and loop.first %}{% for tool in tools %}{{ tool.function.name + tool.function.description }}"
+        "{% endfor %}{% endif %}{{ m.name ~ ': ' if m.role == 'tool' else '' }}{{ m.content }}"
+        "{% for call in m.tool_calls %}<function={{ call.function.name }}>{{ call.function.arguments }}</function>"
+        "{% endfor %}{{ '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}" + _LLAMA3_HEADER.format("assistant") + "{% endif %}",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
     ),
     # Without tools: calls are text in the toolkit's own format.
     "chatml": ("{% for m in messages %}" + _TURN + "{% endfor %}" + _PROMPT, _CHATML),
