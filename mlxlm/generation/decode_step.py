@@ -36,7 +36,8 @@ class DecodeStep:
     Other models, RoPE whose base depends on the length, and caches that hold nothing yet or wait for padding run the
     model itself.
 
-    The projections of a layer that have the same input are fused (`Decoder.fuse`). Weights may be replaced at any time.
+    The projections of a layer that have the same input are fused (`Decoder.fuse`). Weights may be replaced at any time;
+    those of the last step stay in memory until the next step, or as long as this object.
 
     Args:
         model: `model(tokens, cache=None) -> logits`, evaluated, as `generation.load` returns it.

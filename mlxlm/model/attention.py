@@ -51,6 +51,10 @@ class Attention(nn.Module):
         self._project = FusedLinear.updated(self._project, self.q_proj, self.k_proj, self.v_proj)
         self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
 
+    def unfuse(self) -> None:
+        """Forget the fused projections, so that they don't stay in memory beside new weights."""
+        self._project = self._project_out = None
+
     def decode(self, x: mx.array, cache: Any) -> mx.array:
         """Apply attention to one position per row, after `fuse`.
 

@@ -122,11 +122,19 @@ class Decoder(nn.Module):
     def fuse(self) -> None:
         """Fuse the projections of each layer that have the same input, for `decode`.
 
-        Weights become views of fused ones. After weights have been replaced, call it again.
+        Weights become views of fused ones. After weights have been replaced, call it again. `train` undoes it.
         """
         for layer in self.layers:
             layer.self_attn.fuse()
             layer.mlp.fuse()
+
+    def train(self, mode: bool = True) -> Decoder:
+        """Set training mode. Training replaces weights, so the fused ones are forgotten."""
+        if mode:
+            for layer in self.layers:
+                layer.self_attn.unfuse()
+                layer.mlp.unfuse()
+        return super().train(mode)
 
     def decode(self, tokens: mx.array, cache: Any) -> mx.array:
         """Compute the logits `[B, V]` of one token per row, int `[B]`, after `fuse`.

@@ -41,6 +41,10 @@ class FeedForward(nn.Module):
         self._project = FusedLinear.updated(self._project, *inputs)
         self._project_down = FusedLinear.updated(self._project_down, self.down_proj)
 
+    def unfuse(self) -> None:
+        """Forget the fused projections, so that they don't stay in memory beside new weights."""
+        self._project = self._project_down = None
+
     def decode(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to one position per row, `[B, hidden]`, after `fuse`."""
         x = self._project(x)

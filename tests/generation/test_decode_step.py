@@ -1,10 +1,11 @@
 """Compiled decoding steps: against the model itself, against themselves without compilation, and their memory."""
 
+import gc
 import platform
 
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache import KVOptions, make_cache
@@ -249,6 +250,20 @@ def test_fused_weights_take_no_memory_and_keep_their_values():
     if ON_CPU:  # one follows the other in memory
         address, following = (x.__array_interface__["data"][0] for x in (q, k))
         assert following - address == q.nbytes
+
+
+def test_training_does_not_keep_the_fused_weights():
+    model = make(hidden_size=256, intermediate_size=512)
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    mx.eval(DecodeStep(model)(mx.array([[1]], mx.int32), prefilled(model, KVOptions(), tokens_of(1, 5))))
+    gc.collect()
+    assert mx.get_active_memory() < before * 1.1
+    model.train()
+    model.update(tree_map(lambda x: x + 1, model.parameters()))  # as an optimizer does
+    mx.eval(model.parameters())
+    gc.collect()
+    assert mx.get_active_memory() < before * 1.1
 
 
 class Foreign(nn.Module):
