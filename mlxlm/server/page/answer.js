@@ -18,6 +18,7 @@ export async function writeAnswer(conversation, message, signal, onChange) {
   const clock = new TokenClock();
   delete message.error;
   delete message.finish;
+  delete message.stats;
   try {
     for await (const part of streamChat(body, signal)) {
       if (part.text || part.reasoning) clock.tick();

@@ -1,5 +1,5 @@
 /** What is around the conversation: the sidebar, the theme, dialogs and shortcuts. Some of it is begun in early.js. */
-import { $, toast } from "./dom.js";
+import { $, remember, toast } from "./dom.js";
 
 const root = document.documentElement;
 
@@ -68,6 +68,6 @@ export function closeSidebarOnPhone() {
 function cycleTheme() {
   const theme = THEMES[(THEMES.indexOf(root.dataset.theme) + 1) % THEMES.length];
   setTheme(theme);
-  localStorage.setItem("mlxlm.theme", theme);
   toast(theme === "auto" ? "Light or dark, as your system." : `Always ${theme}.`);
+  remember("mlxlm.theme", theme);
 }

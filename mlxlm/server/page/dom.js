@@ -56,7 +56,8 @@ export function toast(text, action = null) {
     element.replaceChildren();
     action.run();
   };
-  element.replaceChildren(h("span", {}, text), ...(action ? [h("button", { type: "button", onclick: run }, action.label)] : []));
+  const actionButton = action && h("button", { type: "button", onclick: run }, action.label);
+  element.replaceChildren(h("span", {}, text), actionButton ?? "");
   wait();
 }
 
@@ -82,6 +83,15 @@ function copyWithSelection(text) {
   document.execCommand("copy");
   area.remove();
   focused?.focus();
+}
+
+/** Keeps a preference in this browser, as far as it allows that. */
+export function remember(name, value) {
+  try {
+    localStorage.setItem(name, value);
+  } catch {
+    toast("The browser doesn't let this page remember that.");
+  }
 }
 
 export function download(name, type, text) {

@@ -61,7 +61,7 @@ export async function importFiles(files) {
 function showError(error) {
   const full = error?.name === "QuotaExceededError";
   $("#storage-error").textContent = full
-    ? "The browser has no room for more conversations. Export and delete some: until then, new messages are lost when you close the page."
+    ? "The browser has no room for more. Export and delete conversations: closing the page now loses what is new."
     : "The browser doesn't let this page keep conversations: they are lost when you close it. Export those you need.";
   $("#storage-error").hidden = false;
 }

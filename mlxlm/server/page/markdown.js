@@ -9,8 +9,8 @@ import MarkdownIt from "./vendor/markdown-it.min.mjs";
 import DOMPurify from "./vendor/purify.mjs";
 
 const ALLOWED = {
-  ALLOWED_TAGS: ("a blockquote br code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead " +
-    "tr ul #text").split(" "),
+  ALLOWED_TAGS: ("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong " +
+    "table tbody td th thead tr ul #text").split(" "),
   ALLOWED_ATTR: ["class", "href", "start"],
   ADD_URI_SAFE_ATTR: ["start"],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
@@ -28,7 +28,10 @@ const { rules } = markdown.renderer;
 const escape = markdown.utils.escapeHtml;
 rules.fence = rules.code_block = (tokens, i) => codeBlock(tokens[i].content, tokens[i].info.trim().split(/\s/)[0]);
 rules.code_inline = (tokens, i) => `<code>${escape(showDirections(tokens[i].content))}</code>`;
-rules.image = (tokens, i) => `<a href="${escape(tokens[i].attrGet("src"))}">🖼 ${escape(tokens[i].content || "image")}</a>`;
+rules.image = (tokens, i) => {
+  const { content } = tokens[i]; // its description
+  return `<a href="${escape(tokens[i].attrGet("src"))}">🖼 ${escape(content || "image")}</a>`;
+};
 rules.table_open = () => '<div class="table"><table>';
 rules.table_close = () => "</table></div>";
 markdown.core.ruler.push("align", ({ tokens }) => {

@@ -1,5 +1,11 @@
 /** A markdown-it plugin: formulas are shown as they are written, instead of being taken for emphasis or lists. */
-const INLINE = /\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]|\$\$.{1,1000}?\$\$|\$(?![\s$])[^$\n]{0,300}?(?<![\s\\])\$(?!\d)/sy;
+const FORMS = [
+  /\\\(.{1,1000}?\\\)/,
+  /\\\[.{1,1000}?\\\]/,
+  /\$\$.{1,1000}?\$\$/,
+  /\$(?![\s$])[^$\n]{0,300}?(?<![\s\\])\$(?!\d)/, // no space inside the dollars and no digit after: not $5 and $6
+];
+const INLINE = new RegExp(FORMS.map(({ source }) => source).join("|"), "sy");
 const OPENING = /^(\$\$|\\\[)/;
 const CLOSING = { "$$": /\$\$\s*$/, "\\[": /\\\]\s*$/ };
 

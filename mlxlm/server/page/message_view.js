@@ -22,7 +22,10 @@ export class MessageView {
     this.notice = h("div", { class: "notice", hidden: true });
     this.footer = h("div", { class: "actions" });
     this.element = h("article", { class: `message ${message.role}`, "aria-label": byUser ? "You" : this.writer });
-    this.element.append(...(byUser ? [this.text] : [this.#makeReasoning(), this.text, this.waiting]), this.notice, this.footer);
+    if (!byUser) this.element.append(this.#makeReasoning());
+    this.element.append(this.text);
+    if (!byUser) this.element.append(this.waiting);
+    this.element.append(this.notice, this.footer);
   }
 
   get writer() {
@@ -119,7 +122,8 @@ export class MessageView {
     const at = all.indexOf(this.message);
     const arrow = (label, name, step) =>
       iconButton(label, name, () => this.actions.show(all.at((at + step) % all.length), label));
-    const position = h("span", { "aria-label": `Version ${at + 1} of ${all.length}`, role: "img" }, `${at + 1}/${all.length}`);
+    const spoken = { "aria-label": `Version ${at + 1} of ${all.length}`, role: "img" };
+    const position = h("span", spoken, `${at + 1}/${all.length}`);
     const label = this.message.role === "user" ? "Versions of this question" : "Versions of this answer";
     return h("span", { class: "branches", role: "group", "aria-label": label },
       arrow("Previous version", "left", -1), position, arrow("Next version", "right", 1));
@@ -145,7 +149,8 @@ export class MessageView {
   /** Puts the question into a text box. Sending it starts a branch. */
   startEditing() {
     if ($("form", this.element)) return;
-    const area = h("textarea", { "aria-label": "Edit your question", rows: Math.min(12, this.message.text.split("\n").length + 1) });
+    const rows = Math.min(12, this.message.text.split("\n").length + 1);
+    const area = h("textarea", { "aria-label": "Edit your question", rows });
     area.value = this.message.text;
     const stop = () => {
       form.replaceWith(this.text);
@@ -158,7 +163,8 @@ export class MessageView {
       if (area.value.trim()) this.actions.edit(this.message, area.value.trim());
     };
     const cancel = h("button", { type: "button", onclick: stop }, "Cancel");
-    const form = h("form", { class: "edit", onsubmit: send }, area, h("div", {}, cancel, h("button", { class: "primary" }, "Send")));
+    const buttons = h("div", {}, cancel, h("button", { class: "primary" }, "Send"));
+    const form = h("form", { class: "edit", onsubmit: send }, area, buttons);
     area.addEventListener("keydown", (event) => {
       if (event.key === "Escape") stop();
       else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);

@@ -1,4 +1,4 @@
-import { $ } from "./dom.js";
+import { $, remember } from "./dom.js";
 
 const DEFAULTS = "mlxlm.settings";
 const TEXTS = ["system", "reasoning"];
@@ -37,8 +37,9 @@ export function editSettings(settings, onSave) {
   form.onsubmit = (event) => {
     event.preventDefault();
     const filled = fields.filter(({ value }) => value.trim());
-    const saved = Object.fromEntries(filled.map((field) => [field.name, field.type === "number" ? field.valueAsNumber : field.value]));
-    if ($("#as-default").checked) localStorage.setItem(DEFAULTS, JSON.stringify(saved));
+    const valueOf = (field) => (field.type === "number" ? field.valueAsNumber : field.value);
+    const saved = Object.fromEntries(filled.map((field) => [field.name, valueOf(field)]));
+    if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
     dialog.close();
     onSave(saved);
   };

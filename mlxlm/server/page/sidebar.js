@@ -33,7 +33,7 @@ export class Sidebar {
       .filter((conversation) => words.every((word) => contains(conversation, word)))
       .sort((a, b) => b.updated - a.updated);
     const groups = Map.groupBy(found, ({ updated }) => age(updated));
-    const empty = words.length ? "Nothing found." : "Your conversations will be listed here. They stay in this browser.";
+    const empty = words.length ? "Nothing found." : "Your conversations will be here. They stay in this browser.";
     const list = $("#conversations");
     const focused = list.contains(document.activeElement) && document.activeElement.dataset.key;
     list.replaceChildren(
@@ -57,9 +57,11 @@ export class Sidebar {
       onclick: () => this.actions.open(conversation),
     }, title);
     if (this.isRunning(id)) open.append(h("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
+    const rename = () => this.#rename(conversation, row);
+    const remove = () => this.actions.remove(conversation);
     const row = h("li", { class: current ? "current" : null }, open,
-      iconButton(`Rename “${title}”`, "edit", () => this.#rename(conversation, row), { "data-key": `rename ${id}` }),
-      iconButton(`Delete “${title}”`, "trash", () => this.actions.remove(conversation), { "data-key": `delete ${id}` }));
+      iconButton(`Rename “${title}”`, "edit", rename, { "data-key": `rename ${id}` }),
+      iconButton(`Delete “${title}”`, "trash", remove, { "data-key": `delete ${id}` }));
     return row;
   }
 

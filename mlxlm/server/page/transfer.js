@@ -46,14 +46,16 @@ function copyConversation(source, index) {
   for (const [id, message] of Object.entries(Object(messages))) {
     copied[id] = copyMessage(id, Object(message)) ?? fail(`message ${id.slice(0, 20)} has no valid role or text`);
   }
-  const follows = (child, parent) => child === null || (Object.hasOwn(copied, child) && copied[child].parent === parent);
+  const isMessage = (id) => Object.hasOwn(copied, id);
+  const follows = (child, parent) => child === null || (isMessage(child) && copied[child].parent === parent);
   for (const { id, parent, next: child } of Object.values(copied)) {
-    const hasPlace = parent === null || (Object.hasOwn(copied, parent) && numberOf(parent) < numberOf(id));
+    const hasPlace = parent === null || (isMessage(parent) && numberOf(parent) < numberOf(id));
     if (!hasPlace || !follows(child, id)) fail(`message ${id} is in no valid place`); // or path() would not end
   }
   if (!follows(next, null)) fail("its first message is missing");
   const conversation = newConversation(validSettings(settings), isText(model) ? model : undefined);
-  return { ...conversation, title: title || "Untitled", updated: Number.isFinite(updated) ? updated : Date.now(), next, messages: copied };
+  if (Number.isFinite(updated)) conversation.updated = updated;
+  return { ...conversation, title: title || "Untitled", next, messages: copied };
 }
 
 function copyMessage(id, { parent = null, next = null, role, text, reasoning, model, finish, error, stats }) {
@@ -61,7 +63,8 @@ function copyMessage(id, { parent = null, next = null, role, text, reasoning, mo
   const texts = Object.entries({ reasoning, model, finish, error }).filter(([, value]) => isText(value));
   const { promptTokens, tokens, seconds } = Object(stats);
   const measured = [promptTokens, tokens, seconds].every(Number.isFinite);
-  return { id, parent, next, role, text, ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, seconds } }) };
+  const optional = { ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, seconds } }) };
+  return { id, parent, next, role, text, ...optional };
 }
 
 const isText = (value) => typeof value === "string";
