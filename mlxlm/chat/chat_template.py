@@ -134,8 +134,7 @@ class ChatTemplate:
         Raises:
             TokenizerError: The template fails or refuses the conversation, or an argument is invalid.
         """
-        if "developer" not in self.source:
-            messages = [replace(m, role="system") if m.role == "developer" else m for m in messages]
+        messages = self._completed(messages)
         self._check_kwargs(template_kwargs or {})
         values = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
         end = ""
@@ -145,10 +144,6 @@ class ChatTemplate:
             end = self._placeholders([*messages, tools, template_kwargs]).take("", ())
             messages = [*others, replace(last, content=last.content + end)]
             values["add_generation_prompt"] = False
-        names = {call.id: call.name for m in messages for call in m.tool_calls}
-        messages = [
-            replace(m, name=m.name or names.get(m.tool_call_id or "")) if m.role == "tool" else m for m in messages
-        ]
         parsed = parse_tools(tools or ())
         support = self._tool_support if parsed or any(m.tool_calls or m.role == "tool" for m in messages) else None
         if support is None:
@@ -256,6 +251,18 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program: it can fail with any error
             raise _template_error(error, self.name) from error
+
+    def _completed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with roles that the template knows, and results with the names of their functions."""
+        names = {call.id: call.name for message in messages for call in message.tool_calls}
+        completed = []
+        for message in messages:
+            if message.role == "developer" and "developer" not in self.source:
+                message = replace(message, role="system")
+            if message.role == "tool" and message.name is None:
+                message = replace(message, name=names.get(message.tool_call_id or ""))
+            completed.append(message)
+        return completed
 
     @cached_property
     def _tool_support(self) -> tuple[ToolFormat, MessageStyle] | None:

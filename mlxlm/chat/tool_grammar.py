@@ -213,7 +213,7 @@ def _arguments_schema(tool: Tool) -> dict[str, Any]:
     schema = dict(tool.parameters) or {"properties": {}}
     if schema.setdefault("type", "object") != "object":
         raise _parameters_error(tool, f"their type is {schema['type']!r}, not an object", '"type": "object"')
-    if "properties" in schema and not _COMBINING & set(schema):
+    if not _COMBINING & set(schema) and _lists_all_required(schema):
         schema["additionalProperties"] = False
     try:
         converted = to_llguidance_schema(schema, lenient=not tool.strict)
@@ -223,6 +223,13 @@ def _arguments_schema(tool: Tool) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise _parameters_error(tool, str(error), "values of JSON, nested less deeply") from None
     return converted
+
+
+def _lists_all_required(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
 
 
 def _parameters_error(tool: Tool, problem: str, hint: str | None) -> GenerationError:

@@ -228,6 +228,9 @@ def test_json_or_calls(trained):
         ({"type": "object", "properties": {"a": {"type": "word"}}}, False, 'there is no type "word"'),
         ({"properties": {"a": {"$ref": "#/$defs/a"}}}, False, "which the schema doesn't have"),
         ({"properties": {"a": False}, "required": ["a"]}, False, "no JSON matches it"),
+        ({"properties": 5}, False, '"properties" is not an object'),
+        ({"properties": {}, "required": [[]]}, False, "required"),
+        ({"properties": {}, "required": 5}, False, "required"),
         ({"x-guidance": {}}, True, '"x-guidance" can\'t be set'),
         ({"x-guidance": {}}, False, '"x-guidance" can\'t be set'),
         ({"properties": {"a": {"const": {1}}}}, False, "not JSON serializable"),
@@ -248,7 +251,11 @@ def test_without_strict_some_keywords_are_ignored(trained):
 
 
 def test_arguments_that_a_schema_allows_by_itself(trained):
-    for parameters in ({"type": "object"}, {"properties": {}, "additionalProperties": {"type": "integer"}}):
+    for parameters in (
+        {"type": "object"},
+        {"properties": {}, "additionalProperties": {"type": "integer"}},
+        {"properties": {}, "required": ["any"]},
+    ):
         grammar = tool_grammar(FORMATS["xml"], [Tool("f", parameters=parameters)], trained)
         assert accepts_text(grammar, trained, FORMATS["xml"].render([ToolCall("1", "f", '{"any": 5}')]))
 
