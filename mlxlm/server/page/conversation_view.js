@@ -65,8 +65,8 @@ export class ConversationView {
   /** Goes to the end and stays there. */
   follow() {
     this.#following = true;
+    this.#top = 0;
     this.#keepAtEnd();
-    this.#onScroll();
   }
 
   /** Puts the focus on a button of a message. */
@@ -89,7 +89,9 @@ export class ConversationView {
   }
 
   #keepAtEnd() {
-    if (this.#following) this.scroller.scrollTop = this.scroller.scrollHeight;
-    else this.#onScroll();
+    this.#onScroll(); // the event of a scroll that has happened may be yet to come
+    if (!this.#following) return;
+    this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.#onScroll();
   }
 }
