@@ -8,13 +8,12 @@ they are dequantized); activations are not, so that the bytes are a lower bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -44,18 +43,6 @@ class BytesPerToken:
         return self.weights + self.cache
 
 
-def bytes_read_per_token(model: nn.Module, caches: Sequence[Any], generated: int) -> BytesPerToken | None:
-    """Mean bytes that each of the last `generated` tokens of a sequence read; None for a mixture of experts.
-
-    Args:
-        model: The model.
-        caches: The sequence's caches after these tokens.
-        generated: Number of tokens.
-    """
-    weights = weight_bytes(model)
-    return None if weights is None else BytesPerToken(weights, sum(_mean_bytes(cache, generated) for cache in caches))
-
-
 def weight_bytes(model: nn.Module) -> int | None:
     """Bytes of the parameters that every token reads; None for a mixture of experts, which reads only some.
 
@@ -72,17 +59,6 @@ def weight_bytes(model: nn.Module) -> int | None:
         and (has_head or name.rpartition(".")[2] not in _TOKEN_EMBEDDINGS)
     ]
     return sum(array.nbytes for name, array in parameters if not name.startswith(tuple(lookups)))
-
-
-def _mean_bytes(cache: Any, generated: int) -> int:
-    """Mean bytes of a cache while the last `generated` tokens were added. A recurrent state doesn't grow."""
-    nbytes = sum(array.nbytes for _, array in tree_flatten(cache.state) if isinstance(array, mx.array))
-    size = cache.size() if hasattr(cache, "size") else 0
-    if not size or not generated:
-        return nbytes
-    generated = min(generated, cache.offset)
-    lengths = (min(size, cache.offset - generated + n) for n in range(1, generated + 1))
-    return round(nbytes / size * sum(lengths) / generated)
 
 
 def cached_bandwidth() -> float | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mlxlm.chat.messages import Message
 from mlxlm.generation import FinishReason
@@ -129,8 +128,6 @@ class ChatHistory:
     def __init__(self, system_prompt: str | None):
         self.system_prompt = system_prompt
         self._branches = Branches()
-        # A weak reference: an answer that nobody reads has ended.
-        self._answering: Callable[[], Generator[Any, None, None] | None] = lambda: None
 
     @property
     def system_prompt(self) -> str | None:
@@ -191,8 +188,7 @@ class ChatHistory:
         self._branches = Branches()
 
     def _end_answer(self) -> None:
-        if (answering := self._answering()) is not None:
-            answering.close()
+        """End an answer that is being generated."""
 
     def _messages(self, turns: Sequence[Turn]) -> list[Message]:
         system = [Message("system", self._system_prompt)] if self._system_prompt else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -71,17 +72,18 @@ class Chat(ChatHistory):
     ):
         super().__init__(system_prompt)
         self._options: GenerationOptions
-        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions())
+        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation)
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
         self.context_overflow = check_context_overflow(context_overflow)
-        self.speculation = speculation
-        if speculation is not None:
-            speculation.check(lm)
+        self._speculation = speculation
         self.notes: list[str] = []  # what to tell the user after opening a session file
         self.prompt_tokens = 0  # of the last answer, also while it is generated
         self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
         self._files = session_files.SessionFiles()
+        # A weak reference: an answer that nobody reads has ended.
+        self._answering: Callable[[], Answer | None] = lambda: None
+        self._current: tuple[TextStream, int, threading.Event]
 
     @property
     def lm(self) -> LoadedModel:
@@ -95,9 +97,7 @@ class Chat(ChatHistory):
     @lm.setter
     def lm(self, lm: LoadedModel) -> None:
         self._end_answer()
-        if self.speculation is not None:
-            self.speculation.check(lm)
-        chat_model = ChatModel(lm, self._chat_model.requested_chat_template, self.kv)
+        chat_model = ChatModel(lm, self._chat_model.requested_chat_template, self.kv, self._speculation)
         options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         if not same_tokenizer:
             options = replace(options, logit_bias={})
@@ -111,7 +111,7 @@ class Chat(ChatHistory):
     @property
     def kv(self) -> KVOptions:
         """How keys and values are cached."""
-        return self._chat_model.context.kv
+        return self._chat_model.engine.kv
 
     @property
     def chat_template(self) -> str:
@@ -144,21 +144,26 @@ class Chat(ChatHistory):
     @property
     def context_used(self) -> int:
         """Tokens of the context that the conversation takes; 0 before the first turn."""
-        turns = self._branches.current.visible_turns
-        if not turns:
-            return 0
-        ids = self._chat_model.chat_encoder.encode(self._messages(turns), add_generation_prompt=False)
-        return min(self.context_size, len(ids))
+        return min(self.context_size, len(self.context_ids))
 
     @property
-    def caches(self) -> list[Any]:
-        """The key-value caches, one per layer."""
-        return self._chat_model.context.caches
+    def context_ids(self) -> list[int]:
+        """The tokens of the conversation that the model sees."""
+        turns = self._branches.current.visible_turns
+        if not turns:
+            return []
+        return self._chat_model.chat_encoder.encode(self._messages(turns), add_generation_prompt=False)
+
+    def kv_bytes_for(self, num_tokens: int) -> int:
+        """Bytes of the keys and values of so many tokens."""
+        return self._chat_model.engine.kv_bytes_for(num_tokens)
 
     @property
     def stats(self) -> ChatStats:
         """Statistics of this chat."""
-        return ChatStats(self._answers, self._generated_tokens, self._chat_model.context.nbytes, self._last)
+        engine = self._chat_model.engine.stats
+        cache_bytes = engine.kv_bytes + engine.prefix_cache_bytes
+        return ChatStats(self._answers, self._generated_tokens, cache_bytes, self._last)
 
     def token_counts(self) -> list[int]:
         """Return the number of tokens of each of `messages`, without what the template adds."""
@@ -265,7 +270,7 @@ class Chat(ChatHistory):
         overrides = {name: value for name, value in overrides.items() if value is not None}
         chat = cls(lm, speculation=speculation, **{**settings, **options, **overrides})
         chat._files, chat._branches, chat.notes = files, session.branches, notes
-        if same_model and (problem := session_files.read_cache(path, chat._chat_model.context, lm)):
+        if same_model and (problem := session_files.read_cache(path, chat._chat_model.engine)):
             chat.notes.append(problem)
         return chat
 
@@ -279,18 +284,22 @@ class Chat(ChatHistory):
         conversation, prompt = fit_to_context(conversation, prompt_of, limit, self.context_overflow, max_tokens)
         self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)
-        earlier = self._messages(conversation.visible_turns)
-        stream = self._chat_model.answer(earlier, prompt, self._options, self.speculation, on_prefill)
-        answering = self._answer(conversation, question, prompt, stream)
+        answering = self._answer(conversation, question, prompt, on_prefill)
         self._answering = weakref.ref(answering)
         return answering
 
-    def _answer(self, conversation: Conversation, question: str, prompt: list[int], stream: TextStream) -> Answer:
+    def _answer(
+        self, conversation: Conversation, question: str, prompt: list[int], on_prefill: OnPrefill | None
+    ) -> Answer:
+        earlier = self._messages(conversation.visible_turns)
+        stream = self._chat_model.answer(earlier, prompt, self._options, on_prefill)
+        ended = threading.Event()
+        self._current = stream, threading.get_ident(), ended
         try:
             yield from chat_chunks(stream, self._chat_model.chat_encoder.generation_prefix)
         finally:
-            stream.close()
-            result = stream.result
+            stream.cancel()
+            result = stream.partial_result()
             if result.tokens:
                 self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
                 if self._options.seed == result.seed:  # it was not set during the answer
@@ -298,3 +307,17 @@ class Chat(ChatHistory):
                 self._answers += 1
                 self._generated_tokens += len(result.tokens)
                 self._last = result
+            ended.set()
+
+    def _end_answer(self) -> None:
+        """End an answer that is being generated, also one that another thread is iterating."""
+        while (answering := self._answering()) is not None:
+            try:
+                answering.close()
+                return
+            except ValueError:  # it is being iterated
+                stream, thread, ended = self._current
+                if thread == threading.get_ident():
+                    raise GenerationError("the chat can't be changed from within its answer", "after it") from None
+                stream.cancel()
+                ended.wait()

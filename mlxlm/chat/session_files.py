@@ -12,7 +12,7 @@ from mlxlm.chat.branches import Branches
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.chat_template import NAMES
 from mlxlm.chat.session_format import Session, decode_session, encode_session, non_default_fields
-from mlxlm.generation import Context, LoadedModel
+from mlxlm.generation import Engine, LoadedModel
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 from mlxlm.utils.files import atomic_new_file, write_bytes
@@ -49,8 +49,8 @@ class SessionFiles:
             branches=branches,
         )
         self._write(path, encode_session(session))
-        if cache and len(chat_model.context):
-            chat_model.context.save(cache_path(path.resolve()), chat.lm, replace=True)
+        if cache:
+            chat_model.engine.save_prefix(cache_path(path.resolve()), chat.context_ids)
 
     def read(self, path: Path) -> Session:
         """Read a session file. Raise GenerationError, naming path and line, if it is not one."""
@@ -122,13 +122,13 @@ def restore(
     return settings | options, [one_line(note) for note in notes], same_model
 
 
-def read_cache(path: Path, context: Context, lm: LoadedModel) -> str | None:
-    """Load the cache beside a session file into `context`, if there is one; return why that failed, or None."""
+def read_cache(path: Path, engine: Engine) -> str | None:
+    """Load the cache beside a session file, if there is one; return why that failed, or None."""
     file = cache_path(path.resolve())
     if not file.exists():
         return None
     try:
-        context.load(file, lm)
+        engine.load_prefix(file)
     except MlxlmError as error:
         return one_line(f"the conversation is read again, since its cache can't be used: {error.message}")
     return None

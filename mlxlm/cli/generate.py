@@ -26,7 +26,7 @@ from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
+    from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request
     from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages
     from mlxlm.generation.speculative import SpeculativeDecoder
 
@@ -101,23 +101,26 @@ def generate(
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
-    from mlxlm.generation import Context, Request, TextStream
+    from mlxlm.generation import Engine, Request
+    from mlxlm.generation.engine import BATCH_SIZE
 
     request = Request(ids, options, eos_token_ids)
+    cache_file = flags["prompt_cache_file"]
+    engine = Engine(
+        lm,
+        kv=kv,
+        batch_size=flags["batch_size"] or BATCH_SIZE,
+        prefix_cache_bytes=None if cache_file is None else sys.maxsize,
+        speculation=speculation and speculation(),
+    )
     if flags["num_samples"] > 1:
         from mlxlm.cli.generate_samples import print_samples
 
-        output = {"as_json": flags["as_json"], "verbose": flags["verbose"]}
-        print_samples(lm, request, flags["num_samples"], kv, batch_size=flags["batch_size"], **output)
+        print_samples(engine, request, flags["num_samples"], flags["as_json"], flags["verbose"])
         return
-    cache_file = flags["prompt_cache_file"]
-    context = Context(lm.model, kv)
     if cache_file is not None and Path(cache_file).exists():
-        context.load(cache_file, lm)
-    save = partial(context.save, cache_file, lm, replace=True) if cache_file else None
-    decoder = speculation and speculation()
-    make_stream = partial(TextStream, lm, request, context=context, speculation=decoder)
-    result = _print_one(make_stream, lm, len(ids), save, flags["as_json"])
+        engine.load_prefix(cache_file)
+    result = _print_one(engine, request, flags["as_json"], cache_file)
     if flags["verbose"]:
         _print_statistics(result)
     if result.constraint_error is not None:
@@ -186,40 +189,33 @@ def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Call
     return encode
 
 
-def _print_one(
-    make_stream: Callable[..., TextStream],
-    lm: LoadedModel,
-    prompt_tokens: int,
-    save: Callable[[], None] | None,
-    as_json: bool,
-) -> GenerationResult:
-    """Generate and print one text; `save` stores the prompt's key-value cache."""
+def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str | None) -> GenerationResult:
+    """Generate and print one text; save the prompt's key-value cache to `cache_file`."""
     from mlxlm.chat.terminal.output import write
     from mlxlm.cli import render
     from mlxlm.generation.jsonl.results import full_result_fields
 
+    prompt_tokens = len(request.prompt)
     with spinner(f"reading the prompt, {prompt_tokens} tokens") as update:
-
-        def on_prefill(done: int) -> None:
-            update(f"reading the prompt, {done} of {prompt_tokens} tokens")
-            # Save before decoding, which can push out of a bounded cache what a later prompt needs.
-            if save is not None and done == prompt_tokens - 1:
-                save()
-
-        stream = make_stream(on_prefill=on_prefill)
+        on_prefill = lambda done: update(f"reading the prompt, {done} of {prompt_tokens} tokens")  # noqa: E731
+        stream = engine.submit(request, on_prefill=on_prefill)
         first = next(stream, None)
+        unread = prompt_tokens - 1 - stream.partial_result().cached_tokens
+        if cache_file is not None and unread and not engine.save_prefix(cache_file, request.prompt[:-1]):
+            problem = f"{cache_file} isn't written: memory has no room for a copy of the key-value cache"
+            raise GenerationError(problem, "--kv-bits 8")
     if as_json:
         for _ in stream:
             pass
-        render.emit_json(full_result_fields(stream.result, lm.tokenizer))
-        return stream.result
+        render.emit_json(full_result_fields(stream.result(), engine.lm.tokenizer))
+        return stream.result()
     try:
         write("" if first is None else first.text)
         for chunk in stream:
             write(chunk.text)
     finally:
         write("\n")  # also after Ctrl-C, so that the next message starts on a new line
-    return stream.result
+    return stream.result()
 
 
 def _print_statistics(result: GenerationResult) -> None:

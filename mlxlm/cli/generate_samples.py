@@ -6,29 +6,19 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-from mlxlm.cache import KVOptions
 from mlxlm.chat.terminal.output import write
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import CONSTRAINT_HINTS
 from mlxlm.cli.spinner import spinner
-from mlxlm.generation import LoadedModel, Request, run_batch
-from mlxlm.generation.batching import BATCH_SIZE, ordered_results
+from mlxlm.generation import Engine, Request, run_batch
+from mlxlm.generation.batching import ordered_results
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.jsonl.results import full_result_fields
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
 
-def print_samples(
-    lm: LoadedModel,
-    request: Request,
-    count: int,
-    kv: KVOptions,
-    *,
-    batch_size: int | None,
-    as_json: bool,
-    verbose: bool,
-) -> None:
+def print_samples(engine: Engine, request: Request, count: int, as_json: bool, verbose: bool) -> None:
     """Print `count` texts with an empty line between them, or one JSON object each.
 
     Raises GenerationError at the end if a constrained text is incomplete.
@@ -37,7 +27,7 @@ def print_samples(
         request = replace(request, options=replace(request.options, seed=random_seed()))
     requests = (request.sample("1", number) for number in range(count))
     start, tokens, peak, incomplete = time.monotonic(), 0, 0, None
-    with closing(run_batch(lm, requests, kv=kv, batch_size=batch_size or BATCH_SIZE)) as batch:
+    with closing(run_batch(engine, requests)) as batch:
         results = ordered_results(batch)
         for number in range(count):
             with spinner(f"printed {number} of {count} texts"):
@@ -45,7 +35,7 @@ def print_samples(
             tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
             incomplete = incomplete or (result if result.constraint_error is not None else None)
             if as_json:
-                render.emit_json({"sample": number} | full_result_fields(result, lm.tokenizer))
+                render.emit_json({"sample": number} | full_result_fields(result, engine.lm.tokenizer))
             else:
                 write(("\n" if number else "") + result.text + "\n")
     if verbose:

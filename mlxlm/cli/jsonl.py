@@ -16,8 +16,8 @@ from mlxlm.cache import KVOptions
 from mlxlm.cli import render
 from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
-from mlxlm.generation import GenerationOptions, LoadedModel, Request, run_batch
-from mlxlm.generation.batching import BATCH_SIZE
+from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
+from mlxlm.generation.engine import BATCH_SIZE
 from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages, PromptEncoder
 from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
 from mlxlm.generation.jsonl.result_file import ResultFile
@@ -81,7 +81,7 @@ def run(
         write_line = render.write_line if file is None else file.write
         write = _write_in_order(write_line) if settings.ordered else _write_as_finished(write_line)
         server = _Server(LineReader(descriptor, MAX_LINE_BYTES), reader, write, job_progress, show)
-        server.serve(lm, settings.kv, settings.batch_size or BATCH_SIZE)
+        server.serve(Engine(lm, kv=settings.kv, batch_size=settings.batch_size or BATCH_SIZE))
 
 
 @contextmanager
@@ -126,15 +126,14 @@ class _Server:
         self._running: dict[int, tuple[int, Sample]] = {}  # (position, sample) by number in the batch
         self._num_positions = 0
 
-    def serve(self, lm: LoadedModel, kv: KVOptions, batch_size: int) -> None:
+    def serve(self, engine: Engine) -> None:
         """Serve all requests, to the end of the input."""
-        batch = run_batch(lm, self._requests(), kv=kv, batch_size=batch_size, on_progress=self._note_progress)
-        with closing(batch):
+        with closing(run_batch(engine, self._requests(), self._note_progress)) as batch:
             for number, result in batch:
                 position, sample = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
                     self._progress.peak_memory = max(self._progress.peak_memory, result.timings.peak_memory_bytes)
-                self._finish(position, sample_fields(sample, result, lm.tokenizer))
+                self._finish(position, sample_fields(sample, result, engine.lm.tokenizer))
 
     def _note_progress(self, tokens: int) -> None:
         self._progress.tokens = tokens

@@ -30,7 +30,7 @@ except ImportError as error:
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message
 from mlxlm.evaluate.loglikelihood import Loglikelihood, LoglikelihoodScorer
-from mlxlm.generation import GenerationOptions, Request, load, run_batch
+from mlxlm.generation import GenerationOptions, Request, get_engine, load, run_batch
 
 _MAX_LENGTH = 2048  # default limit of a text, in tokens: prompts are rarely longer
 _MAX_TOKENS = 256  # to generate, if a task doesn't say
@@ -146,7 +146,7 @@ class MlxlmModel(TemplateLM):
         texts = [""] * len(requests)
         batch = [self._request(*request.args) for request in requests]
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
-            for i, result in run_batch(self._loaded, batch, batch_size=self.batch_size):
+            for i, result in run_batch(get_engine(self._loaded, batch_size=self.batch_size), batch):
                 if isinstance(result, MlxlmError):
                     raise result
                 texts[i] = result.text

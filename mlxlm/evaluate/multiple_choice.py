@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.config.numbers import is_int
 from mlxlm.evaluate.loglikelihood import LoglikelihoodScorer
-from mlxlm.generation.context import common_prefix_length
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import DataError

@@ -11,6 +11,7 @@ for result in batch(lm, ["Once", "Twice"], num_samples=4):
 from mlxlm.generation.batching import batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.decoding import generate_tokens
+from mlxlm.generation.engine import Engine, EngineStats, QueueFullError, get_engine
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions
@@ -18,14 +19,18 @@ from mlxlm.generation.request import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.scoring import Score, score
-from mlxlm.generation.stream_generate import TextStream, generate, stream
+from mlxlm.generation.stream_generate import generate, stream
+from mlxlm.generation.text_stream import TextStream
 
 __all__ = [
     "GenerationChunk",
     "Context",
+    "Engine",
+    "EngineStats",
     "FinishReason",
     "GenerationOptions",
     "LoadedModel",
+    "QueueFullError",
     "Request",
     "GenerationResult",
     "Sampler",
@@ -35,6 +40,7 @@ __all__ = [
     "batch",
     "filter_logits",
     "generate",
+    "get_engine",
     "load",
     "run_batch",
     "score",

@@ -1,30 +1,28 @@
-"""Batched generation: as one row of a batch ends, the next request takes its place."""
+"""Generating many texts: as one ends, the next request takes its place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.config.numbers import is_int_at_least
-from mlxlm.generation.context import Context
-from mlxlm.generation.device_memory import wired_limit
+from mlxlm.generation.engine import BATCH_SIZE, Engine, get_engine
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.prefill import Prefill
 from mlxlm.generation.request import Request
-from mlxlm.generation.request_queue import RequestQueue
 from mlxlm.generation.result import GenerationResult
-from mlxlm.generation.running_batch import BatchRow, RunningBatch
-from mlxlm.generation.sequence import TokenSequence
-from mlxlm.generation.stream_generate import TextStream, encode_prompt
+from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.generation.text_stream import TextStream
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
-BATCH_SIZE = 32  # rows
-_LOOKAHEAD = 4  # batches of requests to choose from, so that prompts of like length and beginning start together
+_LOOKAHEAD = 5  # batches of requests to choose from, so that prompts of like length and beginning start together
+_POLL_SECONDS = 0.05
 
 Result = GenerationResult | MlxlmError
 
@@ -61,63 +59,77 @@ def batch(
         raise GenerationError("prompts is not a list of texts", '["Once upon a time", "The end"]')
     if not is_int_at_least(num_samples, 1):
         raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
-    context = Context(lm.model, kv)
+    engine = get_engine(lm, kv, batch_size=batch_size)
     settings = GenerationOptions.of(("num_samples", "kv", "batch_size"), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
     requests: list[Request] = []
     for number, prompt in enumerate(prompts, 1):
         try:
             request = Request(encode_prompt(lm, prompt), settings)
-            request.check(lm, context.kv)
+            request.check(lm, engine.kv)
+            request.compile_grammar(lm)
         except MlxlmError as error:
             raise type(error)(f"prompt {number}: {error.message}", error.hint) from error
         requests += [request.sample(str(number), sample) for sample in range(num_samples)]
-    return list(ordered_results(run_batch(lm, requests, kv=kv, batch_size=batch_size)))
+    return list(ordered_results(run_batch(engine, requests)))
 
 
 def run_batch(
-    lm: LoadedModel,
+    engine: Engine,
     requests: Iterable[Request | None],
-    *,
-    kv: KVOptions | None = None,
-    batch_size: int = BATCH_SIZE,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> Generator[tuple[int, Result], None, None]:
-    """Yield the number (from 0) and the result of each request as it ends. Closing the generator is exact.
-
-    A text is the one that its request gives alone, up to rounding: the logits of one row and of several differ in their
-    last bits, and two tokens that are equally likely to that precision can change places. What several prompts begin
-    with is read once. A model that doesn't support batching serves one request after another.
+    """Yield the number (from 0) and the result of each request as it ends. Closing the generator cancels the others.
 
     Args:
-        lm: The model.
+        engine: The engine. It decodes as many texts at once as its `batch_size`.
         requests: Taken as they are needed, a few batches ahead. The iterable yields None if there is no request at the
-            moment. It is then asked again after the next step, or at once if no text is being generated: then it
-            should block.
-        kv: Options of the key-value cache.
-        batch_size: The maximum number of texts that are generated at once.
-        on_progress: Called with the total number of generated tokens, after each step and while prompts are read.
+            moment. It is then asked again a little later, or at once if no text is being generated: then it should
+            block.
+        on_progress: Called several times a second with the number of tokens that were generated so far.
 
     Yields:
         The number of the request, and its result. A request that can't be served has its error as result.
-
-    Raises:
-        GenerationError: For an invalid `batch_size` or `kv`.
     """
-    if not is_int_at_least(batch_size, 1):
-        raise GenerationError(f"batch_size is {batch_size!r}", "a positive whole number, such as 32")
-    context = Context(lm.model, kv)
-    queue = RequestQueue(requests, lambda request: request.check(lm, context.kv))
-    num_generated = 0
+    source, ended = iter(requests), SimpleQueue[int]()
+    streams: dict[int, TextStream] = {}
+    num_generated, exhausted, number = 0, False, 0
+    try:
+        while streams or not exhausted:
+            while not exhausted and len(streams) < engine.batch_size * _LOOKAHEAD:
+                try:
+                    request = next(source)
+                except StopIteration:
+                    exhausted = True
+                    break
+                if request is None:
+                    break
+                try:
+                    streams[number] = engine.submit(request)
+                    streams[number].add_done_callback(partial(ended.put, number))
+                except MlxlmError as error:
+                    yield number, error
+                number += 1
+            if not streams:
+                continue
+            finished = None
+            with suppress(Empty):
+                finished = ended.get(timeout=_POLL_SECONDS)
+            on_progress(num_generated + sum(stream.num_generated for stream in streams.values()))
+            if finished is not None:
+                stream = streams.pop(finished)
+                num_generated += stream.num_generated
+                yield finished, _result(stream)
+    finally:
+        for stream in streams.values():
+            stream.cancel()
 
-    def count_tokens(more: int = 0) -> None:
-        nonlocal num_generated
-        num_generated += more
-        on_progress(num_generated)
 
-    if lm.supports_batching and batch_size > 1:
-        return _run_rows(lm, context, queue, batch_size, count_tokens)
-    return _run_sequentially(lm, context, queue, count_tokens)
+def _result(stream: TextStream) -> Result:
+    try:
+        return stream.result()
+    except MlxlmError as error:
+        return error
 
 
 def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[GenerationResult]:
@@ -131,53 +143,3 @@ def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[Generatio
         while next_index in waiting:
             yield waiting.pop(next_index)
             next_index += 1
-
-
-def _run_sequentially(
-    lm: LoadedModel, context: Context, queue: RequestQueue, count_tokens: Callable[..., None]
-) -> Generator[tuple[int, Result], None, None]:
-    """Serve one request after another with one context: a prefix shared with the last prompt isn't read again."""
-    while not queue.exhausted:
-        yield from queue.fill(1)
-        for index, request in queue.take(1):
-            try:
-                text = TextStream(lm, request, context=context, on_prefill=lambda num_cached: count_tokens())
-                for _ in text:
-                    count_tokens(1)
-                result: Result = text.result
-            except MlxlmError as error:
-                result = error
-            yield index, result
-
-
-def _run_rows(
-    lm: LoadedModel, context: Context, queue: RequestQueue, batch_size: int, count_tokens: Callable[..., None]
-) -> Generator[tuple[int, Result], None, None]:
-    """Serve up to `batch_size` requests at once. `context` holds the prefix that prompts share."""
-    rows = RunningBatch(lm.model, lm.config.max_position_embeddings)
-    prefill = Prefill(context, count_tokens)
-    mx.reset_peak_memory()
-    with wired_limit():
-        while rows.num_active or not queue.exhausted:
-            yield from queue.fill(batch_size * _LOOKAHEAD)
-            new_rows = []
-            for index, request in queue.take(_num_admitted(len(queue), batch_size - rows.num_active, batch_size)):
-                try:
-                    text = TokenSequence(lm, request, context.kv)
-                except MlxlmError as error:
-                    yield index, error
-                else:
-                    new_rows.append(BatchRow(index, text))
-            if new_rows or not rows.mostly_active:
-                rows.remove_finished()
-            if new_rows:
-                rows.join(prefill.read(new_rows))
-            if rows.num_active:
-                num_tokens, finished = rows.step()
-                count_tokens(num_tokens)
-                yield from ((row.index, row.error or row.text.result()) for row in finished)
-
-
-def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:
-    """How many requests start now: since a start copies the caches of all rows, a backlog starts several at a time."""
-    return 0 if num_free < num_waiting and num_free * 4 < batch_size else num_free

@@ -6,14 +6,13 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, count
-from operator import ne
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import (
     PREFILL_STEP_SIZE,
+    KVCache,
     KVOptions,
     fingerprint,
     load_prompt_cache,
@@ -21,6 +20,7 @@ from mlxlm.cache import (
     make_cache,
     save_prompt_cache,
 )
+from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.utils.errors import CheckpointError, GenerationError
 
@@ -87,6 +87,19 @@ class Context:
             raise
         self._consistent = True  # an interrupt just before this line leaves it False: the next use clears
 
+    def set(self, caches: list[Any], ids: Sequence[int]) -> None:
+        """Replace the content: `caches` hold exactly `ids`."""
+        with self.transaction():
+            self.caches, self._ids = caches, array("i", ids)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether some layers drop tokens, so that the caches can't be trimmed to any length."""
+        return any(
+            not isinstance(cache, KVCache) or cache.rotation is not None or cache.window is not None
+            for cache in self.caches
+        )
+
     def check_unchanged(self, version: int) -> None:
         """Raise GenerationError if another text has used the context since it had this `version`."""
         if self.version != version:
@@ -110,13 +123,9 @@ class Context:
         """
         if not self._consistent:
             self.clear()
-        original_length = getattr(self.model, "longrope_original_length", None)
-        if original_length is not None:
-            # With a rotating cache, no token attends further back than the cache reaches.
-            expected_length = min(len(prompt) + max_tokens, self.kv.size or UNLIMITED)
-            is_long = expected_length > original_length
-            if self._ids and is_long != (self.caches[0].expected_length > original_length):
-                self.clear()
+        expected_length = len(prompt) + max_tokens
+        if self._ids and self.length_group(expected_length) != self.length_group(self.expected_length or 0):
+            self.clear()
         shared = common_prefix_length(self._ids, prompt[:-1])
         surplus = len(self._ids) - shared
         if surplus and shared and all(_can_trim(cache, surplus) for cache in self.caches):
@@ -126,10 +135,25 @@ class Context:
                 del ids[shared:]
         elif surplus:
             self.clear()
-        if original_length is not None:
-            for cache in self.caches:
-                cache.expected_length = expected_length
+        self.expected_length = expected_length
         return len(self._ids)
+
+    def length_group(self, expected_length: int) -> bool:
+        """Texts share keys only with those that give the same here: "longrope" positions depend on the final length."""
+        original_length = getattr(self.model, "longrope_original_length", None)
+        # With a rotating cache, no token attends further back than the cache reaches.
+        return original_length is not None and min(expected_length, self.kv.size or UNLIMITED) > original_length
+
+    @property
+    def expected_length(self) -> int | None:
+        """The final length of the text, if the model's positions depend on it."""
+        return getattr(self.caches[0], "expected_length", None)
+
+    @expected_length.setter
+    def expected_length(self, length: int) -> None:
+        if getattr(self.model, "longrope_original_length", None) is not None:
+            for cache in self.caches:
+                cache.expected_length = min(length, self.kv.size or UNLIMITED)
 
     def read(
         self,
@@ -137,10 +161,20 @@ class Context:
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
     ) -> None:
-        """Append `ids` to the context, in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
+        """Append `ids` to the context, as `read_chunks`.
 
         `on_prefill` is called after each chunk with the number of tokens in the context. If it raises, the chunks read
         so far stay.
+        """
+        for num_tokens in self.read_chunks(ids, prefill_step_size):
+            if on_prefill is not None:
+                on_prefill(num_tokens)
+
+    def read_chunks(self, ids: Sequence[int], prefill_step_size: int = PREFILL_STEP_SIZE) -> Iterator[int]:
+        """Append `ids` in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
+
+        Yields:
+            After each chunk, the number of tokens in the context.
         """
         done = 0
         while done < len(ids):
@@ -153,8 +187,7 @@ class Context:
                 eval_caches(self.caches)
                 held_ids.extend(chunk)
             done += size
-            if on_prefill is not None:
-                on_prefill(len(self))
+            yield len(self)
 
     def save(self, path: Path | str, lm: LoadedModel, *, replace: bool = False) -> None:
         """Write caches and ids to a safetensors file, for `load` in another process.
@@ -168,8 +201,10 @@ class Context:
             CheckpointError: If something else is at `path`, the context is empty, or this model's caches can't be
                 written.
         """
-        expected_length = getattr(self.caches[0], "expected_length", None)
-        identity = self._identity(lm) | ({} if expected_length is None else {"expected_length": str(expected_length)})
+        expected_length = self.expected_length
+        identity = cache_identity(lm, self.kv)
+        if expected_length is not None:
+            identity["expected_length"] = str(expected_length)
         save_prompt_cache(path, self.caches, self.ids, identity, replace=replace)
 
     def load(self, path: Path | str, lm: LoadedModel) -> int:
@@ -183,7 +218,7 @@ class Context:
                 context stays as it is.
         """
         identity = load_prompt_cache_identity(path)
-        for name, value in self._identity(lm).items():
+        for name, value in cache_identity(lm, self.kv).items():
             if identity.get(name) != value:
                 what = f"to hold {identity.get(name)}, not {value}" if name == "cache" else f"with another {name}"
                 raise CheckpointError(f"{path} was made {what}", "a new file, or what that one was made with")
@@ -202,22 +237,17 @@ class Context:
             self.caches, self._ids = caches, array("i", ids)
         return len(self)
 
-    def _identity(self, lm: LoadedModel) -> dict[str, str]:
-        """What must be equal when a file is saved and loaded."""
-        kv = self.kv
-        tokens = "all tokens" if kv.size is None else f"{kv.size} tokens of which the first {kv.keep} stay"
-        widths = (("keys", kv.key_bits), ("values", kv.value_bits))
-        bits = ", ".join(f"{name} of {width} bits" for name, width in widths if width)
-        return {
-            "model": fingerprint(self.model),
-            "tokenizer": lm.tokenizer.fingerprint,
-            "cache": f"{tokens}, {bits}" if bits else tokens,
-        }
 
-
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both sequences begin with."""
-    return next(compress(count(), map(ne, one, other)), min(len(one), len(other)))
+def cache_identity(lm: LoadedModel, kv: KVOptions) -> dict[str, str]:
+    """What must be equal when a prompt cache file is saved and loaded."""
+    tokens = "all tokens" if kv.size is None else f"{kv.size} tokens of which the first {kv.keep} stay"
+    widths = (("keys", kv.key_bits), ("values", kv.value_bits))
+    bits = ", ".join(f"{name} of {width} bits" for name, width in widths if width)
+    return {
+        "model": fingerprint(lm.model),
+        "tokenizer": lm.tokenizer.fingerprint,
+        "cache": f"{tokens}, {bits}" if bits else tokens,
+    }
 
 
 def _can_trim(cache: Any, n: int) -> bool:

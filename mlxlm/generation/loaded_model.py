@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlxlm import checkpoint, tokenizer
-from mlxlm.backend.mlx import nn
+from mlxlm.backend.mlx import eval_arrays, nn
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import CheckpointError
@@ -21,12 +23,14 @@ class LoadedModel:
         tokenizer: The tokenizer that it was trained with.
         config: The configuration, ours or that of an mlx_lm model.
         path: Where it was loaded from.
+        engines: Its engines by their settings; see `get_engine`.
     """
 
     model: nn.Module = field(repr=False)
     tokenizer: tokenizer.Tokenizer
     config: ModelConfig | MlxLmConfig
     path: Path
+    engines: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -39,6 +43,12 @@ class LoadedModel:
     def supports_batching(self) -> bool:
         """Whether several texts can be decoded together; otherwise one after another."""
         return getattr(self.model, "supports_batching", False)
+
+
+def eval_weights(model: Any) -> None:
+    """Evaluate the weights of a model: until then, arrays belong to the thread that made them."""
+    if isinstance(model, nn.Module):
+        eval_arrays(model.state)
 
 
 def load(path: Path | str) -> LoadedModel:
@@ -61,4 +71,5 @@ def load(path: Path | str) -> LoadedModel:
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
+    eval_weights(model)
     return LoadedModel(model, text_tokenizer, config, Path(path))

@@ -1,63 +1,114 @@
-"""Prefill of a batch: a shared prefix is read once, and prompts of similar length side by side."""
+"""Prefill: prompts are read in chunks, those of similar length side by side, from where the prefix cache ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from mlxlm.backend.mlx import mx
-from mlxlm.cache import PREFILL_STEP_SIZE
-from mlxlm.generation.context import Context, common_prefix_length
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
+from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
-from mlxlm.generation.running_batch import BatchRow
+from mlxlm.generation.running_batch import Row
 
 MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more isn't faster, and takes more memory
 MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading this many
 
-Prompt = tuple[int, ...]  # without the last token, which the first decoding step reads
+Tokens = tuple[int, ...]
+Group = tuple[list[Row], list[Any]]  # rows, and the stacked caches that hold all of their tokens but the last
 
 
 class Prefill:
-    """Reads the prompts of rows, except for their last tokens, which the first decoding step reads.
+    """Reads the tokens of rows, except for the last ones, which the first decoding step reads.
 
-    The prefix that the last prompts shared, such as a system prompt, is kept for the next ones.
+    What the prefix cache holds is restored, and what was read is added to it.
     """
 
-    def __init__(self, context: Context, on_read: Callable[[], None]):
-        """Start with an empty `context`, for the shared prefix. `on_read` is called whenever tokens were read."""
-        self._prefix, self._on_read = context, on_read
+    def __init__(self, model: nn.Module, kv: KVOptions, prefix_cache: PrefixCache):
+        self._model, self._kv, self._prefix_cache = model, kv, prefix_cache
 
-    def read(self, rows: Sequence[BatchRow]) -> Iterator[tuple[list[BatchRow], list[Any]]]:
-        """Yield groups of `rows`, each with the stacked caches that hold its prompts."""
-        by_prompt: dict[Prompt, list[BatchRow]] = {}  # several samples of one prompt are read once
+    def read(self, rows: Sequence[Row], max_chunk_tokens: int = MAX_BATCH_TOKENS) -> Iterator[Group | None]:
+        """Read the prompts of `rows` together.
+
+        Args:
+            rows: The rows.
+            max_chunk_tokens: The maximum number of tokens of all rows in one forward pass.
+
+        Yields:
+            None after each chunk, and each group of rows that is ready, with its caches.
+        """
+        by_prompt: dict[Tokens, list[Row]] = {}  # several samples of one prompt are read once
         for row in rows:
-            by_prompt.setdefault(tuple(row.text.prompt[:-1]), []).append(row)
+            by_prompt.setdefault(tuple(row.text.ids[:-1]), []).append(row)
         for prompts, prefix in self._split_by_prefix(list(by_prompt)):
-            self._read_prefix(prefix)
-            for group in _split_by_length(prompts, len(prefix)):
-                caches = self._read_group([list(ids) for ids in group], len(prefix))
+            if prefix:
+                yield from self._read_prefix(prefix)
+            cached = {ids: self._match(ids) for ids in prompts}
+            for group in _split_by_length(prompts, cached, max_chunk_tokens):
+                caches = yield from self._read_group(group, cached, max_chunk_tokens)
+                if len(group) > 1:
+                    for i, ids in enumerate(group):
+                        self._insert(ids, [cache.row(i) for cache in caches])
                 members = [row for ids in group for row in by_prompt[ids]]
                 if len(members) > len(group):
+                    caches = [type(cache).merge([cache]) for cache in caches] if len(group) == 1 else caches
                     copies = [i for i, ids in enumerate(group) for _ in by_prompt[ids]]
                     for cache in caches:
                         cache.select(copies)
                 for ids in group:
                     first, *others = by_prompt[ids]
-                    first.text.num_cached = len(prefix)
+                    first.set_num_cached(cached[ids])
                     for row in others:
-                        row.text.num_cached = len(ids)
+                        row.set_num_cached(len(ids))
                 yield members, caches
 
-    def _split_by_prefix(self, prompts: list[Prompt]) -> Iterator[tuple[list[Prompt], list[int]]]:
-        """Yield prompts that share a prefix, with that prefix.
+    def read_alone(self, row: Row) -> Generator[None, None, Context]:
+        """Read the prompt of one row; yields after each chunk, and returns the context that holds it."""
+        ids = row.text.ids[:-1]
+        context = Context(self._model, self._kv)
+        group = context.length_group(len(row.text.prompt) + row.text.limit)
+        n = self._prefix_cache.match(ids, group)
+        if n:
+            context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
+        context.expected_length = len(row.text.prompt) + row.text.limit
+        row.set_num_cached(n)
+        snapshot_at = row.text.snapshot_at if context.drops_tokens else None
+        if snapshot_at is not None and len(context) < snapshot_at < len(ids):
+            yield from self._read_chunks(context, ids[len(context) : snapshot_at], row)
+            self._prefix_cache.insert(context.ids, context.caches, group)
+            yield
+        yield from self._read_chunks(context, ids[len(context) :], row)
+        if ids:
+            self._prefix_cache.insert(ids, context.caches, group)
+        return context
+
+    def _read_chunks(self, context: Context, ids: Sequence[int], row: Row | None = None) -> Iterator[None]:
+        """Read `ids`; yields after each chunk but the last."""
+        end = len(context) + len(ids)
+        for num_read in context.read_chunks(ids):
+            if row is not None:
+                row.channel.push(num_read)
+            if num_read < end:
+                yield
+
+    def _match(self, ids: Tokens) -> int:
+        return self._prefix_cache.match(ids, False) if ids else 0
+
+    def _insert(self, ids: Sequence[int], caches: Sequence[Any]) -> None:
+        if ids:
+            self._prefix_cache.insert(ids, caches, False)
+
+    def _split_by_prefix(self, prompts: list[Tokens]) -> Iterator[tuple[list[Tokens], Tokens]]:
+        """Yield prompts that share a prefix, with that prefix if the cache lacks some of it.
 
         Prompts that share fewer than `MIN_SHARED_PREFIX` tokens with any other come last, with an empty prefix.
         """
-        unrelated, cached = [], self._prefix.ids
+        unrelated = []
         while prompts:
             first, *others = prompts
             shared = [common_prefix_length(first, other) for other in others]
-            longest = max([common_prefix_length(first, cached), *shared])
+            longest = max(shared, default=0)
             if longest < MIN_SHARED_PREFIX:
                 unrelated.append(first)
                 prompts = others
@@ -66,75 +117,81 @@ class Prefill:
             related = [2 * n > longest for n in shared]
             group = [other for other, is_related in zip(others, related, strict=True) if is_related]
             prompts = [other for other, is_related in zip(others, related, strict=True) if not is_related]
-            yield [first, *group], list(first[: min((n for n in shared if 2 * n > longest), default=longest)])
-            cached = self._prefix.ids
+            yield [first, *group], first[: min(n for n in shared if 2 * n > longest)]
         if unrelated:
-            yield unrelated, []
+            yield unrelated, ()
 
-    def _read_prefix(self, prefix: list[int]) -> None:
-        if prefix:
-            num_cached = self._prefix.trim_to_prefix([*prefix, 0], 0)
-            self._read_into(self._prefix, prefix[num_cached:])
+    def _read_prefix(self, prefix: Tokens) -> Iterator[None]:
+        n = self._match(prefix)
+        if n < len(prefix):
+            context = self._restore(prefix, n)
+            yield from self._read_chunks(context, prefix[n:])
+            self._insert(prefix, context.caches)
+            yield
 
-    def _read_into(self, context: Context, ids: list[int]) -> None:
-        context.read(ids, on_prefill=lambda num_tokens: self._on_read())
+    def _restore(self, ids: Tokens, n: int) -> Context:
+        """A context with the first n tokens of `ids`, which the cache holds."""
+        context = Context(self._model, self._kv)
+        if n:
+            context.set(self._prefix_cache.restore(ids, n, False), ids[:n])
+        return context
 
-    def _read_group(self, prompts: Sequence[list[int]], start: int) -> list[Any]:
-        """Stacked caches that hold `prompts`, which begin with the first `start` tokens of the prefix."""
-        length = max(len(ids) for ids in prompts) - start
-        # A shorter prompt reads the end of the prefix again, rather than padding.
-        reused = [max(0, min(start, len(ids) - length)) for ids in prompts]
-        max_size = self._prefix.kv.size
-        too_long = max_size is not None and start + length > max_size
-        if len(prompts) == 1 or too_long or not all(map(self._can_copy_prefix, reused)):
-            return _stack([self._read_alone(ids, start) for ids in prompts])
-        caches = _stack([self._copy_prefix(n) for n in reused])
+    def _read_group(
+        self, prompts: Sequence[Tokens], cached: dict[Tokens, int], max_chunk_tokens: int
+    ) -> Generator[None, None, list[Any]]:
+        """Read `prompts` from where the cache ends; returns stacked caches, and updates `cached`."""
+        cached.update((ids, self._match(ids)) for ids in prompts)  # something may have been evicted since
+        length = max(len(ids) - cached[ids] for ids in prompts)
+        # A shorter prompt reads the end of what is cached again, rather than padding.
+        reused = [max(0, min(cached[ids], len(ids) - length)) for ids in prompts]
+        reused = [n if self._match(ids[:n]) == n else 0 for ids, n in zip(prompts, reused, strict=True)]
+        max_size = self._kv.size
+        too_long = max_size is not None and max(map(len, prompts)) > max_size
         padding = [length - (len(ids) - n) for ids, n in zip(prompts, reused, strict=True)]
-        tokens = [[0] * pad + ids[n:] for ids, n, pad in zip(prompts, reused, padding, strict=True)]
+        if len(prompts) == 1 or too_long or min(padding) < 0:
+            rows = []
+            for ids in prompts:
+                context = self._restore(ids, cached[ids])
+                yield from self._read_chunks(context, ids[cached[ids] :])
+                self._insert(ids, context.caches)
+                rows.append(context.caches)
+                if len(prompts) > 1:
+                    yield
+            return _stack(rows)
+        caches = _stack([self._restore(ids, n).caches for ids, n in zip(prompts, reused, strict=True)])
+        tokens = [[0] * pad + list(ids[n:]) for ids, n, pad in zip(prompts, reused, padding, strict=True)]
+        cached.update(zip(prompts, reused, strict=True))
         if any(padding):
             for cache in caches:
                 cache.set_left_padding(padding)
-        step_size = min(PREFILL_STEP_SIZE, max(_max_padding(length) + 1, MAX_BATCH_TOKENS // len(prompts)))
-        for first in range(0, length, step_size):
-            chunk = mx.array([row[first : first + step_size] for row in tokens])
-            # As in Context.read, the logits are never evaluated.
-            self._prefix.model(chunk, cache=caches)
+        step_size = min(PREFILL_STEP_SIZE, max(max(padding) + 1, max_chunk_tokens // len(prompts)))
+        for start in range(0, length, step_size):
+            # As in Context.read_chunks, the logits are never evaluated.
+            self._model(mx.array([row[start : start + step_size] for row in tokens]), cache=caches)
             eval_caches(caches)
-            self._on_read()
+            if start + step_size < length:
+                yield
         return caches
-
-    def _read_alone(self, ids: list[int], start: int) -> list[Any]:
-        context = Context(self._prefix.model, self._prefix.kv)
-        if start:
-            context.caches = [cache.copy() for cache in self._prefix.caches]
-        self._read_into(context, ids[start:])
-        return context.caches
-
-    def _can_copy_prefix(self, n: int) -> bool:
-        return n == 0 or all(cache.can_trim(len(self._prefix) - n) for cache in self._prefix.caches)
-
-    def _copy_prefix(self, n: int) -> list[Any]:
-        """Copies of the prefix's caches with the first n tokens only."""
-        if n == 0:
-            return Context(self._prefix.model, self._prefix.kv).caches
-        copies = [cache.copy() for cache in self._prefix.caches]
-        for cache in copies:
-            cache.trim(len(self._prefix) - n)
-        return copies
 
 
 def _stack(rows: Sequence[list[Any]]) -> list[Any]:
     """The caches of several rows, layer by layer, from those of each row."""
+    if len(rows) == 1:
+        return rows[0]
     return [type(layer[0]).merge(layer) for layer in zip(*rows, strict=True)]
 
 
-def _split_by_length(prompts: Sequence[Prompt], start: int) -> Iterator[list[Prompt]]:
-    """Groups of prompts of similar length whose tokens from `start` on fit into one forward pass."""
-    group: list[Prompt] = []
-    for ids in sorted(prompts, key=len, reverse=True):
-        longest = len(group[0] if group else ids) - start
-        too_many = (len(group) + 1) * min(longest, PREFILL_STEP_SIZE) > MAX_BATCH_TOKENS
-        if group and (too_many or longest - (len(ids) - start) > _max_padding(longest)):
+def _split_by_length(prompts: Sequence[Tokens], cached: dict[Tokens, int], max_tokens: int) -> Iterator[list[Tokens]]:
+    """Groups of prompts whose tokens that must be read are similarly many, and fit into one forward pass."""
+
+    def unread(ids: Tokens) -> int:
+        return len(ids) - cached[ids]
+
+    group: list[Tokens] = []
+    for ids in sorted(prompts, key=unread, reverse=True):
+        longest = unread(group[0] if group else ids)
+        too_many = (len(group) + 1) * min(longest, PREFILL_STEP_SIZE) > max_tokens
+        if group and (too_many or longest - unread(ids) > _max_padding(longest)):
             yield group
             group = []
         group.append(ids)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mlxlm.cache import KVOptions
+from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.context import UNLIMITED
+from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
@@ -21,16 +23,24 @@ class Request:
         prompt: The ids of the prompt.
         options: Sampling options and the end of the text.
         eos_token_ids: Tokens that end the text; None for the model's.
+        snapshot_at: Where in the prompt a later one may differ from it, in tokens, such as the start of the last
+            message. Caches that can't be trimmed (sliding windows, rotating caches) can return there.
     """
 
     prompt: Sequence[int]
     options: GenerationOptions
     eos_token_ids: frozenset[int] | None = None
+    snapshot_at: int | None = None
 
     def sample(self, id: str, number: int) -> Request:
         """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
         seed = derive_seed(self.options.seed or 0, id, number)
         return replace(self, options=replace(self.options, seed=seed))
+
+    def compile_grammar(self, lm: LoadedModel) -> Grammar | None:
+        """Compile the constraint of the options, if there is one. Raises GenerationError as `Grammar.compile`."""
+        eos_token_ids = lm.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
+        return Grammar.compile(self.options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)
 
     def check(self, lm: LoadedModel, kv: KVOptions) -> int:
         """Return how many tokens may follow the prompt: as `max_new_tokens_for`.
@@ -39,6 +49,7 @@ class Request:
             GenerationError: For a prompt or options that this model can't serve.
         """
         self.options.check_vocabulary(lm.config.vocab_size)
+        dry_breaker_mask(self.options, lm.tokenizer)
         return max_new_tokens_for(lm, self.prompt, kv)
 
 

@@ -2,36 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
-from mlxlm.generation.sampling import sample_batch
+from mlxlm.generation.rounding import Margins
+from mlxlm.generation.sampling import SamplerSnapshot, sample_with_margins
 from mlxlm.generation.sequence import TokenSequence
+from mlxlm.generation.text_stream import Channel
 from mlxlm.utils.errors import MlxlmError
 
 
-@dataclass
-class BatchRow:
+@dataclass(eq=False)
+class Row:
     """One text of a batch.
 
     Attributes:
-        index: The number of its request.
+        channel: Passes the text to its reader.
         text: The text so far.
-        in_prompt: Whether the next token to read is the last one of the prompt, not one of the text.
         finished: Whether the text has ended.
         idle_steps: Steps since then.
-        error: Why the text failed, if it did.
+        is_read: Whether the token that the next step feeds is already part of the text or its prompt.
     """
 
-    index: int
+    channel: Channel
     text: TokenSequence
-    in_prompt: bool = True
     finished: bool = False
     idle_steps: int = 0
-    error: MlxlmError | None = None
+    is_read: bool = True
+
+    def set_num_cached(self, num_cached: int) -> None:
+        """Note how many tokens of the prompt didn't have to be read, unless the text was only interrupted."""
+        if len(self.text) > len(self.text.prompt):
+            return
+        self.text.num_cached = min(num_cached, len(self.text.prompt) - 1)
+        self.channel.push(num_cached)
+
+    def accept(self, token: int) -> None:
+        """Append a token that was drawn. The reader gets its chunk; an error ends this text alone."""
+        try:
+            self.text.sampler.accept(token)
+            self.push(token)
+        except MlxlmError as error:
+            self.fail(error)
+
+    def push(self, token: int) -> None:
+        """Append a token that `sampler` drew and accepted."""
+        chunk = self.text.push(token)
+        self.finished = chunk.finish_reason is not None
+        self.channel.push(chunk)
+        if self.finished:
+            self.channel.end(self.text.result())
+
+    def fail(self, error: BaseException) -> None:
+        """End the text with an error."""
+        self.finished = True
+        self.channel.end(error=error)
+
+
+@dataclass
+class _Draw:
+    """A token for every row, which may not have been computed yet.
+
+    Attributes:
+        tokens: int32 `[B]`.
+        margins: How far each leads the runner-up, float32 `[B]`; None if a row was computed alone.
+        snapshots: The state of each row's sampler before the draw.
+    """
+
+    tokens: mx.array
+    margins: mx.array | None
+    snapshots: list[SamplerSnapshot | None]
+
+    def select(self, rows: Sequence[int]) -> None:
+        index = mx.array(rows)
+        self.tokens = self.tokens[index]
+        self.margins = None if self.margins is None else self.margins[index]
+        self.snapshots = [self.snapshots[row] for row in rows]
 
 
 class RunningBatch:
@@ -39,95 +88,195 @@ class RunningBatch:
 
     As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A finished row keeps
     computing, and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all others.
+
+    Logits of several rows differ in their last bits from those of one row. Where the drawn token leads the runner-up
+    by less than this can change, a step of that row alone decides: so a text is the one that its request gives alone.
     """
 
-    def __init__(self, model: nn.Module, context_length: int):
-        """Start without rows. `context_length`: the number of positions of the model."""
-        self._model, self._context_length = model, context_length
-        self._rows: list[BatchRow] = []
+    def __init__(self, model: nn.Module, context_length: int, margins: Margins):
+        """Start without rows.
+
+        Args:
+            model: The model.
+            context_length: The number of positions of the model.
+            margins: The lead that makes a token certain, per dtype of the logits.
+        """
+        self._model, self._context_length, self._margins = model, context_length, margins
+        self.rows: list[Row] = []
+        self.num_redecoded = 0
         self._caches: list[Any] = []
-        self._tokens = mx.zeros(0, mx.int32)  # [B]: drawn, and not read yet
+        self._drawn = _Draw(mx.zeros(0, mx.int32), None, [])
         self._num_steps = 0
 
     @property
     def num_active(self) -> int:
         """The number of unfinished rows."""
-        return sum(not row.finished for row in self._rows)
+        return sum(not row.finished for row in self.rows)
 
     @property
     def mostly_active(self) -> bool:
         """Whether fewer than a quarter of the rows have finished."""
-        return self.num_active * 4 > len(self._rows) * 3
+        return self.num_active * 4 > len(self.rows) * 3
 
-    def join(self, groups: Iterable[tuple[Sequence[BatchRow], list[Any]]]) -> None:
-        """Add rows. Each group comes with caches that hold its prompts except for their last tokens."""
-        for rows, caches in groups:
-            last_tokens = mx.array([row.text.prompt[-1] for row in rows], mx.int32)
-            if self._rows:
-                caches = [type(old).merge([old, new]) for old, new in zip(self._caches, caches, strict=True)]
-                last_tokens = mx.concatenate([self._tokens.astype(mx.int32), last_tokens])
-            self._rows, self._caches, self._tokens = [*self._rows, *rows], caches, last_tokens
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def join(self, rows: Sequence[Row], caches: list[Any]) -> None:
+        """Add rows, with stacked caches that hold all of their tokens but the last."""
+        tokens = mx.array([row.text.last_token for row in rows], mx.int32)
+        for row in rows:
+            row.is_read = True
+        if self.rows:
+            caches = [type(old).merge([old, new]) for old, new in zip(self._caches, caches, strict=True)]
+            tokens = mx.concatenate([self._drawn.tokens, tokens])
+        margins = self._drawn.margins
+        if margins is not None:
+            margins = mx.concatenate([margins, mx.full(len(rows), mx.inf)])
+        self._drawn = _Draw(tokens, margins, [*self._drawn.snapshots, *([None] * len(rows))])
+        self.rows, self._caches = [*self.rows, *rows], caches
 
     def remove_finished(self) -> None:
         """Remove the finished rows."""
-        active = [i for i, row in enumerate(self._rows) if not row.finished]
-        if len(active) == len(self._rows):
-            return
-        self._rows = [self._rows[i] for i in active]
-        if not active:
-            self._caches = []  # frees memory for the next prompts
-            return
-        for cache in self._caches:
-            cache.select(active)
-        self._tokens = self._tokens[mx.array(active)]
+        self._keep([i for i, row in enumerate(self.rows) if not row.finished])
 
-    def step(self) -> tuple[int, list[BatchRow]]:
+    def take_out(self, row: Row) -> Row:
+        """Remove a row that will join again. A token that was drawn and not read yet will be drawn again."""
+        index = self.rows.index(row)
+        if (before := self._drawn.snapshots[index]) is not None:
+            row.text.sampler.restore(before)
+        self._keep([i for i in range(len(self.rows)) if i != index])
+        return row
+
+    def row_caches(self, row: Row) -> tuple[list[int], list[Any]]:
+        """What the caches hold of a row: its tokens, and one-row caches that share arrays with those of the batch."""
+        index, ids = self.rows.index(row), row.text.ids
+        caches = [cache.row(index) if len(self.rows) > 1 else cache.copy() for cache in self._caches]
+        if caches:
+            surplus = caches[0].offset - len(ids)
+            if surplus > 0 and all(cache.can_trim(surplus) for cache in caches):
+                for cache in caches:
+                    cache.trim(surplus)
+            elif surplus > 0:
+                return [], []
+            ids = ids[: len(ids) + min(surplus, 0)]
+        return ids, caches
+
+    def step(self, on_finish: Callable[[Row], None] = lambda row: None) -> int:
         """Dispatch one more token for every row, and read the tokens of the step before.
 
+        Args:
+            on_finish: Called with each row that finishes, before its caches change.
+
         Returns:
-            How many tokens of texts were read, and the rows that finished with them.
+            How many tokens of texts were read.
         """
-        if any(row.finished and len(row.text) + row.idle_steps >= self._context_length for row in self._rows):
+        if any(row.finished and len(row.text) + row.idle_steps >= self._context_length for row in self.rows):
             self.remove_finished()  # the model has no positions beyond its context
-        continues = any(not row.finished and (row.in_prompt or row.text.remaining > 1) for row in self._rows)
-        needs_last_token = any(row.text.sampler.needs_last_token for row in self._rows if not row.finished)
-        following = self._tokens
+        continues = any(not row.finished and (row.is_read or row.text.remaining > 1) for row in self.rows)
+        needs_last_token = any(row.text.sampler.needs_last_token for row in self.rows if not row.finished)
+        drawn, logits = self._drawn, None
         if continues:
-            logits = self._model(self._tokens[:, None], cache=self._caches)[:, -1]
-            following = async_eval(logits if needs_last_token else self._sample(logits))
-        num_read, finished = self._read_tokens()
-        self._tokens = async_eval(self._sample(logits)) if continues and needs_last_token else following
+            logits = self._model(self._drawn.tokens[:, None], cache=self._caches)[:, -1]
+            if needs_last_token:
+                async_eval(logits)
+            else:
+                self._drawn = self._draw(logits)
+        num_read, alone = self._read(drawn, fed=continues, on_finish=on_finish)
+        if alone:
+            keep = [i for i, row in enumerate(self.rows) if row not in alone]
+            logits = None if logits is None else logits[mx.array(keep)] if keep else None
+            self._keep(keep)
+        if needs_last_token and logits is not None:
+            self._drawn = self._draw(logits)
+        for row, caches in alone.items():
+            if not row.finished:
+                self.join([row], caches)
         self._num_steps += 1
         clear_memory_cache_at(self._num_steps)
-        return num_read, finished
+        return num_read
 
-    def _read_tokens(self) -> tuple[int, list[BatchRow]]:
-        """Append the tokens of the last step to their texts; see `step`."""
-        num_read, finished = 0, []
-        for row, token in zip(self._rows, self._tokens.tolist(), strict=True):
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) == len(self.rows):
+            return
+        self.rows = [self.rows[i] for i in rows]
+        if not rows:
+            self._caches = []  # frees memory for the next prompts
+            self._drawn = _Draw(mx.zeros(0, mx.int32), None, [])
+            return
+        for cache in self._caches:
+            cache.select(rows)
+        self._drawn.select(rows)
+
+    def _read(self, drawn: _Draw, fed: bool, on_finish: Callable[[Row], None]) -> tuple[int, dict[Row, list[Any]]]:
+        """Append the tokens of `drawn` to their texts.
+
+        Args:
+            drawn: The tokens of the last step.
+            fed: Whether a step after it was dispatched.
+            on_finish: As for `step`.
+
+        Returns:
+            How many tokens were read, and rows whose token was decided alone and is another one, with the caches of
+            their own that hold all tokens but it.
+        """
+        num_read, alone = 0, {}
+        margins = None if drawn.margins is None else drawn.margins.tolist()
+        for i, (row, token) in enumerate(zip(self.rows, drawn.tokens.tolist(), strict=True)):
             if row.finished:
                 row.idle_steps += 1
-            elif row.in_prompt:
-                row.in_prompt = False
-            else:
-                try:
-                    row.text.sampler.accept(token)
-                    row.finished = row.text.push(token).finish_reason is not None
-                    num_read += 1
-                except MlxlmError as error:  # fails this text alone
-                    row.finished, row.error = True, error
-                if row.finished:
-                    finished.append(row)
-        return num_read, finished
+                continue
+            if row.is_read:
+                row.is_read = False
+                continue
+            if margins is not None and margins[i] < self._margin and drawn.snapshots[i] is not None:
+                token, caches = self._decide_alone(i, token, drawn.snapshots[i], fed)
+                if caches:
+                    alone[row] = caches
+            row.accept(token)
+            num_read += 1
+            if row.finished:
+                on_finish(row)
+        return num_read, alone
 
-    def _sample(self, logits: mx.array) -> mx.array:
-        """The next token of each row `[B]`, 0 for a finished row, from logits `[B, V]`."""
-        active = [i for i, row in enumerate(self._rows) if not row.finished]
+    def _decide_alone(self, index: int, token: int, before: Any, fed: bool) -> tuple[int, list[Any]]:
+        """Draw `token` of a row again, from a step of that row alone.
+
+        Returns:
+            The token; if it is another one, caches that hold everything before it.
+        """
+        row, surplus = self.rows[index], 2 if fed else 1
+        caches = [cache.row(index) for cache in self._caches]
+        if not all(cache.can_trim(surplus) for cache in caches):
+            return token, []
+        for cache in caches:
+            cache.trim(surplus)
+        sampler, after = row.text.sampler, row.text.sampler.snapshot()
+        sampler.restore(before)
+        decided = sampler(self._model(mx.array([[row.text.last_token]]), cache=caches)[:, -1]).item()
+        self.num_redecoded += 1
+        if decided == token:
+            sampler.restore(after)
+            return token, []
+        return decided, caches
+
+    def _draw(self, logits: mx.array) -> _Draw:
+        """The next token of each row, 0 for a finished row, from logits `[B, V]`; being computed."""
+        active = [i for i, row in enumerate(self.rows) if not row.finished]
+        snapshots: list[SamplerSnapshot | None] = [None] * len(self.rows)
         if not active:
-            return mx.zeros(len(self._rows), mx.int32)
-        samplers = [self._rows[i].text.sampler for i in active]
-        if len(active) == len(self._rows):
-            return sample_batch(samplers, logits)
+            return _Draw(mx.zeros(len(self.rows), mx.int32), None, snapshots)
+        self._margin = self._margins[logits.dtype]
+        samplers = [self.rows[i].text.sampler for i in active]
+        for i, sampler in zip(active, samplers, strict=True):
+            snapshots[i] = sampler.snapshot()
+        everyone = len(active) == len(self.rows)
         indices = mx.array(active)
-        tokens = sample_batch(samplers, logits[indices]).astype(mx.int32)
-        return mx.put_along_axis(mx.zeros(len(self._rows), mx.int32), indices, tokens, axis=0)
+        tokens, margins = sample_with_margins(samplers, logits if everyone else logits[indices], len(self.rows) > 1)
+        if not everyone:
+            tokens = mx.put_along_axis(mx.zeros(len(self.rows), mx.int32), indices, tokens, axis=0)
+            if margins is not None:
+                margins = mx.put_along_axis(mx.full(len(self.rows), mx.inf), indices, margins, axis=0)
+        async_eval(tokens if margins is None else (tokens, margins))
+        return _Draw(tokens, margins, snapshots)

@@ -25,6 +25,10 @@ _PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "l
 _SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
 
 
+# Penalty state and its row, number of tokens drawn, log-probabilities not read yet.
+SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int, tuple[tuple[SampledLogprobs, int], ...]]
+
+
 class LogitsProcessor:
     """From a model's logits to the scores whose maximum is the drawn token, for all rows with the same settings.
 
@@ -165,6 +169,15 @@ class Sampler:
         self._penalty_row = penalty_row
         self.step += count
 
+    def snapshot(self) -> SamplerSnapshot:
+        """The state before the next draw, for `restore`. Without that of the constraint, which `accept` advances."""
+        return self._penalty_row, self.step, tuple(self._logprobs)
+
+    def restore(self, snapshot: SamplerSnapshot) -> None:
+        """Return to a snapshot."""
+        self._penalty_row, self.step, logprobs = snapshot
+        self._logprobs = deque(logprobs)
+
     def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
@@ -182,8 +195,8 @@ class Sampler:
         bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())
         steps = [(self.seed, self.step + position) for position in range(len(logits))]
         scores = self.processor(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps)
-        best = mx.sort(mx.topk(scores, min(2, scores.shape[-1]), axis=-1), axis=-1)
-        return _argmax(scores), (best[:, -1] - best[:, 0]) * (self.options.temperature or 1)
+        tokens = _argmax(scores)
+        return tokens, _margins(scores, tokens, self.options.temperature)
 
     def accept_draft(self, logits: mx.array, tokens: mx.array) -> None:
         """Take `tokens` `[n]`, the first n that `verify_draft` returned for `logits`, as drawn."""
@@ -225,28 +238,42 @@ def sample_batch(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
     Each row is bit for bit what its sampler draws alone. Rows with equal settings are drawn together.
     """
+    return sample_with_margins(samplers, logits, False)[0]
+
+
+def sample_with_margins(
+    samplers: Sequence[Sampler], logits: mx.array, with_margins: bool = True
+) -> tuple[mx.array, mx.array | None]:
+    """`sample_batch`, and with `with_margins` the margins of the tokens, float32 `[R]`; see `Sampler.verify_draft`."""
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
         key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
-        return _sample_group(samplers, logits)
-    tokens = [_sample_group([samplers[row] for row in rows], logits[mx.array(rows)]) for rows in groups.values()]
-    order = np.argsort([row for rows in groups.values() for row in rows])
-    return mx.concatenate(tokens)[mx.array(order)]
+        return _sample_group(samplers, logits, with_margins)
+    drawn = [
+        _sample_group([samplers[i] for i in rows], logits[mx.array(rows)], with_margins) for rows in groups.values()
+    ]
+    tokens, margins = zip(*drawn, strict=True)
+    order = mx.array(np.argsort([row for rows in groups.values() for row in rows]))
+    return mx.concatenate(tokens)[order], mx.concatenate(margins)[order] if with_margins else None
 
 
-def _sample_group(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+def _sample_group(
+    samplers: Sequence[Sampler], logits: mx.array, with_margins: bool
+) -> tuple[mx.array, mx.array | None]:
     """`sample_batch` for samplers with the same processor key and number of logprobs, all or none with a matcher."""
     processor = samplers[0].processor
     state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
     matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
     bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
-    tokens = _argmax(processor(logits, state, bitmasks, [(sampler.seed, sampler.step) for sampler in samplers]))
+    scores = processor(logits, state, bitmasks, [(sampler.seed, sampler.step) for sampler in samplers])
+    tokens = _argmax(scores)
+    margins = _margins(scores, tokens, processor.options.temperature) if with_margins else None
     state = state if state.empty else state.with_tokens(tokens, processor.breakers)
     for row, sampler in enumerate(samplers):
         sampler.advance((state, row))
-    return record_logprobs(samplers, logits, tokens)
+    return record_logprobs(samplers, logits, tokens), margins
 
 
 def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
@@ -269,3 +296,10 @@ def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.ar
 def _argmax(scores: mx.array) -> mx.array:
     """The index of the highest score of each row, int32 `[R]`; -1 if that score isn't finite."""
     return mx.where(mx.isfinite(scores.max(axis=-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)
+
+
+def _margins(scores: mx.array, tokens: mx.array, temperature: float) -> mx.array:
+    """The lead of `tokens` `[R]` over the runner-up of `scores` `[R, V]`, in units of the logits, float32 `[R]`."""
+    best = tokens[:, None]
+    others = mx.put_along_axis(scores, mx.maximum(best, 0), mx.array(-mx.inf, scores.dtype), axis=-1)
+    return (scores.max(axis=-1) - others.max(axis=-1)).astype(mx.float32) * (temperature or 1)

@@ -23,27 +23,29 @@ class TokenSequence:
 
     Attributes:
         prompt: The ids of the prompt.
+        snapshot_at: As in `Request`.
         sampler: Draws the tokens.
         seed: The seed of the sampler.
         limit: The maximum number of tokens.
         num_cached: How many tokens of the prompt didn't have to be read.
+        speculation: The statistics of speculative decoding, if it is used.
     """
 
-    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions):
-        """Prepare a text, with a cache of the options `kv`.
+    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions, grammar: Grammar | None = None):
+        """Prepare a text, with a cache of the options `kv` and the compiled constraint of the request.
 
         Raises:
             GenerationError: For an empty prompt, one that leaves no room in the model's context, and options that
                 this model or its tokenizer can't serve.
         """
-        self.prompt, options = list(request.prompt), request.options
+        self.prompt, options, self.snapshot_at = list(request.prompt), request.options, request.snapshot_at
         room = request.check(lm, kv)
         self.seed = random_seed() if options.seed is None else options.seed
         self.limit = room if options.max_tokens is None else min(room, options.max_tokens)
         self.num_cached = 0
+        self.speculation: SpeculationStats | None = None
         self._limit_reason: FinishReason = "length" if self.limit == options.max_tokens else "context"
         self._eos_token_ids = lm.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
-        grammar = Grammar.compile(options, lm.tokenizer, lm.config.vocab_size, self._eos_token_ids)
         self.sampler = Sampler(options, self.prompt, self.seed, tokenizer=lm.tokenizer, grammar=grammar)
         # Special tokens that a grammar asks for, such as the markup of tool calls, are part of the text.
         self._tokenizer, self._skip_special_tokens = lm.tokenizer, options.grammar is None
@@ -66,9 +68,20 @@ class TokenSequence:
         """How many more tokens the text may have."""
         return self.limit - len(self._tokens)
 
+    @property
+    def last_token(self) -> int:
+        """The last token of prompt and text."""
+        return self._tokens[-1] if self._tokens else self.prompt[-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of prompt and text."""
+        return self.prompt + self._tokens.tolist()
+
     def start(self) -> None:
-        """Restart the clock of the timings."""
-        self._start_time = time.perf_counter()
+        """Restart the clock of the timings, unless the text has begun."""
+        if not self._tokens:
+            self._start_time = time.perf_counter()
 
     def push(self, token: int) -> GenerationChunk:
         """Append a token that `sampler` drew and accepted. A chunk with a `finish_reason` is the last one."""
@@ -89,7 +102,7 @@ class TokenSequence:
         self._text.write(text)
         return GenerationChunk(text, token, self._finish_reason, logprob)
 
-    def result(self, speculation: SpeculationStats | None = None) -> GenerationResult:
+    def result(self) -> GenerationResult:
         """The text so far, with its statistics."""
         return GenerationResult(
             text=self._text.getvalue(),
@@ -101,7 +114,7 @@ class TokenSequence:
             timings=self._timings(),
             logprobs=None if self._logprobs is None else list(self._logprobs),
             constraint_error=self._constraint_error(),
-            speculation=speculation,
+            speculation=self.speculation,
         )
 
     def _reason_after(self, is_eos: bool) -> FinishReason | None:

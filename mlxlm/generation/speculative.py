@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE
 from mlxlm.generation.context import UNLIMITED, Context
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
@@ -17,18 +17,11 @@ from mlxlm.generation.draft_length import DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.result import SpeculationStats
+from mlxlm.generation.rounding import margins_for
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
-# The lead in logits that a token needs over the runner-up: many times the rounding difference between computing several
-# rows at once and one, in the logits and in the keys and values left behind. Measured on a CPU with models of 14M to
-# 82M parameters and up to 33 rows: 1e-5 in float32, nothing in float16 and bfloat16. Not measured on GPUs, which
-# multiply float32 with 10 bits if there are several rows.
-_HALF = {mx.float16: 0.1, mx.bfloat16: 0.5}
-MARGINS = dict.fromkeys((mx.float32, mx.float16, mx.bfloat16), 0.002) if ON_CPU else {mx.float32: 0.1, **_HALF}
-# A quantized cache rounds a difference to another step: measured 0.002 in float32, 0.01 in float16, 0.04 in bfloat16.
-QUANTIZED_MARGINS = {mx.float32: 0.03 if ON_CPU else 0.1, **_HALF}
 MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
 
 
@@ -123,8 +116,7 @@ class _Text:
         self, context: Context, sampler: Sampler, draft_length: DraftLengthController, stats: SpeculationStats
     ):
         self._context, self._sampler, self._draft_length, self._stats = context, sampler, draft_length, stats
-        kv = context.kv
-        self._margins = QUANTIZED_MARGINS if kv.key_bits or kv.value_bits else MARGINS
+        self._margins = margins_for(context.kv)
         self._cache_length = 0  # tokens that the caches have read
         self._max_length = _max_speculative_length(context.model)
         self._read_time: float | None = None

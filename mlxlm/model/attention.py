@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.rope = RotaryEmbedding(config) if config.positions == "rope" else None
         self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
         if config.positions == "alibi":
-            self._slopes = alibi_slopes(self.heads) * (self.scale if config.alibi_scaled else 1.0)
+            self._slopes = alibi_slopes(self.heads, self.scale if config.alibi_scaled else 1.0)
 
         self._project: Any = None  # FusedLinear, see `fuse`
         self._project_out: Any = None

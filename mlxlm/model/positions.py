@@ -133,7 +133,7 @@ def _array(values: list[float] | None) -> mx.array | None:
     return None if values is None else mx.array(values)
 
 
-def alibi_slopes(heads: int) -> mx.array:
+def alibi_slopes(heads: int, scale: float = 1.0) -> mx.array:
     """Return the ALiBi slope of each head, `[heads]` (Press et al. 2021).
 
     2^(-8i/heads) if the number of heads is a power of two. Otherwise the slopes of the next lower power of two,
@@ -142,4 +142,4 @@ def alibi_slopes(heads: int) -> mx.array:
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-8 * i / (2 * power)) for i in range(1, 2 * (heads - power), 2)]
-    return mx.array(slopes)
+    return mx.array([scale * slope for slope in slopes])

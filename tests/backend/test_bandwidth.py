@@ -5,8 +5,7 @@ import json
 import pytest
 
 from mlxlm.backend import bandwidth
-from mlxlm.backend.mlx import mx, nn, tree_flatten
-from mlxlm.cache import KVOptions, make_cache
+from mlxlm.backend.mlx import nn, tree_flatten
 from mlxlm.model import Decoder
 
 
@@ -43,30 +42,6 @@ def test_a_mixture_of_experts_has_no_number():
             self.experts = [nn.Linear(4, 4)]
 
     assert bandwidth.weight_bytes(Mixture()) is None
-    assert bandwidth.bytes_read_per_token(Mixture(), [], 1) is None
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_the_cache_counts_at_its_mean_length(tiny_config, bits):
-    config = tiny_config.with_changes(head_dim=32)  # which can be quantized
-    model = Decoder(config)
-    caches = make_cache(model, KVOptions.of(bits=bits))
-    mx.eval(model(mx.zeros((1, 20), mx.int32), cache=caches))
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    per_position = values * 4 if bits is None else values * (1 + 2 * 4 / 32)
-    # The last 10 of 20 tokens had 11 to 20 positions to read.
-    assert bandwidth.bytes_read_per_token(model, caches, 10).cache == pytest.approx(per_position * 15.5)
-
-
-def test_a_rotating_cache_counts_its_tokens(tiny_config):
-    model = Decoder(tiny_config)
-    caches = make_cache(model, KVOptions(size=16))
-    for _ in range(40):
-        mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
-    read = bandwidth.bytes_read_per_token(model, caches, 5)
-    per_position = 2 * tiny_config.num_hidden_layers * tiny_config.num_key_value_heads * tiny_config.head_dim * 4
-    assert read.cache <= 2 * 16 * per_position
-    assert read.total == read.weights + read.cache
 
 
 def test_the_best_measurement_is_saved(cache_folder, monkeypatch):

@@ -65,6 +65,7 @@ def perturbed(model, share):
     other = Decoder(model.config)
     noise = iter(mx.random.split(mx.random.key(1), 100))
     other.update(tree_map(lambda w: w * (1 + share * mx.random.normal(w.shape, key=next(noise))), model.parameters()))
+    mx.eval(other.parameters())
     return other
 
 

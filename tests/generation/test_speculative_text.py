@@ -8,7 +8,7 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream
+from mlxlm.generation import Context, Engine, GenerationOptions, LoadedModel, Request, Sampler
 from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -29,9 +29,9 @@ def soft(lm):
 
 
 def text(lm, speculation, kv=None, prompt=PROMPT, **options):
-    request = Request(prompt, GenerationOptions.of(**options))
-    stream = TextStream(lm, request, context=Context(lm.model, kv), speculation=speculation)
-    return list(stream), stream.result
+    engine = Engine(lm, kv=kv, speculation=speculation, prefix_cache_bytes=0)
+    stream = engine.submit(Request(prompt, GenerationOptions.of(**options)))
+    return list(stream), stream.result()
 
 
 OPTIONS = {
@@ -93,14 +93,19 @@ def test_stop_strings_and_end_tokens_inside_a_round(soft):
     _, plain = text(soft, None, temperature=0, max_tokens=40)
     stop = plain.text[12:15]
     for options in ({"stop": stop}, {"stop": (stop, "zzz")}):
-        context = Context(soft.model)
-        request = Request(PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options))
-        stream = TextStream(soft, request, context=context, speculation=always(Oracle(plain.tokens), 8))
+        speculation = always(Oracle(plain.tokens), 8)
+        engine = Engine(soft, speculation=speculation)
+        stream = engine.submit(Request(PROMPT, GenerationOptions.of(temperature=0, max_tokens=40, **options)))
         shown = "".join(chunk.text for chunk in stream)
         _, wanted = text(soft, None, temperature=0, max_tokens=40, **options)
-        assert shown == stream.result.text == wanted.text and wanted.finish_reason == "stop"
-        assert stream.result.tokens == wanted.tokens
-        assert context.ids == PROMPT + wanted.tokens and exact(context)
+        assert shown == stream.result().text == wanted.text and wanted.finish_reason == "stop"
+        assert stream.result().tokens == wanted.tokens
+        # The rest of the round is forgotten, and all of the text is kept.
+        longer = [*PROMPT, *wanted.tokens, 50]
+        speculation.drafter = Oracle([])
+        again = engine.submit(Request(longer, GenerationOptions(temperature=0, max_tokens=5))).result()
+        assert again.cached_tokens == len(longer) - 1
+        assert again.tokens == text(soft, None, prompt=longer, temperature=0, max_tokens=5)[1].tokens
 
 
 @pytest.mark.parametrize(
@@ -176,6 +181,10 @@ def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
     wanted = list(text(soft, None, temperature=0, max_tokens=8)[1].tokens)
     draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
     files = ("speculative.py", "drafters.py", "context.py")
+
+    def sampler():
+        return Sampler(GenerationOptions(temperature=0), PROMPT, 0, tokenizer=soft.tokenizer)
+
     interrupted = 0
     for stop_at in range(1, 3000, 67):
         lines = 0
@@ -191,22 +200,20 @@ def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
             return trace
 
         context, speculation = Context(soft.model), always(DraftModel(draft), 3)
-        request = Request(PROMPT, GenerationOptions.of(temperature=0, max_tokens=8))
-        stream = TextStream(soft, request, context=context, speculation=speculation)
+        tokens = speculation.generate_tokens(context, PROMPT, sampler(), 8)
         sys.settrace(trace)
         try:
-            for _ in stream:
+            for _ in tokens:
                 pass
         except KeyboardInterrupt:
             interrupted += 1
         finally:
             sys.settrace(None)
-        stream.close()
+        tokens.close()
         assert exact(context) or not context._consistent
         idle = speculation.drafter._idle_context
         assert idle is None or exact(idle) or not idle._consistent
-        ids = list(TextStream(soft, request, context=context, speculation=speculation))
-        assert [chunk.token for chunk in ids] == wanted
+        assert list(speculation.generate_tokens(context, PROMPT, sampler(), 8)) == wanted
         if lines < stop_at:
             break
     assert interrupted > 5 and lines < stop_at

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, TextStream, batch, generate, stream
+from mlxlm.generation import GenerationOptions, LoadedModel, Request, batch, generate, get_engine, stream
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import GenerationError
 
@@ -41,9 +41,9 @@ def scripted(lm, prompt, answer):
 def test_chunks_join_to_the_result(lm):
     text = stream(lm, "The quick", max_tokens=30, seed=4)
     chunks = list(text)
-    assert "".join(chunk.text for chunk in chunks) == text.result.text
-    assert [chunk.token for chunk in chunks] == text.result.tokens
-    assert text.result.text == lm.tokenizer.decode(text.result.tokens)
+    assert "".join(chunk.text for chunk in chunks) == text.result().text
+    assert [chunk.token for chunk in chunks] == text.result().tokens
+    assert text.result().text == lm.tokenizer.decode(text.result().tokens)
     assert [chunk.finish_reason for chunk in chunks] == [None] * 29 + ["length"]
 
 
@@ -94,26 +94,22 @@ def test_equal_seeds_give_equal_texts(lm):
 
 def test_timings(lm):
     text = stream(lm, "The quick", max_tokens=5)
-    before = text.result.timings
-    assert (before.time_to_first_token, before.tokens_per_second) == (None, None)
     list(text)
-    timings = text.result.timings
+    timings = text.result().timings
     assert timings.time_to_first_token > 0 and timings.tokens_per_second > 0 and timings.prompt_tokens_per_second > 0
     assert timings.peak_memory_bytes > 0
 
 
-def test_a_closed_text_keeps_its_context(lm):
-    context = Context(lm.model)
-    prompt = lm.tokenizer.encode("The quick brown")
-    text = TextStream(lm, Request(prompt, GenerationOptions(temperature=0)), context=context)
-    next(text), next(text)
-    text.close()
-    assert text.result.finish_reason is None
-    assert context.ids == prompt + text.result.tokens
-    request = Request(context.ids + [5], GenerationOptions(temperature=0, max_tokens=1))
-    follow_up = TextStream(lm, request, context=context)
-    list(follow_up)
-    assert follow_up.result.cached_tokens == len(prompt) + 2
+def test_a_cancelled_text_is_what_was_iterated(lm):
+    text = stream(lm, "The quick brown", max_tokens=60, logprobs=0)
+    chunks = [next(text), next(text)]
+    text.cancel()
+    result = text.result()
+    assert list(text) == [] and result.finish_reason is None
+    assert result.tokens == [chunk.token for chunk in chunks] and len(result.logprobs) == 2
+    assert result.text == "".join(chunk.text for chunk in chunks)
+    prompt = [*lm.tokenizer.encode("The quick brown"), *result.tokens]
+    assert generate(lm, [*prompt, 5], max_tokens=1).cached_tokens >= len(prompt) - 1
 
 
 @pytest.mark.parametrize(
@@ -145,11 +141,11 @@ def test_an_empty_text_begins_with_bos(lm):
 def test_logprobs_come_with_the_chunks(lm):
     text = stream(lm, "The quick", max_tokens=9, temperature=1.0, seed=3, logprobs=2)
     chunks = list(text)
-    assert [chunk.logprob for chunk in chunks] == text.result.logprobs
+    assert [chunk.logprob for chunk in chunks] == text.result().logprobs
     for chunk in chunks:
         assert chunk.logprob.token == chunk.token and len(chunk.logprob.top_logprobs) == 2
         assert chunk.logprob.top_logprobs[0][1] >= chunk.logprob.logprob - 1e-5
-    assert stream(lm, "x").result.logprobs is None
+    assert generate(lm, "x", max_tokens=1).logprobs is None
 
 
 @cache
@@ -219,15 +215,15 @@ def test_stop_strings_beside_a_constraint(lm, constraint, stop, text, reason, co
     options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {lm.tokenizer.eos_id: -1000}}
     run = stream(lm, "x", **options)
     chunks = list(run)
-    assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result.text, reason)
-    assert run.result.text == text
+    assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result().text, reason)
+    assert run.result().text == text
     expected = f"a stop string ended the text before it matched {constraint_error}"
-    assert run.result.constraint_error == (expected if constraint_error else None)
+    assert run.result().constraint_error == (expected if constraint_error else None)
     for together in batch(lm, ["x", "y"], **options):
         assert (together.text, together.finish_reason, together.constraint_error) == (
             text,
             reason,
-            run.result.constraint_error,
+            run.result().constraint_error,
         )
 
 
@@ -248,9 +244,9 @@ def test_a_constraint_that_no_token_can_fulfill(lm):
 
 def test_without_end_tokens_a_constraint_ends_the_text_itself(lm):
     options = GenerationOptions(temperature=1.0, seed=2, choice=("dog",))
-    text = TextStream(lm, Request([5, 6], options, frozenset()))
+    text = get_engine(lm).submit(Request([5, 6], options, frozenset()))
     assert "".join(chunk.text for chunk in text) == "dog"
-    assert (text.result.finish_reason, text.result.constraint_error) == ("eos", None)
+    assert (text.result().finish_reason, text.result().constraint_error) == ("eos", None)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1.5], ["a", 3], [[3]]])
@@ -269,7 +265,7 @@ def test_numpy_integers_are_ids(lm):
     [
         ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
         ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
-        ({"lookup": True}, r"there is no option lookup \(try: one of context, kv, speculation, temperature"),
+        ({"lookup": True}, r"there is no option lookup \(try: one of kv, speculation, temperature"),
     ],
 )
 def test_invalid_arguments_are_refused(lm, arguments, message):

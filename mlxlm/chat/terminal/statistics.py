@@ -11,14 +11,13 @@ from mlxlm.utils.formatting import human_bytes
 
 
 def bytes_read_per_token(chat: Chat, result: GenerationResult) -> BytesPerToken | str:
-    """Return the bytes that each token of the last answer, `result`, read, or why that is unknown.
-
-    Call it before the next answer, which changes the caches.
-    """
+    """Return the bytes that each token of the last answer, `result`, read, or why that is unknown."""
     if result.speculation is not None and result.speculation.rounds:
         return "unknown with speculative decoding, where one pass over the weights verifies several tokens"
-    bytes_per_token = bandwidth.bytes_read_per_token(chat.lm.model, chat.caches, len(result.tokens))
-    return bytes_per_token or "unknown for a mixture of experts, where each token reads different weights"
+    weights = bandwidth.weight_bytes(chat.lm.model)
+    if weights is None:
+        return "unknown for a mixture of experts, where each token reads different weights"
+    return BytesPerToken(weights, chat.kv_bytes_for(result.prompt_tokens + len(result.tokens) // 2))
 
 
 def memory_bandwidth() -> float:

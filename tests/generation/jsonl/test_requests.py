@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
-from mlxlm.generation import GenerationOptions, Request, run_batch
+from mlxlm.generation import GenerationOptions, Request, get_engine, run_batch
 from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.jsonl.prompts import PromptEncoder
 from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader
@@ -328,5 +328,5 @@ def served(lm, wanted):
     """Every one has a result, and so has one that is good."""
     short = [replace(request, options=replace(request.options, max_tokens=2)) for request in wanted]
     good = Request([5, 6], GenerationOptions(max_tokens=1, seed=1))
-    results = dict(run_batch(lm, [*short, good]))
+    results = dict(run_batch(get_engine(lm), [*short, good]))
     assert len(results) == len(short) + 1 and not isinstance(results[len(short)], MlxlmError)

@@ -1,0 +1,279 @@
+"""Which texts are read and decoded next, on the thread of the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from mlxlm.backend.mlx import mx
+from mlxlm.cache import KVOptions, PrefixCache
+from mlxlm.generation.context import Context
+from mlxlm.generation.decoding import generate_tokens
+from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
+from mlxlm.generation.kv_memory import KVMemory
+from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.prefill import MAX_BATCH_TOKENS, Group, Prefill
+from mlxlm.generation.rounding import margins_for
+from mlxlm.generation.row_queue import take_similar
+from mlxlm.generation.running_batch import Row, RunningBatch
+from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.utils.errors import GenerationError
+
+MAX_SINGLE_ROWS = 4  # texts that are decoded one by one in turn: speculative ones, and of models without batches
+_BUSY_CHUNK_TOKENS = 512  # of prompts, in one forward pass, while other texts wait for their next token
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Prompts that are being read, chunk by chunk. `steps` yields None, or rows that are ready to join the batch."""
+
+    rows: list[Row]
+    steps: Iterator[Group | None]
+
+
+@dataclass(eq=False)
+class _SingleRow:
+    """A text that is decoded by itself."""
+
+    row: Row
+    context: Context
+    tokens: Generator[int]
+
+
+class Scheduler:
+    """Reads prompts and decodes texts, a step at a time.
+
+    A step reads at most one chunk of a prompt and decodes one token of every text, so that no text waits for longer
+    than one chunk takes.
+
+    Attributes:
+        waiting: Texts that haven't begun, or were interrupted because their memory was needed.
+        num_generated: Tokens generated so far, of all texts.
+        num_prompt_tokens: Tokens of all prompts so far.
+        num_cached_tokens: How many of these the prefix cache had.
+    """
+
+    def __init__(
+        self,
+        lm: LoadedModel,
+        kv: KVOptions,
+        batch_size: int,
+        prefix_cache: PrefixCache,
+        memory: KVMemory,
+        speculation: SpeculativeDecoder | None,
+    ):
+        self._lm, self._kv, self._speculation = lm, kv, speculation
+        self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
+        self._prefix_cache, self._memory = prefix_cache, memory
+        self._prefill = Prefill(lm.model, kv, prefix_cache)
+        self.waiting: list[Row] = []
+        self._reading: list[_Reading] = []
+        self._singles: list[_SingleRow] = []
+        self._batch = self._new_batch()
+        self._while_busy = ExitStack()
+        self._busy = False
+        self.num_generated = self.num_prompt_tokens = self.num_cached_tokens = 0
+
+    @property
+    def num_running(self) -> int:
+        """Texts whose prompts are being read, or that are decoded."""
+        return len(self._running())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of running texts."""
+        return self._batch.nbytes + sum(c.nbytes for single in self._singles for c in single.context.caches)
+
+    def step(self) -> bool:
+        """Read one chunk and decode one token of every text. Returns whether anything is left to do."""
+        if not self._busy:
+            self._begin_work()
+        self._drop_cancelled()
+        self._make_room()
+        self._admit()
+        if self._reading:
+            self._read_chunk(self._reading[0])
+        self._decode_batch()
+        self._decode_singles()
+        self._busy = bool(self.waiting or self._running())
+        if not self._busy:
+            self._end_work()
+        return self._busy
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all texts with an error, and free their memory."""
+        for row in [*self.waiting, *self._running()]:
+            row.fail(error)
+        self.waiting, self._singles, self._reading = [], [], []
+        self._batch, self._busy = self._new_batch(), False
+        self._end_work()
+
+    def _new_batch(self) -> RunningBatch:
+        return RunningBatch(self._lm.model, self._lm.config.max_position_embeddings, margins_for(self._kv))
+
+    def _running(self) -> list[Row]:
+        reading = [row for reading in self._reading for row in reading.rows]
+        rows = [*self._batch.rows, *reading, *(single.row for single in self._singles)]
+        return [row for row in rows if not row.finished]
+
+    def _begin_work(self) -> None:
+        self._busy = True
+        mx.reset_peak_memory()
+        self._while_busy.enter_context(wired_limit())
+
+    def _end_work(self) -> None:
+        if self._batch.rows:
+            self._batch.remove_finished()
+        self._while_busy.close()
+        clear_memory_cache()
+
+    def _drop_cancelled(self) -> None:
+        self.waiting = [row for row in self.waiting if not row.channel.cancelled]
+        for row in self._running():
+            if row.channel.cancelled:
+                row.finished = True
+                if row in self._batch.rows:
+                    self._keep_prefix(row)
+        self._reading = [r for r in self._reading if not all(row.finished for row in r.rows)]
+        for single in [s for s in self._singles if s.row.finished]:
+            self._end_single(single)
+
+    def _make_room(self) -> None:
+        """Interrupt the youngest texts while the others need their memory. They continue when there is room again."""
+        while (rows := self._batch_rows()) and not self._fits(rows):
+            if len(rows) == 1:
+                limit = self._memory.max_tokens()
+                rows[0].fail(
+                    GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
+                )
+                self._batch.remove_finished()
+                return
+            self.waiting.insert(0, self._batch.take_out(rows[-1]))
+
+    def _fits(self, rows: list[Row]) -> bool:
+        needed = self._memory.reserved_bytes(max(len(row.text) for row in rows), len(rows)) if rows else 0
+        needed += sum(self._memory.reserved_bytes(len(single.row.text)) for single in self._singles)
+        if needed > self._memory.max_bytes:
+            return False
+        self._prefix_cache.evict(min(self._prefix_cache.max_bytes, self._memory.max_bytes - needed))
+        return True
+
+    def _batch_rows(self) -> list[Row]:
+        return [row for row in self._batch.rows if not row.finished]
+
+    def _admit(self) -> None:
+        num_running = self.num_running
+        count = _num_admitted(len(self.waiting), self._max_rows - num_running, self._max_rows)
+        if not count:
+            return
+        rows, self.waiting = take_similar(self.waiting, count)
+        beside = self._batch_rows() + [row for reading in self._reading for row in reading.rows]
+        while rows and not self._fits(beside + rows) and (num_running or len(rows) > 1):
+            self.waiting.insert(0, rows.pop())
+        single = not self._lm.supports_batching
+        if self._speculation is not None and num_running + len(rows) <= MAX_SINGLE_ROWS:
+            single = single or not self._batch_rows()
+        together = []
+        for row in rows:
+            row.text.start()
+            if single or row.text.snapshot_at is not None and Context(self._lm.model, self._kv).drops_tokens:
+                self._reading.append(_Reading([row], self._read_single(row, single)))
+            else:
+                together.append(row)
+        if len(together) == 1:
+            self._reading.append(_Reading(together, self._read_single(together[0], False)))
+        elif together:
+            chunk = _BUSY_CHUNK_TOKENS if num_running else MAX_BATCH_TOKENS
+            self._reading.append(_Reading(together, self._prefill.read(together, chunk)))
+
+    def _read_single(self, row: Row, single: bool) -> Iterator[Group | None]:
+        """Read the prompt of one row, and decode the text by itself or in the batch."""
+        context = yield from self._prefill.read_alone(row)
+        if single:
+            self._begin_single(row, context)
+        else:
+            yield [row], context.caches
+
+    def _read_chunk(self, reading: _Reading) -> None:
+        try:
+            group = next(reading.steps)
+        except StopIteration:
+            self._reading.remove(reading)
+            return
+        except Exception as error:
+            for row in reading.rows:
+                row.fail(error)
+            self._reading.remove(reading)
+            return
+        if group is None:
+            self._reading = [*self._reading[1:], reading]  # the next one's turn
+            return
+        rows, caches = group
+        active = [i for i, row in enumerate(rows) if not row.finished]
+        if len(active) < len(rows) and active:
+            for cache in caches:
+                cache.select(active)
+        self._batch.remove_finished()
+        if active:
+            self._batch.join([rows[i] for i in active], caches)
+        reading.rows = [row for row in reading.rows if row not in rows]
+        for row in rows:
+            self.num_prompt_tokens += len(row.text.prompt)
+            self.num_cached_tokens += row.text.num_cached
+
+    def _decode_batch(self) -> None:
+        batch = self._batch
+        if not batch.mostly_active:
+            batch.remove_finished()
+        if batch.num_active:
+            try:
+                self.num_generated += batch.step(self._keep_prefix)
+            except Exception as error:
+                for row in batch.rows:
+                    row.fail(error)
+                self._batch = self._new_batch()
+
+    def _keep_prefix(self, row: Row) -> None:
+        ids, caches = self._batch.row_caches(row)
+        if ids and caches:
+            self._prefix_cache.insert(ids, caches, False)
+
+    def _begin_single(self, row: Row, context: Context) -> None:
+        text = row.text
+        self.num_prompt_tokens += len(text.prompt)
+        self.num_cached_tokens += text.num_cached
+        if self._speculation is None:
+            tokens = generate_tokens(context, text.ids, text.sampler, text.remaining)
+        else:
+            tokens = self._speculation.generate_tokens(context, text.ids, text.sampler, text.remaining)
+            text.speculation = self._speculation.stats
+        self._singles.append(_SingleRow(row, context, tokens))
+
+    def _decode_singles(self) -> None:
+        for single in list(self._singles):
+            try:
+                token = next(single.tokens)
+            except Exception as error:
+                single.row.fail(error)
+            else:
+                self.num_generated += 1
+                single.row.push(token)
+            if single.row.finished:
+                self._end_single(single)
+
+    def _end_single(self, single: _SingleRow) -> None:
+        self._singles.remove(single)
+        single.tokens.close()
+        context = single.context
+        if ids := context.ids:
+            group = context.length_group(context.expected_length or 0)
+            self._prefix_cache.insert(ids, context.caches, group)
+
+
+def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:
+    """How many texts start now: since a start copies the caches of all rows, a backlog starts several at a time."""
+    return 0 if num_free < num_waiting and num_free * 4 < batch_size else max(0, min(num_free, num_waiting))

@@ -1,0 +1,134 @@
+"""Memory of keys and values: how much texts need, and what happens if there is too little."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlxlm.cache import KVOptions
+from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation.drafters import PromptLookup
+from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes
+from mlxlm.generation.running_batch import RunningBatch
+from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.model import Decoder
+from mlxlm.utils.errors import GenerationError
+from tests.generation.recording_model import recording
+
+
+def request(prompt, max_tokens=60, **options):
+    options = GenerationOptions.of(**{"temperature": 1.0, "seed": 3, **options}, max_tokens=max_tokens)
+    return Request(prompt, options, frozenset())
+
+
+def alone(lm, wanted, kv=None):
+    return Engine(lm, kv=kv, prefix_cache_bytes=0).submit(wanted).result()
+
+
+@pytest.fixture(scope="module")
+def wide(lm):
+    """With heads that can be quantized."""
+    config = lm.config.with_changes(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=600
+    )
+    model = Decoder(config)
+    model.init_weights(seed=5)
+    return replace(lm, model=model, config=config)
+
+
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=256), KVOptions.of(bits="8,4")], ids=str)
+def test_the_estimate_is_what_caches_take(wide, kv):
+    context = Context(wide.model, kv)
+    context.read([7] * 512)  # caches grow by 256 tokens
+    memory = KVMemory(wide, kv, 0)
+    assert memory.bytes_for(512) == pytest.approx(sum(cache.nbytes for cache in context.caches), rel=0.15)
+    assert memory.bytes_for(512, 3) == 3 * memory.bytes_for(512) < memory.reserved_bytes(512, 3) or kv.size
+
+
+def test_max_tokens_is_the_largest_number_that_fits(lm):
+    for max_bytes in (0, 100_000, 1 << 30):
+        memory = KVMemory(lm, KVOptions(), max_bytes)
+        n = memory.max_tokens()
+        assert n == 0 or memory.reserved_bytes(n) <= max_bytes
+        assert memory.reserved_bytes(n + 1) > max_bytes
+    assert default_max_kv_bytes(lm) > 1 << 20
+
+
+def test_a_prompt_that_can_not_fit_is_refused(lm):
+    memory = KVMemory(lm, KVOptions(), 0)
+    engine = Engine(lm, max_kv_bytes=memory.reserved_bytes(50))
+    assert len(engine.submit(request([7] * 50, 1)).result().tokens) == 1
+    with pytest.raises(
+        GenerationError, match=r"the prompt has 51 tokens, and .* for the keys and values of 50 \(try: a"
+    ):
+        engine.submit(request([7] * 51))
+
+
+def test_a_text_that_outgrows_memory_alone_fails(lm):
+    memory = KVMemory(lm, KVOptions(), 0)
+    engine = Engine(lm, max_kv_bytes=memory.reserved_bytes(50))
+    stream = engine.submit(request([7] * 40, 60))
+    with pytest.raises(GenerationError, match="room for the keys and values of 50 tokens"):
+        list(stream)
+    assert 9 <= len(stream.partial_result().tokens) <= 11
+    assert len(engine.submit(request([7] * 30, 9)).result().tokens) == 9
+
+
+def test_texts_wait_for_memory(lm):
+    """Two have room beside each other, however long they become."""
+    model = recording(lm)
+    memory = KVMemory(lm, KVOptions(), 0)
+    engine = Engine(model, max_kv_bytes=memory.reserved_bytes(128, 2), prefix_cache_bytes=0)
+    wanted = [request([5, 6, 7 + i], 60, seed=i) for i in range(5)]
+    pause = model.model.pause_at(0)
+    streams = [engine.submit(one) for one in wanted]
+    pause.reach()
+    pause.resume()
+    for one, stream in zip(wanted, streams, strict=True):
+        assert stream.result().tokens == alone(lm, one).tokens
+    assert max(rows for rows, columns in model.model.calls if columns == 1) == 2
+
+
+OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "logprobs": 1},
+    {"temperature": 0.9, "top_k": 20, "dry_multiplier": 0.8},
+    {"temperature": 1.0, "regex": "[a-z ]{90,}"},
+]
+
+
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=30, keep=2)], ids=str)
+@pytest.mark.parametrize("prefix_cache_bytes", [0, None])
+def test_interrupted_texts_are_those_generated_alone(lm, monkeypatch, kv, prefix_cache_bytes):
+    """Four begin together, and memory has room for the whole of two."""
+    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
+    taken_out = []
+    take_out = RunningBatch.take_out
+    monkeypatch.setattr(RunningBatch, "take_out", lambda self, row: taken_out.append(row) or take_out(self, row))
+    memory = KVMemory(lm, kv, 0)
+    room = memory.reserved_bytes(100, 2)
+    engine = Engine(lm, kv=kv, max_kv_bytes=room, prefix_cache_bytes=prefix_cache_bytes)
+    wanted = [request([5, 6, 7 + i], 80, **{**options, "seed": i}) for i, options in enumerate(OPTIONS)]
+    streams = device_thread.run(lambda: [engine.submit(one) for one in wanted])
+    for one, stream in zip(wanted, streams, strict=True):
+        result, expected = stream.result(), alone(lm, one, kv)
+        assert (result.tokens, result.text, result.finish_reason) == (
+            expected.tokens,
+            expected.text,
+            expected.finish_reason,
+        )
+        if expected.logprobs:
+            assert [entry.token for entry in result.logprobs] == [entry.token for entry in expected.logprobs]
+    assert taken_out
+    assert engine.stats.waiting == 0
+
+
+def test_an_interrupted_text_goes_on_with_speculation(lm, monkeypatch):
+    """Six begin in a batch; the last to end has no text beside it, and drafts."""
+    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
+    room = KVMemory(lm, KVOptions(), 0).reserved_bytes(90)
+    engine = Engine(lm, max_kv_bytes=room, speculation=SpeculativeDecoder(PromptLookup()))
+    wanted = [request([5, 6, 7 + i], 60, seed=i) for i in range(6)]
+    streams = device_thread.run(lambda: [engine.submit(one) for one in wanted])
+    results = [stream.result() for stream in streams]
+    assert [result.tokens for result in results] == [alone(lm, one).tokens for one in wanted]
+    assert any(result.speculation for result in results) and all(result.cached_tokens <= 2 for result in results)

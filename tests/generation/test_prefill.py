@@ -1,0 +1,120 @@
+"""Reading prompts: what the prefix cache has isn't read again, and long prompts are read between decoding steps."""
+
+import random
+
+import pytest
+
+from mlxlm.cache import KVOptions
+from mlxlm.generation import Engine, GenerationOptions, Request
+from tests.generation.recording_model import recording
+from tests.generation.test_batching import alone, same
+
+rng = random.Random(1)
+SYSTEM = [rng.randrange(1, 300) for _ in range(40)]
+
+
+def request(prompt, max_tokens=10, snapshot_at=None):
+    options = GenerationOptions(temperature=1.0, seed=3, max_tokens=max_tokens)
+    return Request(prompt, options, frozenset(), snapshot_at)
+
+
+def num_read(model):
+    """How many tokens were read so far, without those of decoding steps."""
+    return sum(rows * columns for rows, columns in model.model.calls if columns > 1)
+
+
+def test_the_next_turn_reads_only_what_is_new(lm):
+    model = recording(lm)
+    engine = Engine(model)
+    first = engine.submit(request(SYSTEM)).result()
+    before = num_read(model)
+    assert first.cached_tokens == 0 and before == 39
+    second = request([*SYSTEM, *first.tokens, 50, 51, 52])
+    found = engine.submit(second).result()
+    assert found.cached_tokens >= 40 + 9 and num_read(model) - before <= 3
+    same(found, alone(lm, second))
+
+
+def test_branches_of_a_conversation(lm):
+    """Each regenerated or edited turn reads only what differs, whatever came after it."""
+    engine = Engine(lm)
+    ids = [*SYSTEM, *engine.submit(request(SYSTEM)).result().tokens, 50, 51, 52, 53]
+    engine.submit(request(ids)).result()
+    for n in (44, 20, 47, 30):
+        branch = request([*ids[:n], 60, 61, 62])
+        found = engine.submit(branch).result()
+        assert found.cached_tokens == n
+        same(found, alone(lm, branch))
+
+
+def test_requests_that_arrive_apart_share_a_system_prompt(lm):
+    model = recording(lm)
+    engine = Engine(model)
+    wanted = [request([*SYSTEM, 7 + i, 8, 9]) for i in range(4)]
+    found = [engine.submit(one).result() for one in wanted]
+    assert [result.cached_tokens for result in found] == [0, 40, 40, 40]
+    assert num_read(model) <= 42 + 3 * 2
+    for one, result in zip(wanted, found, strict=True):
+        same(result, alone(lm, one))
+
+
+def test_without_a_prefix_cache_nothing_is_kept(lm):
+    engine = Engine(lm, prefix_cache_bytes=0)
+    assert [engine.submit(request(SYSTEM)).result().cached_tokens for _ in range(2)] == [0, 0]
+    assert engine.stats.prefix_cache_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["window", "rotating"])
+def test_snapshots_where_a_later_prompt_may_differ(lm, kind):
+    """Caches that have dropped tokens can't be trimmed to any length, but return to a snapshot."""
+    changes = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]} if kind == "window" else {}
+    model, kv = recording(lm, **changes), KVOptions.of(size=20, keep=2) if kind == "rotating" else None
+    engine = Engine(model, kv=kv)
+    for last, cached in ((50, 0), (60, 40)):
+        one = request([*SYSTEM, last, *range(last + 1, last + 30)], snapshot_at=40)
+        found = engine.submit(one).result()
+        assert found.cached_tokens == cached
+        same(found, alone(model, one, kv))
+
+
+def test_long_prompts_are_read_between_steps(lm):
+    """No row waits for longer than one chunk, and several prompts are read in turn."""
+    model = recording(lm, max_position_embeddings=8192)
+    engine = Engine(model, prefix_cache_bytes=0)
+    pause = model.model.pause_at(5)
+    running = engine.submit(request([5, 6], 60))
+    long = [request([100 + i, *[7] * 2000], 4) for i in range(2)]
+    pause.reach()
+    streams = [engine.submit(long[0])]
+    second = model.model.pause_at(8)
+    pause.resume()
+    second.reach()
+    streams.append(engine.submit(long[1]))
+    second.resume()
+    found = [stream.result() for stream in streams]
+    assert running.result().tokens == alone(model, request([5, 6], 60)).tokens
+    for one, result in zip(long, found, strict=True):
+        same(result, alone(model, one))
+    chunks = [columns > 1 for _, columns in model.model.calls[: model.model.calls.index((3, 1))]]
+    assert sum(chunks) >= 8 and not any(a and b for a, b in zip(chunks, chunks[1:], strict=False))
+
+
+def test_a_prompt_that_fails_to_be_read_fails_alone(lm):
+    model = recording(lm)
+    engine = Engine(model)
+    good = request([5, 6, 7], 30)
+
+    def fail():
+        model.model._pauses.clear()
+        raise RuntimeError("out of memory")
+
+    pause = model.model.pause_at(5)
+    first = engine.submit(good)
+    pause.reach()
+    model.model.pause_at(6).hold = fail
+    second = engine.submit(request(SYSTEM))
+    pause.resume()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        second.result()
+    same(first.result(), alone(lm, good))
+    same(engine.submit(request(SYSTEM)).result(), alone(lm, request(SYSTEM)))
