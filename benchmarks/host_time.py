@@ -78,9 +78,9 @@ def steps(ours: Decoder, peer: object, batch: int, tokens: int) -> dict[str, Cal
         caches, times = make(), []
         mx.eval(model(prompt, cache=caches))
         for _ in range(tokens):
-            start = time.perf_counter()
+            start = time.thread_time()  # not what other processes take
             logits = forward(caches)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
             mx.eval(logits)
         return median(times)
 
