@@ -151,3 +151,16 @@ def test_a_question_without_an_answer_is_part_of_the_next(page, server):
     ask(page, "Second")
     finished(page)
     assert server.requests[1]["messages"] == [{"role": "user", "content": "First\n\nSecond"}]
+
+
+def test_reasoning_is_folded_unfolded_or_hidden(page, server):
+    server.answers = [Answer(["Yes."], reasoning=["Let me see."])]
+    ask(page, "Is it?")
+    finished(page)
+    reasoning = page.locator("details.reasoning")
+    for choice, shown, text_shown in (("open", True, True), ("hidden", False, False), ("collapsed", True, False)):
+        page.keyboard.press("Control+.")
+        page.get_by_label("Reasoning").select_option(choice)
+        page.get_by_role("button", name="Save").click()
+        expect(reasoning).to_be_visible(visible=shown)
+        expect(reasoning.locator(".text")).to_be_visible(visible=text_shown)
