@@ -23,6 +23,7 @@ COMMANDS = {
     "quickstart": "Train a small model on this machine and chat with it.",
     "chat": "Chat with a model in the terminal.",
     "generate": "Continue a prompt, or serve a file of requests.",
+    "serve": "Serve models over HTTP: OpenAI's API, and a chat page.",
     "tokenizer": "Train, inspect and apply tokenizers.",
     "prepare": "Tokenize text into shards for training.",
     "plan": "Estimate parameters, FLOPs, memory, time and disk of a model.",

@@ -1,1 +1,1 @@
-"""HTTP API on top of the engine, and a chat page."""
+"""HTTP server: the APIs of OpenAI and Anthropic on top of the engine, and a chat page."""

@@ -1,0 +1,185 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.generation import GenerationChunk, GenerationOptions
+from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.server.conversation import AnswerParser, Conversation, Delta, check_constraint, close_reasoning
+from mlxlm.server.errors import invalid
+from mlxlm.server.events import DONE, data_event, error_event, json_response, stream_response
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import ChatCompletionRequest, ChatMessage
+from mlxlm.server.state import ServerState
+from mlxlm.server.texts import Texts, generate, sample_requests
+from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
+from mlxlm.server.usage import FINISH_REASONS, new_id, usage
+from mlxlm.tokenizer import Tokenizer
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, ChatCompletionRequest)
+    state: ServerState = request.app.state.server
+    if body.stream:
+        return await stream_response(request, _stream(state, body))
+    return await json_response(request, _complete(state, body))
+
+
+async def _complete(state: ServerState, body: ChatCompletionRequest) -> dict[str, Any]:
+    async with _generate(state, body) as (texts, choices, head):
+        async for item in texts.chunks():
+            if item is not None:
+                choices[item[0]].push(item[1])
+        results = await texts.results()
+    messages = [choice.as_message() for choice in choices]
+    return {**head, "object": "chat.completion", "choices": messages, "usage": usage(results, body.n)}
+
+
+async def _stream(state: ServerState, body: ChatCompletionRequest) -> AsyncGenerator[bytes]:
+    async with _generate(state, body) as (texts, choices, head):
+        head = {**head, "object": "chat.completion.chunk"}
+        no_usage = {"usage": None} if body.include_usage else {}
+
+        def event(choice: dict[str, Any]) -> bytes:
+            return data_event({**head, "choices": [choice], **no_usage})
+
+        started = False
+        try:
+            async for item in texts.chunks():
+                if not started:
+                    started = True
+                    for choice in choices:
+                        yield event(choice.as_delta({"role": "assistant", "content": ""}))
+                if item is None:
+                    yield texts.progress()
+                    continue
+                for part in choices[item[0]].push(item[1]):
+                    yield event(part)
+            if body.include_usage:
+                yield data_event({**head, "choices": [], "usage": usage(await texts.results(), body.n)})
+            yield DONE
+        except Exception as error:
+            if not started:
+                raise
+            yield error_event(error)
+
+
+@asynccontextmanager
+async def _generate(
+    state: ServerState, body: ChatCompletionRequest
+) -> AsyncIterator[tuple[Texts, list[_Choice], dict[str, Any]]]:
+    """Start the answers; yields them with the choices they become, and the fields of the response or each event."""
+    async with state.models.use(body.model) as model:
+        options = _options(body, state.models.settings.defaults)
+        await check_constraint(model, options)
+        conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body))
+        prompt = await conversation.encode(model)
+        constrained = options.constraint is not None
+        if constrained:
+            prompt = close_reasoning(model, prompt)
+        prefix, tokenizer = model.encoder.generation_prefix_of(prompt), model.lm.tokenizer
+        parsers = [AnswerParser(prefix, constrained=constrained) for _ in range(body.n)]
+        choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(parsers)]
+        head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model.name}
+        requests = sample_requests([prompt], options, model.eos_token_ids, body.n)
+        async with generate(model, requests, state.metrics) as texts:
+            yield texts, choices, head
+
+
+def to_message(message: ChatMessage) -> Message:
+    """The message for the chat template."""
+    calls = [ToolCall(c.id or "", c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+    return Message(
+        message.role,
+        message.content or message.refusal or "",
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+        reasoning_content=message.reasoning_content,
+    )
+
+
+def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ (try: one of them)", "max_completion_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    return body.options(
+        defaults,
+        stop=body.stop,
+        max_tokens=limits.pop() if limits else None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=_response_schema(body),
+    )
+
+
+def _response_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | str | None:
+    """The JSON schema that the answer must match, if any."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return body.json_schema
+    if body.json_schema is not None or body.regex is not None or body.choice is not None:
+        raise invalid("response_format and another constraint (try: one of them)", "response_format")
+    if form.type == "json_object":
+        return {"type": "object"}
+    if form.json_schema is None or form.json_schema.json_schema is None:
+        raise invalid("response_format has no schema", "response_format.json_schema.schema")
+    return form.json_schema.json_schema
+
+
+def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return effort | (body.chat_template_kwargs or {})
+
+
+class _Choice:
+    """One of the answers: collects its pieces, and makes the choices of a response or of the events of a stream."""
+
+    def __init__(self, index: int, parser: AnswerParser, tokenizer: Tokenizer, logprobs: bool):
+        self._index, self._parser, self._tokenizer = index, parser, tokenizer
+        self._logprobs = LogprobBuffer() if logprobs else None
+        self._entries: list[TokenLogprobs] = []
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self._finish_reason: str | None = None
+
+    def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        """Add a chunk; return what it adds, as choices of events."""
+        parts = self._parser.push(chunk.text, finished=chunk.finish_reason is not None)
+        deltas = [self._as_delta(part) for part in parts]
+        if self._logprobs is not None:
+            entries = self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)
+            self._entries += entries
+            if entries:
+                deltas = deltas or [self.as_delta({})]
+                deltas[-1]["logprobs"] = chat_logprobs(entries, self._tokenizer)
+        if chunk.finish_reason is not None:
+            self._finish_reason = FINISH_REASONS[chunk.finish_reason]
+            deltas.append({**self.as_delta({}), "finish_reason": self._finish_reason})
+        return deltas
+
+    def as_delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """A choice of an event."""
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def as_message(self) -> dict[str, Any]:
+        """The choice of a response."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts["content"]), "refusal": None}
+        if reasoning := "".join(self._texts["reasoning_content"]):
+            message["reasoning_content"] = reasoning
+        logprobs = None if self._logprobs is None else chat_logprobs(self._entries, self._tokenizer)
+        return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
+
+    def _as_delta(self, part: Delta) -> dict[str, Any]:
+        name = "reasoning_content" if part.kind == "reasoning" else "content"
+        self._texts[name].append(part.text)
+        return self.as_delta({name: part.text})

@@ -1,0 +1,136 @@
+"""Errors of the API: OpenAI's error object, or Anthropic's for its endpoints."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxlm.backend.error_text import describe_error
+from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_line
+
+logger = logging.getLogger("mlxlm.server")
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An error response.
+
+    Attributes:
+        status: The HTTP status.
+        message: What was wrong, and what would work.
+        param: Path of the field in the request, such as "messages.2.content", or None.
+        code: OpenAI's code, such as "model_not_found", or None.
+        headers: Further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, one_line(message), param, code
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        """OpenAI's type of the error."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON of the error for an endpoint: Anthropic's form for /v1/messages."""
+        if is_anthropic(path):
+            error = {"type": _ANTHROPIC_TYPES.get(self.status, self._anthropic_fallback), "message": self.message}
+            return {"type": "error", "error": error}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def _anthropic_fallback(self) -> str:
+        return "invalid_request_error" if self.status < 500 else "api_error"
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The response for an endpoint."""
+        return JSONResponse(self.body(path), self.status, self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether an endpoint is one of Anthropic's API."""
+    return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """The response for any exception. What isn't an error of the request is logged with its traceback."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return _http_error(error)
+    if isinstance(error, GenerationError | TokenizerError):
+        return invalid(str(error))
+    logger.error("internal error", exc_info=error)
+    if isinstance(error, MlxlmError | MemoryError | RuntimeError):
+        return ApiError(500, describe_error(error))
+    return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
+
+
+class ErrorMiddleware:
+    """Answers every exception of the endpoints with an error object."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        started = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise  # closes the connection
+            await to_api_error(error).response(scope["path"])(scope, receive, send)
+
+
+async def error_response(request: Request, error: Exception) -> JSONResponse:
+    """The handler of Starlette's own exceptions: 404 and 405."""
+    found = to_api_error(error)
+    if found.status == 404 and found.code is None:
+        found = ApiError(404, f"there is no endpoint {request.method} {request.url.path[:200]}", code="not_found")
+    return found.response(request.url.path)
+
+
+def _http_error(error: HTTPException) -> ApiError:
+    """Starlette's own errors: 404 and 405."""
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        return ApiError(405, f"this endpoint only accepts {headers.get('Allow', 'another method')}", headers=headers)
+    return ApiError(error.status_code, error.detail, headers=headers)

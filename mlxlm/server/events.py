@@ -1,0 +1,146 @@
+"""Server-sent events, and what happens when a client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlxlm.server.errors import to_api_error
+
+KEEP_ALIVE_SECONDS = 1.0
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+Value = TypeVar("Value")
+
+
+def data_event(value: Any, name: str | None = None) -> bytes:
+    """One event with JSON data."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data}\n\n".encode()
+
+
+def comment(text: str) -> bytes:
+    """A line that clients ignore, so that nobody on the way closes a connection for its silence."""
+    return f": {text}\n\n".encode()
+
+
+def error_event(error: Exception) -> bytes:
+    """The event for an error after the response has begun."""
+    return data_event(to_api_error(error).body())
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def with_ticks(values: AsyncIterator[Value], seconds: float) -> AsyncGenerator[Value | None]:
+    """Yield the values, and None whenever there was none for `seconds`."""
+
+    async def following() -> Value:
+        return await anext(values)
+
+    pending: asyncio.Task[Value] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(following())
+            if not (await asyncio.wait({pending}, timeout=seconds))[0]:
+                yield None
+                continue
+            try:
+                value = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            yield value
+    finally:
+        if pending is not None:
+            await _cancel(pending)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:
+    """Run `work`, and cancel it if the client leaves; then return None."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        request.scope["mlxlm.client_left"] = True
+        return None
+    finally:
+        await _cancel(working, leaving)
+
+
+class EventResponse(Response):
+    """A stream of events. It is closed, and with it what makes the events, when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]):
+        """`first` is the first of the events, which its caller has waited for."""
+        super().__init__(status_code=200, headers=_HEADERS)
+        del self.headers["content-length"]
+        self._first, self._events = first, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            else:
+                scope["mlxlm.client_left"] = True
+        finally:
+            await _cancel(sending, leaving)
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream_response(request: Request, events: AsyncGenerator[bytes]) -> Response:
+    """The response for events. Errors that come before the first one are raised, for a response with their status."""
+    try:
+        first = await while_connected(request, _first(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    if first is None:
+        await events.aclose()
+        return Response(status_code=499)  # nobody reads it
+    return EventResponse(first, events)
+
+
+async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """The response with the result of `work`, which is cancelled if the client leaves."""
+    result = await while_connected(request, work)
+    return Response(status_code=499) if result is None else JSONResponse(result)
+
+
+async def _first(events: AsyncGenerator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    unfinished = [task for task in tasks if task.cancel()]
+    for task in unfinished:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,104 @@
+"""Metrics in Prometheus' format."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator
+
+import psutil
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxlm.generation import GenerationResult
+from mlxlm.server.models import Models
+from mlxlm.utils.errors import one_line
+
+logger = logging.getLogger("mlxlm.server")
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    """What a server has done. Names begin with mlxlm_."""
+
+    def __init__(self, models: Models):
+        self.registry = CollectorRegistry()
+        own = {"registry": self.registry}
+        self.requests = Counter("mlxlm_requests", "Requests", ["endpoint", "status"], **own)
+        self.prompt_tokens = Counter("mlxlm_prompt_tokens", "Tokens of prompts", ["model"], **own)
+        self.cached_tokens = Counter("mlxlm_cached_tokens", "Tokens of prompts found in the cache", ["model"], **own)
+        self.generated_tokens = Counter("mlxlm_generated_tokens", "Tokens of texts", ["model"], **own)
+        self.first_token = Histogram(
+            "mlxlm_time_to_first_token_seconds",
+            "Until the first token",
+            ["model"],
+            buckets=_SECONDS,
+            **own,
+        )
+        self.registry.register(_Gauges(models))
+
+    def add_result(self, model: str, result: GenerationResult) -> None:
+        """Count a text that has ended or was cancelled."""
+        self.prompt_tokens.labels(model).inc(result.prompt_tokens)
+        self.cached_tokens.labels(model).inc(result.cached_tokens)
+        self.generated_tokens.labels(model).inc(len(result.tokens))
+
+    def render(self) -> bytes:
+        """The metrics as text."""
+        return generate_latest(self.registry)
+
+
+class _Gauges(Collector):
+    """The state of the engines, and the memory of the process, when they are asked for."""
+
+    def __init__(self, models: Models):
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges."""
+        loaded = self._models.loaded
+        for name, text in (
+            ("running", "Texts that are being generated"),
+            ("waiting", "Texts that wait"),
+            ("kv_bytes", "Memory of the key-value caches"),
+            ("prefix_cache_bytes", "Memory of the prefix cache"),
+        ):
+            gauge = GaugeMetricFamily(f"mlxlm_{name}", text, labels=["model"])
+            for model in loaded:
+                gauge.add_metric([model.name], getattr(model.engine.stats, name))
+            yield gauge
+        memory = psutil.Process().memory_info().rss
+        yield GaugeMetricFamily("mlxlm_process_resident_memory_bytes", "Memory of the process", memory)
+
+
+class RequestCounter:
+    """Counts requests by endpoint and status, and logs a line for each, without their content."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
+        self._app, self._metrics, self._endpoints = app, metrics, frozenset(endpoints)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, start = 499, time.monotonic()  # 499: the client left before there was a response
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        finally:
+            path, known = scope["path"], scope["path"] in self._endpoints
+            self._metrics.requests.labels(path if known else "other", str(status)).inc()
+            level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
+            left = ", the client left" if scope.get("mlxlm.client_left") else ""
+            seconds = time.monotonic() - start
+            logger.log(level, "%s %s %d, %.2f s%s", scope["method"], one_line(path[:200]), status, seconds, left)

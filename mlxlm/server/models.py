@@ -1,0 +1,220 @@
+"""The models of a server: loaded when they are first used, and unloaded when memory is needed for another."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxlm.backend.error_text import describe_error
+from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.cache import KVOptions
+from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
+from mlxlm.generation import Engine, GenerationOptions, LoadedModel, device_thread, load
+from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.server.errors import ApiError
+from mlxlm.utils.formatting import human_bytes
+
+logger = logging.getLogger("mlxlm.server")
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How every model of a server is run.
+
+    Attributes:
+        defaults: Generation options that requests don't set.
+        chat_template: See `chat_encoder`.
+        kv: Options of the key-value caches.
+        batch_size: Texts that are generated at once, per model.
+        max_waiting: Texts that may wait, per model.
+        prefix_cache_bytes: Memory for the beginnings of prompts, per model; None for the engine's default.
+        prefix_cache_dir: Folder to keep them in, or None.
+        make_speculation: Makes the decoder for speculative decoding, or None.
+    """
+
+    defaults: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=None))
+    chat_template: str | None = None
+    kv: KVOptions = field(default_factory=KVOptions)
+    batch_size: int = 32
+    max_waiting: int = 256
+    prefix_cache_bytes: int | None = None
+    prefix_cache_dir: Path | None = None
+    make_speculation: Callable[[], SpeculativeDecoder] | None = None
+
+
+class ServedModel:
+    """A loaded model with its engine and chat template.
+
+    Attributes:
+        name: What requests call it.
+        lm: The model.
+        engine: Generates its texts.
+        encoder: Encodes conversations.
+        eos_token_ids: Tokens that end an answer.
+        num_bytes: Size of the weights.
+    """
+
+    def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings):
+        self.name, self.lm, self.settings = name, lm, settings
+        self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
+        ends = {id for id in self.encoder.eos_token_ids if id < lm.config.vocab_size}
+        self.eos_token_ids = lm.eos_token_ids | ends
+        self.num_bytes = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
+        self.engine = Engine(
+            lm,
+            kv=settings.kv,
+            batch_size=settings.batch_size,
+            max_waiting=settings.max_waiting,
+            prefix_cache_bytes=settings.prefix_cache_bytes,
+            prefix_cache_dir=settings.prefix_cache_dir,
+            speculation=settings.make_speculation and settings.make_speculation(),
+        )
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and text that the model can see."""
+        length: int = self.lm.config.max_position_embeddings
+        return min(length, self.settings.kv.size or length)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of weights and caches."""
+        stats = self.engine.stats
+        return self.num_bytes + stats.kv_bytes + stats.prefix_cache_bytes
+
+
+@dataclass
+class _Entry:
+    path: str
+    model: ServedModel | None = None
+    users: int = 0
+    last_used: float = 0.0
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Models:
+    """The models that requests can name.
+
+    Args:
+        paths: {name: path or hub id}. The first is the one of requests that name none.
+        settings: How they are run.
+        max_memory: Bytes that weights and caches may take together; None for no limit. Before another model is
+            loaded, models that nobody uses are unloaded, the least recently used first.
+    """
+
+    def __init__(self, paths: Mapping[str, str], settings: ModelSettings, max_memory: int | None = None):
+        self.settings, self.created = settings, int(time.time())
+        self._entries = {name: _Entry(path) for name, path in paths.items()}
+        self._max_memory = max_memory
+        self._making_room = asyncio.Lock()
+
+    @property
+    def names(self) -> list[str]:
+        """The names, in the order of the command line."""
+        return list(self._entries)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models that are in memory."""
+        return [entry.model for entry in self._entries.values() if entry.model is not None]
+
+    def find(self, name: str | None) -> str:
+        """The name of the model that a request asks for. Raises ApiError 404 for one that there isn't."""
+        if name is None:
+            return self.names[0]
+        if name not in self._entries:
+            problem = f"there is no model {name[:100]!r} (try: {', '.join(self.names)})"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+        return name
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """Load a model if necessary, and keep it loaded until the end of the block.
+
+        Raises:
+            ApiError: 404 for an unknown name, 503 for a model that can't be loaded.
+        """
+        name = self.find(name)
+        entry = self._entries[name]
+        entry.users += 1
+        try:
+            async with entry.loading:
+                if entry.model is None:
+                    entry.model = await self._load(name, entry)
+            entry.last_used = time.monotonic()
+            yield entry.model
+        finally:
+            entry.users -= 1
+            entry.last_used = time.monotonic()
+
+    async def close(self) -> None:
+        """Unload all models."""
+        for entry in self._entries.values():
+            await self._unload(entry)
+
+    def add(self, model: ServedModel) -> None:
+        """Serve a model that is loaded already, under its name."""
+        self._entries[model.name].model = model
+
+    async def _load(self, name: str, entry: _Entry) -> ServedModel:
+        async with self._making_room:
+            await self._make_room(name, size_on_disk(entry.path))
+            start = time.monotonic()
+            try:
+                model = await asyncio.to_thread(load_model, name, entry.path, self.settings)
+            except Exception as error:  # whatever is wrong with its files, the other models are served
+                logger.error("%s can't be loaded: %s", name, describe_error(error))
+                raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
+            logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
+            try:
+                await self._make_room(name, model.num_bytes)
+            except ApiError:
+                await asyncio.to_thread(model.engine.close)
+                raise
+            return model
+
+    async def _make_room(self, name: str, size: int) -> None:
+        """Unload idle models until `size` bytes fit."""
+        if self._max_memory is None:
+            return
+        if size > self._max_memory:
+            problem = f"the model {name} takes {human_bytes(size)}, and the server may use"
+            logger.error("%s %s (--max-memory)", problem, human_bytes(self._max_memory))
+            raise ApiError(503, f"{problem} {human_bytes(self._max_memory)}")
+        while sum(model.memory for model in self.loaded) + size > self._max_memory:
+            idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
+            if not idle:
+                problem = f"there is no memory for the model {name} while others are in use; try again"
+                raise ApiError(503, problem, headers={"retry-after": "5"})
+            await self._unload(min(idle, key=lambda entry: entry.last_used))
+
+    async def _unload(self, entry: _Entry) -> None:
+        model, entry.model = entry.model, None
+        if model is not None:
+            await asyncio.to_thread(model.engine.close)
+            logger.info("unloaded %s", model.name)
+            del model
+            gc.collect()
+            await asyncio.to_thread(device_thread.run, mx.clear_cache)
+
+
+def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
+    """Load a model from a path or hub id."""
+    return ServedModel(name, load(path), settings)
+
+
+def size_on_disk(path: str) -> int:
+    """Bytes of the weights at a path; 0 if it isn't one, as for a hub id."""
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    files = Path(path).glob("*") if os.path.isdir(path) else ()
+    return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)

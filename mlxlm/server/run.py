@@ -1,0 +1,160 @@
+"""Runs the application with uvicorn: the socket, limits of connections, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import threading
+from asyncio import TimerHandle
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlxlm.server.errors import invalid
+from mlxlm.utils.errors import ConfigError
+
+HEADER_TIMEOUT = 10.0  # seconds to send the headers of a request
+WRITE_TIMEOUT = 30.0  # seconds in which a client must read something, once its connection's buffers are full
+MAX_HEADER_BYTES = 1 << 16
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind and listen. Port 0 takes a free one.
+
+    Raises:
+        ConfigError: The address can't be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        raise ConfigError(problem, "--port 0 for a free port, or another --host") from error
+    return listener
+
+
+def address_of(listener: socket.socket, host: str) -> str:
+    """The URL of a listening socket that was bound to `host`."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+class Connection(H11Protocol):
+    """An HTTP connection that is closed if the client is too slow to send headers or to read a response."""
+
+    _header_timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time of the headers."""
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(HEADER_TIMEOUT, transport.abort)
+
+    def handle_events(self) -> None:
+        """Stop the time when the headers are complete; start it for the next request on the connection."""
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE:
+            self._cancel_header_timer()
+        elif self._header_timer is None and self.conn.trailing_data[0]:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        """The buffers are full: start the time of the reader."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read something."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timers."""
+        self._cancel_header_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what isn't HTTP, or has too large headers, with the error object of the API."""
+        problem = f"this is not a valid HTTP request, or its headers have more than {MAX_HEADER_BYTES >> 10} KiB"
+        body = json.dumps(invalid(problem).body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # a response has already begun
+            start = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
+            self.transport.write(b"".join([start or b"", self.conn.send(h11.Data(data=body)) or b""]))
+        self.transport.close()
+
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+class Server(uvicorn.Server):
+    """A server that ends without an exception at a signal, once what runs has finished.
+
+    Args:
+        config: uvicorn's settings.
+        on_signal: Called with 1 at the first signal, with 2 at the second one, and so on.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]):
+        super().__init__(config)
+        self._on_signal, self._num_signals = on_signal, 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM, in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop accepting requests; at the second signal don't wait for those that run."""
+        self.force_exit, self.should_exit = self.should_exit, True
+        self._num_signals += 1
+        self._on_signal(self._num_signals)
+
+
+def make_server(app: ASGIApp, shutdown_timeout: int, on_signal: Callable[[int], None] = lambda number: None) -> Server:
+    """A server for the application.
+
+    Args:
+        app: The application.
+        shutdown_timeout: Seconds that running requests may take to finish when the server stops.
+        on_signal: See `Server`.
+    """
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="on",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=shutdown_timeout,
+    )
+    return Server(config, on_signal)

@@ -1,0 +1,266 @@
+"""The fields of OpenAI's requests for completions, and of ours.
+
+A field that isn't listed is refused, since a client that sends it expects something of it. Fields of OpenAI's API that
+don't change the text are accepted and have no effect: `_Ignored`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from mlxlm.generation import GenerationOptions
+from mlxlm.server.errors import invalid
+from mlxlm.utils.errors import GenerationError
+
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 2048
+MAX_N = 128
+
+
+class Fields(BaseModel):
+    """An object of a request: no conversions between types, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+    )
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def join_text_parts(content: Any) -> Any:
+    """The text of a message: a string, or parts of which every one is text. Parts are separate paragraphs."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for n, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind in ("text", "input_text", "output_text", None) and isinstance(text, str):
+            texts.append(text)
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        elif kind in ("text", "input_text", "output_text", None):
+            raise PydanticCustomError("text_part", "part {n} has no text", {"n": n})
+        else:
+            shown = kind[:40] if isinstance(kind, str) else "unknown"
+            problem = "part {n} is of the type {kind}, and this server only reads text"
+            raise PydanticCustomError("text_part", problem, {"n": n, "kind": shown})
+    return "\n".join(texts)
+
+
+Strings = Annotated[list[str], BeforeValidator(_as_list)]
+Text = Annotated[str, BeforeValidator(join_text_parts)]
+
+
+class SamplingFields(Fields):
+    """The options of `GenerationOptions` that every kind of request may set; None for the server's defaults."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Strings | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+    def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
+        """The options of the request.
+
+        Args:
+            defaults: Options that the request doesn't set.
+            others: Further options; None for the defaults.
+
+        Raises:
+            ApiError: For invalid values.
+        """
+        values = {name: getattr(self, name) for name in SamplingFields.model_fields} | others
+        if values["choice"] == []:
+            raise invalid("choice is an empty list (try: one text or more)", "choice")
+        values = {name: value for name, value in values.items() if value is not None}
+        if {"json_schema", "regex", "choice"} & values.keys():  # replaces a constraint of the defaults
+            values = {"json_schema": None, "regex": None, "choice": ()} | values
+        with option_errors():
+            return replace(defaults, **values)
+
+
+@contextmanager
+def option_errors() -> Iterator[None]:
+    """Turn the GenerationError of invalid options into a 400 that names the field."""
+    try:
+        yield
+    except GenerationError as error:
+        raise invalid(str(error), option_in(error.message)) from None
+
+
+def option_in(message: str) -> str | None:
+    """The first option that an error message names."""
+    names = [f.name for f in fields(GenerationOptions) if re.search(rf"\b{f.name}\b", message)]
+    return min(names, key=message.index, default=None)
+
+
+class StreamOptions(Fields):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # random padding against listeners, for OpenAI's own servers
+
+
+class IgnoredFields(Fields):
+    """What OpenAI's API knows and doesn't change the text: accounting, storage and speed on its own servers."""
+
+    user: str | None = None
+    metadata: Mapping[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: Mapping[str, Any] | None = None
+
+
+class TextRequest(SamplingFields, IgnoredFields):
+    """What requests for chat completions and for completions share."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_N)
+    stop: Strings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def _as_prompts(value: Any) -> Any:
+    """A list of prompts from one prompt or several: texts, or lists of token ids."""
+    is_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
+    return [value] if isinstance(value, str) or is_ids else value
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, str) or isinstance(value, list) and all(type(token) is int for token in value):
+        return value
+    raise PydanticCustomError("prompt", "a prompt is a text or a list of token ids")
+
+
+Prompt = Annotated[Any, BeforeValidator(_check_prompt)]
+Prompts = Annotated[list[Prompt], BeforeValidator(_as_prompts), Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class CompletionRequest(TextRequest):
+    """The body of /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class JsonSchema(Fields):
+    """The schema of `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # the schema always holds
+
+
+class ResponseFormat(Fields):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ToolFunction(Fields):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(Fields):
+    """The function of a tool call in an assistant's message; its arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Fields):
+    """A tool call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # as in the deltas of a stream, which some clients send back
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    # Parts of an answer that clients send back.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
+
+
+class ChatCompletionRequest(TextRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

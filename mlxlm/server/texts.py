@@ -1,0 +1,126 @@
+"""The texts of one request: submitted to the engine, merged into one stream, cancelled at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, QueueFullError, Request, TextStream
+from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.events import KEEP_ALIVE_SECONDS, comment, with_ticks
+from mlxlm.server.metrics import Metrics
+from mlxlm.server.models import ServedModel
+from mlxlm.server.schemas import option_in
+from mlxlm.utils.errors import GenerationError
+
+
+def sample_requests(
+    prompts: Sequence[Sequence[int]], options: GenerationOptions, eos_token_ids: frozenset[int], n: int
+) -> list[Request]:
+    """`n` requests for each prompt, with seeds of their own; a single text has the seed of the options unchanged."""
+    if options.seed is None:
+        options = replace(options, seed=random_seed())
+    requests = [Request(prompt, options, eos_token_ids) for prompt in prompts]
+    if len(prompts) * n == 1:
+        return requests
+    return [request.sample(str(number), k) for number, request in enumerate(requests, 1) for k in range(n)]
+
+
+class Texts:
+    """Texts that are being generated.
+
+    Attributes:
+        streams: One for each text.
+    """
+
+    def __init__(self, model: ServedModel, streams: Sequence[TextStream], prompt_tokens: int, metrics: Metrics):
+        self.streams = streams
+        self._model, self._prompt_tokens, self._metrics = model, prompt_tokens, metrics
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
+        """Yield the number of a text, from 0, with its next chunk; None if there was none for a while."""
+        start, first = monotonic(), True
+        async for item in with_ticks(_merge(self.streams), KEEP_ALIVE_SECONDS):
+            if item is not None and first:
+                first = False
+                self._metrics.first_token.labels(self._model.name).observe(monotonic() - start)
+            yield item
+
+    def progress(self) -> bytes:
+        """A comment for a stream on which nothing else happens."""
+        read = sum(stream.num_read for stream in self.streams)
+        if read < self._prompt_tokens:
+            return comment(f"reading the prompt, {read} of {self._prompt_tokens} tokens")
+        return comment("generating")
+
+    async def results(self) -> list[GenerationResult]:
+        """The finished texts."""
+        return [await stream.wait() for stream in self.streams]
+
+
+@asynccontextmanager
+async def generate(model: ServedModel, requests: Sequence[Request], metrics: Metrics) -> AsyncIterator[Texts]:
+    """Generate texts, until the end of the block at the latest.
+
+    Raises:
+        ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait.
+    """
+    streams: list[TextStream] = []
+    try:
+        for request in requests:
+            streams.append(_submit(model, request))  # noqa: PERF401 - if the next one fails, it is cancelled
+        yield Texts(model, streams, sum(len(request.prompt) for request in requests), metrics)
+    finally:
+        for stream in streams:
+            stream.cancel()
+        for stream in streams:
+            with suppress(Exception):  # the error of a text that has failed, which its reader has seen
+                metrics.add_result(model.name, stream.result())
+
+
+def _submit(model: ServedModel, request: Request) -> TextStream:
+    try:
+        return model.engine.submit(request)
+    except QueueFullError as error:
+        raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "2"}) from None
+    except GenerationError as error:
+        too_long = len(request.prompt) >= model.context_length
+        code = "context_length_exceeded" if too_long else None
+        raise invalid(str(error), option_in(error.message), code) from None
+
+
+async def _merge(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, GenerationChunk]]:
+    """The chunks of all streams as they come. An error of one ends all."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, GenerationChunk | Exception | None]] = asyncio.Queue(maxsize=4 * len(streams))
+
+    async def read(number: int, stream: TextStream) -> None:
+        try:
+            async for chunk in stream:
+                await queue.put((number, chunk))
+            await queue.put((number, None))
+        except Exception as error:
+            await queue.put((number, error))
+
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(read(n, stream)) for n, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, chunk = await queue.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk is None:
+                left -= 1
+            else:
+                yield number, chunk
+    finally:
+        for task in tasks:
+            task.cancel()

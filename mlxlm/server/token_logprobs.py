@@ -1,0 +1,81 @@
+"""Log-probabilities as OpenAI's API has them, in step with a streamed text."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from mlxlm.generation import FinishReason
+from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # OpenAI's value for a token that is ruled out; JSON has no infinity
+
+
+class LogprobBuffer:
+    """Holds back the log-probabilities of tokens whose text is held back, and drops those of a stop string."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # where in the text, in bytes, a token starts
+        self._token_bytes = self._text_bytes = 0
+
+    def push(self, logprob: TokenLogprobs | None, text: str, finish_reason: FinishReason | None) -> list[TokenLogprobs]:
+        """Add a token and the text that came with it; return the tokens whose text has begun."""
+        if logprob is not None:
+            self._waiting.append((self._token_bytes, logprob))
+            self._token_bytes += len(logprob.bytes or b"")
+        self._text_bytes += len(text.encode())
+        ended = finish_reason is not None and finish_reason != "stop"
+        ready = []
+        while self._waiting and (ended or self._is_ready(*self._waiting[0])):
+            ready.append(self._waiting.popleft()[1])
+        return ready
+
+    def _is_ready(self, start: int, logprob: TokenLogprobs) -> bool:
+        return start < self._text_bytes or not logprob.bytes and start <= self._text_bytes
+
+
+def chat_logprobs(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `logprobs` of chat completions."""
+    content = []
+    for entry in entries:
+        top = [_entry(candidate, tokenizer) for candidate in entry.top_logprobs]
+        content.append({**_entry(entry, tokenizer), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(entries: list[TokenLogprobs], offset: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `logprobs` of completions; `offset` is where their text starts, in characters."""
+    tokens = [token_text(entry, tokenizer) for entry in entries]
+    offsets = []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(entry.logprob) for entry in entries],
+        "top_logprobs": [
+            {token_text(top, tokenizer): finite(top.logprob) for top in entry.top_logprobs} for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _entry(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": token_text(entry, tokenizer),
+        "logprob": finite(entry.logprob),
+        "bytes": None if entry.bytes is None else list(entry.bytes),
+    }
+
+
+def token_text(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> str:
+    """The text of a token: its name if it is a special one, and � for a part of a character."""
+    content = entry.bytes or tokenizer.token_bytes(entry.token)
+    return content.decode("utf-8", "replace")
+
+
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can have it."""
+    return round(logprob, 6) if math.isfinite(logprob) else _LEAST

@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from mlxlm.server.chat_completions import to_message
+from mlxlm.server.conversation import Conversation
+from mlxlm.server.errors import invalid
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import MAX_MESSAGES, ChatMessage, Fields
+from mlxlm.server.state import ServerState
+
+
+class TokenizeRequest(Fields):
+    """The body of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("a request has either a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(request: Request) -> JSONResponse:
+    """Return the ids of a text as in /v1/completions, or of a conversation as in /v1/chat/completions."""
+    body = await read_body(request, TokenizeRequest)
+    state: ServerState = request.app.state.server
+    async with state.models.use(body.model) as model:
+        if body.messages is not None:
+            ids = await Conversation([to_message(m) for m in body.messages]).encode(model)
+        else:
+            encode, text = model.lm.tokenizer.encode, body.prompt or ""
+            ids = await asyncio.to_thread(encode, text, add_special_tokens=body.add_special_tokens)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.context_length})
+
+
+async def detokenize(request: Request) -> JSONResponse:
+    """Return the text of ids, special tokens included."""
+    body = await read_body(request, DetokenizeRequest)
+    state: ServerState = request.app.state.server
+    async with state.models.use(body.model) as model:
+        vocab_size = model.lm.tokenizer.vocab_size
+        unknown = [n for n, id in enumerate(body.tokens) if not 0 <= id < vocab_size]
+        if unknown:
+            raise invalid(f"the model has the ids 0 to {vocab_size - 1}", f"tokens.{unknown[0]}")
+        decode = model.lm.tokenizer.decode
+        return JSONResponse({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})

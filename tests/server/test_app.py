@@ -1,0 +1,35 @@
+"""Models, health and metrics."""
+
+from __future__ import annotations
+
+from tests.server.conftest import CONTEXT, HELLO
+
+
+def test_models(client):
+    [model] = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny" and model["object"] == "model"
+    assert model["loaded"] is True and model["context_length"] == CONTEXT
+    assert client.get("/v1/models/tiny").json() == model == client.get("/models/tiny").json()
+    missing = client.get("/v1/models/big/one")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_health(client):
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_metrics(client):
+    client.post("/v1/chat/completions", json={**HELLO, "max_tokens": 7})
+    client.post("/v1/chat/completions", json={})
+    client.get("/nothing/of/this")
+    lines = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
+    assert lines['mlxlm_requests_total{endpoint="/v1/chat/completions",status="200"}'] == "1.0"
+    assert lines['mlxlm_requests_total{endpoint="/v1/chat/completions",status="400"}'] == "1.0"
+    assert lines['mlxlm_requests_total{endpoint="other",status="404"}'] == "1.0"
+    assert lines['mlxlm_generated_tokens_total{model="tiny"}'] == "7.0"
+    assert float(lines['mlxlm_prompt_tokens_total{model="tiny"}']) > 5
+    assert lines['mlxlm_time_to_first_token_seconds_count{model="tiny"}'] == "1.0"
+    assert lines['mlxlm_running{model="tiny"}'] == lines['mlxlm_waiting{model="tiny"}'] == "0.0"
+    assert float(lines["mlxlm_process_resident_memory_bytes"]) > 1e6
+    assert {'mlxlm_kv_bytes{model="tiny"}', 'mlxlm_prefix_cache_bytes{model="tiny"}'} <= set(lines)
+    assert 'mlxlm_cached_tokens_total{model="tiny"}' in lines

@@ -1,0 +1,243 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+from starlette.testclient import TestClient
+
+from mlxlm.server.app import make_app
+from mlxlm.server.models import Models, ModelSettings, ServedModel
+from tests.server.conftest import CONTEXT, HELLO, events
+
+
+def text_of(deltas, name="content", index=0):
+    choices = [choice for event in deltas if event != "[DONE]" for choice in event["choices"]]
+    return "".join(choice["delta"].get(name) or "" for choice in choices if choice["index"] == index)
+
+
+def test_response_has_openais_form(chat):
+    answer = chat()
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion" and answer["model"] == "tiny"
+    [choice] = answer["choices"]
+    assert choice["index"] == 0 and choice["finish_reason"] == "length" and choice["logprobs"] is None
+    assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 20 and usage["prompt_tokens"] > 5
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 20
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+
+
+def test_stream_has_openais_form(chat):
+    *chunks, done = chat(stream=True, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    first, *others, last, usage = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in c["choices"][0]["delta"] and c["choices"][0]["finish_reason"] is None for c in others)
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+    assert all(c["usage"] is None for c in chunks[:-1])
+
+
+def test_stream_has_no_usage_unless_asked_for(chat):
+    assert not any("usage" in chunk for chunk in chat(stream=True)[:-1])
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.3, "seed": 5}, {"stop": ["e", "zz"]}, {"logprobs": True}])
+def test_streamed_text_is_the_unstreamed_text(chat, fields):
+    whole, chunks = chat(**fields), chat(stream=True, **fields)
+    assert text_of(chunks) == whole["choices"][0]["message"]["content"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+
+def test_samples_differ_and_depend_on_the_seed(chat):
+    fields = {"n": 3, "temperature": 1.5, "seed": 7}
+    texts = [choice["message"]["content"] for choice in chat(**fields)["choices"]]
+    assert len(set(texts)) == 3
+    assert [choice["message"]["content"] for choice in chat(**fields)["choices"]] == texts
+    streamed = chat(stream=True, **fields)
+    assert [text_of(streamed, index=n) for n in range(3)] == texts
+    assert chat(**fields)["usage"]["completion_tokens"] == 60
+
+
+def test_a_seed_is_random_unless_given(chat):
+    texts = {chat(temperature=1.5)["choices"][0]["message"]["content"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_stop_ends_the_text(chat):
+    whole = chat()["choices"][0]["message"]["content"]
+    stop = whole[3:6]
+    choice = chat(stop=stop)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+
+
+def test_limits_under_both_names(chat):
+    assert chat(max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    assert chat(max_tokens=4, max_completion_tokens=4)["usage"]["completion_tokens"] == 4
+    assert chat(max_tokens=4, max_completion_tokens=3)["error"]["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("stop", [None, ["e"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_add_up_to_the_text(chat, stream, stop):
+    answer = chat(logprobs=True, top_logprobs=2, stop=stop, stream=stream, temperature=1.0, seed=3, max_tokens=40)
+    if stream:
+        text = text_of(answer)
+        found = [c["choices"][0]["logprobs"] for c in answer[:-1]]
+        content = [entry for part in found if part for entry in part["content"]]
+    else:
+        text = answer["choices"][0]["message"]["content"]
+        content = answer["choices"][0]["logprobs"]["content"]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert text and spelled.decode("utf-8", "replace").startswith(text)
+    assert stop or spelled.decode("utf-8", "replace") == text
+    last = len(spelled) - len(content[-1]["bytes"])
+    assert last < len(text.encode())  # no token behind the text
+    for entry in content:
+        assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+
+
+def test_json_object_and_schema(chat):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert json.loads(chat(response_format=form)["choices"][0]["message"]["content"])["a"] in ("x", "y")
+    [*_, last, _done] = chat(response_format=form, stream=True)
+    assert last["choices"][0]["finish_reason"] == "stop"
+    text = chat(response_format={"type": "json_object"}, max_tokens=1)["choices"][0]["message"]["content"]
+    assert text == "{"
+
+
+def test_unsupported_schema_is_refused(chat):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "made-up"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for stream in (False, True):
+        error = chat(response_format=form, stream=stream)["error"]
+        assert error["type"] == "invalid_request_error" and "format" in error["message"]
+
+
+def test_own_options(chat):
+    assert chat(choice=["yes", "no"])["choices"][0]["message"]["content"] in ("yes", "no")
+    assert chat(regex="[0-9]{3}")["choices"][0]["message"]["content"].isdecimal()
+    whole = chat(temperature=1.5, seed=1)["choices"][0]["message"]["content"]
+    greedy = chat(temperature=1.5, seed=1, top_k=1)["choices"][0]["message"]["content"]
+    assert greedy == chat()["choices"][0]["message"]["content"] != whole
+
+
+def test_logit_bias_and_penalties_change_the_text(chat):
+    plain = chat()["choices"][0]["message"]["content"]
+    biased = chat(logit_bias={"50": 1000}, logprobs=True)["choices"][0]
+    assert len({entry["token"] for entry in biased["logprobs"]["content"]}) == 1
+    assert chat(frequency_penalty=50)["choices"][0]["message"]["content"] != plain
+
+
+def test_messages_of_parts_and_prefill(client, chat):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+
+    def tokens(messages):
+        return client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+
+    assert tokens([{"role": "user", "content": parts}]) == tokens([{"role": "user", "content": "Hel\nlo"}])
+    question, begun = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}
+    assert tokens([question, begun])[: len(tokens([question]))] == tokens([question])
+    assert chat(messages=[question, begun])["choices"][0]["message"]["content"]
+
+
+@pytest.fixture
+def thinking(lm):
+    """A model whose template opens a block of reasoning, which this model never closes."""
+    tokens = copy.copy(lm.tokenizer)
+    tokens.chat_template = lm.tokenizer.chat_template.replace("<|assistant|>\n", "<|assistant|>\n<think>\n")
+    model = ServedModel("thinking", replace(lm, tokenizer=tokens), ModelSettings())
+    models = Models({"thinking": ""}, model.settings)
+    models.add(model)
+    yield TestClient(make_app(models))
+    model.engine.close()
+
+
+def test_reasoning_is_separate(thinking):
+    body = {**HELLO, "max_tokens": 10, "temperature": 0}
+    message = thinking.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["content"] == "" and message["reasoning_content"]
+    chunks = events(thinking.post("/v1/chat/completions", json={**body, "stream": True}).text)
+    assert text_of(chunks, "reasoning_content") == message["reasoning_content"] and text_of(chunks) == ""
+
+
+def test_constrained_answers_have_no_reasoning(thinking):
+    body = {**HELLO, "choice": ["yes", "no"]}
+    message = thinking.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["content"] in ("yes", "no") and "reasoning_content" not in message
+
+
+def test_context_is_the_limit(chat):
+    content = "fox " * CONTEXT
+    error = chat(messages=[{"role": "user", "content": content}])["error"]
+    assert error["code"] == "context_length_exceeded" and str(CONTEXT) in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}, {"role": "nobody", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e999}, None),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"temprature": 1}, "temprature"),
+        ({"seed": -1}, "seed"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"modalities": ["audio"]}, "modalities.0"),
+    ],
+)
+def test_invalid_fields_are_named(client, fields, param):
+    content = json.dumps({**HELLO, **fields})
+    response = client.post("/v1/chat/completions", content=content)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_a_misspelt_field_has_a_hint(chat):
+    assert "temperature" in chat(temprature=1)["error"]["message"]
+
+
+def test_fields_without_effect_on_the_text_are_accepted(chat):
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": None}
+    assert "choices" in chat(**fields)
+
+
+def test_unknown_model(client):
+    response = client.post("/v1/chat/completions", json={**HELLO, "model": "big"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found" and "tiny" in response.json()["error"]["message"]
+
+
+def test_second_question_uses_the_prefix_cache(chat):
+    messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 20}]
+    answer = chat(messages=messages)["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
+    usage = chat(messages=messages)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
+def test_without_prefix(client):
+    response = client.post("/chat/completions", json={**HELLO, "max_tokens": 2, "stream": True})
+    assert events(response.text)[-1] == "[DONE]"

@@ -1,0 +1,100 @@
+"""POST /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.server.conftest import CONTEXT, events
+
+
+@pytest.fixture
+def complete(client):
+    def ask(**fields):
+        response = client.post("/v1/completions", json={"prompt": "The quick", "temperature": 0, **fields})
+        return events(response.text) if fields.get("stream") and response.status_code == 200 else response.json()
+
+    return ask
+
+
+def joined(chunks, index):
+    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+    return "".join(choice["text"] for choice in choices if choice["index"] == index)
+
+
+def test_response_has_openais_form(complete):
+    answer = complete()
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["choices"][0]["text"]
+
+
+def test_several_prompts_and_samples_stream_as_they_are(complete):
+    fields = {"prompt": ["The", "How"], "n": 2, "temperature": 1.2, "seed": 4, "echo": True}
+    whole, chunks = complete(**fields), complete(stream=True, **fields)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [joined(chunks, n) for n in range(4)] == texts
+    assert len(set(texts)) == 4
+    assert [text[:3] for text in texts] == ["The", "The", "How", "How"]
+
+
+def test_token_ids(client, complete):
+    ids = client.post("/tokenize", json={"prompt": "The quick"}).json()["tokens"]
+    assert complete(prompt=ids)["choices"][0]["text"] == complete()["choices"][0]["text"]
+    assert len(complete(prompt=[ids, ids])["choices"]) == 2
+    assert complete(prompt=ids, echo=True)["choices"][0]["text"].startswith("The quick")
+
+
+def test_logprobs(complete):
+    answer = complete(logprobs=3, max_tokens=5)
+    found = answer["choices"][0]["logprobs"]
+    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
+    assert found["text_offset"][0] == 0 and found["text_offset"][1] == len(found["tokens"][0])
+    assert all(len(top) <= 3 for top in found["top_logprobs"]) and all(value <= 0 for value in found["token_logprobs"])
+    chunks = complete(logprobs=3, max_tokens=5, stream=True)
+    parts = [choice["logprobs"] for chunk in chunks[:-1] for choice in chunk["choices"] if choice["logprobs"]]
+    assert [token for part in parts for token in part["tokens"]] == found["tokens"]
+    assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.0"),
+        ({"prompt": [[]]}, None),
+        ({"prompt": [10**30]}, None),
+        ({"prompt": [-1]}, None),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 100}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_invalid_fields(complete, fields, param):
+    error = complete(**fields)["error"]
+    assert error["type"] == "invalid_request_error" and (param is None or error["param"] == param)
+
+
+def test_long_prompt(complete):
+    error = complete(prompt=[20] * (CONTEXT + 5))["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert str(CONTEXT + 5) in error["message"] and str(CONTEXT) in error["message"]
+
+
+def test_tokenize_round_trip(client):
+    text = "Grüße, 世界! <|end|>"
+    ids = client.post("/v1/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
+    assert ids["count"] == len(ids["tokens"]) and ids["max_model_len"] == CONTEXT
+    assert client.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": text}
+
+
+def test_detokenize_refuses_unknown_ids(client):
+    response = client.post("/detokenize", json={"tokens": [1, 99999]})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tokens.1"
+
+
+def test_tokenize_needs_one_input(client):
+    assert client.post("/tokenize", json={}).status_code == 400

@@ -1,0 +1,119 @@
+"""Every answer to a bad request is an error object with a status of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from mlxlm.server import request_body
+from mlxlm.server.app import make_app
+from mlxlm.server.models import Models, ModelSettings
+from tests.server.conftest import HELLO
+
+POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+def check_error(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+def test_unknown_endpoint_and_method(client):
+    assert "/v1/nothing" in check_error(client.get("/v1/nothing"), 404)["message"]
+    response = client.get("/v1/chat/completions")
+    check_error(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"a": 1, "a": 2}', b'{"n": NaN}', b"\xff", b"[" * 100_000, b'{"a": ' * 70 + b"1" + b"}" * 70],
+    ids=["empty", "cut", "list", "null", "twice", "nan", "bytes", "brackets", "deep"],
+)  # fmt: skip
+def test_malformed_json(client, path, content):
+    check_error(client.post(path, content=content), 400)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_lone_surrogates(client, path):
+    check_error(client.post(path, content=b'{"prompt": "\\ud800", "\\udfff": 1}'), 400)
+
+
+def test_large_body(client, monkeypatch):
+    monkeypatch.setattr(request_body, "MAX_BODY_BYTES", 1000)
+    check_error(client.post("/tokenize", json={"prompt": "x" * 2000}), 413)
+
+    def parts():
+        for _ in range(100):
+            yield b"x" * 100
+
+    check_error(client.post("/tokenize", content=parts()), 413)
+
+
+def test_errors_dont_repeat_huge_values(client):
+    error = client.post("/v1/completions", json={"prompt": "a", "temperature": "x" * 100_000, "y" * 100_000: 1})
+    assert len(error.text) < 5000
+
+
+def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatch):
+    def fail(*_args, **_options):
+        raise ZeroDivisionError("/secret/path")
+
+    monkeypatch.setattr("mlxlm.server.completions.sample_requests", fail)
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    check_error(response, 500)
+    assert "secret" not in response.text
+
+
+def test_a_model_that_cannot_be_loaded_is_a_503_and_others_work(served, tmp_path):
+    models = Models({"broken": str(tmp_path / "none"), "tiny": ""}, ModelSettings())
+    models.add(served)
+    client = TestClient(make_app(models))
+    for _ in range(2):
+        response = client.post("/v1/completions", json={"prompt": "a"})
+        check_error(response, 503)
+        assert str(tmp_path) not in response.text
+    assert client.post("/v1/completions", json={"prompt": "a", "model": "tiny"}).status_code == 200
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | VALUES, "content": VALUES},
+    optional=dict.fromkeys(("tool_calls", "tool_call_id", "name", "reasoning_content", "refusal"), VALUES),
+)
+FIELDS = dict.fromkeys(("temperature", "top_p", "top_k", "n", "stop", "seed", "logprobs", "top_logprobs", "logit_bias", "response_format", "tools", "tool_choice", "stream_options", "model", "json_schema", "regex", "choice", "echo", "chat_template_kwargs", "presence_penalty", "parallel_tool_calls", "max_completion_tokens", "modalities", "user"), VALUES)  # fmt: skip
+BODY = st.fixed_dictionaries(
+    {"max_tokens": st.just(1)},
+    optional={
+        **FIELDS,
+        "stream": st.booleans(),
+        "messages": st.lists(MESSAGE, max_size=3) | st.just(HELLO["messages"]) | VALUES,
+        "prompt": VALUES | st.just("a"),
+        "tokens": VALUES,
+    },
+)
+
+
+@pytest.mark.parametrize("path", POSTS)
+@settings(max_examples=60)
+@given(body=BODY | VALUES | st.dictionaries(st.sampled_from([*FIELDS, "prompt", "messages", "tokens"]), VALUES))
+def test_any_json_has_a_well_formed_answer(served, path, body):
+    models = Models({"tiny": ""}, served.settings)
+    models.add(served)
+    response = TestClient(make_app(models)).post(path, content=json.dumps(body))
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, response.text
+        check_error(response, response.status_code)
+    elif not response.text.startswith(("data:", ":")):
+        assert isinstance(response.json(), dict)

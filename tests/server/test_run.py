@@ -1,0 +1,150 @@
+"""A real server: clients that leave or are slow, the end of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from mlxlm.server import request_body, run
+from tests.paths import ROOT
+from tests.server.conftest import HELLO, events, wait_until
+
+LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
+
+
+def raw_connection(address: str, content: bytes = b"") -> socket.socket:
+    parts = urlsplit(address)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=10)
+    connection.sendall(content)
+    return connection
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: localhost", b"Content-Length: %d" % len(body), *headers]
+    return b"\r\n".join([*head, b"", body])
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_rows(live, served, stream, n):
+    client = httpx.Client(base_url=live)
+    with pytest.raises(httpx.ReadTimeout):
+        with client.stream(
+            "POST", "/v1/chat/completions", json={**LONG, "stream": stream, "n": n}, timeout=0.4
+        ) as response:
+            assert response.status_code == 200
+            assert served.engine.stats.running == n
+            raise httpx.ReadTimeout("as if the client had timed out")
+    client.close()
+    assert wait_until(lambda: served.engine.stats.running == served.engine.stats.waiting == 0)
+
+
+def test_a_client_that_leaves_before_its_turn(live, served):
+    connection = raw_connection(live, post(b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}'))
+    assert wait_until(lambda: served.engine.stats.running == 1)
+    connection.close()
+    assert wait_until(lambda: served.engine.stats.running == 0)
+
+
+def test_prompts_are_reported_while_they_are_read(live, monkeypatch, served):
+    monkeypatch.setattr("mlxlm.server.texts.KEEP_ALIVE_SECONDS", 0.02)
+    body = {"messages": [{"role": "user", "content": "fox " * 3000}], "max_tokens": 2, "stream": True}
+    text = httpx.post(live + "/v1/chat/completions", json=body, timeout=30).text
+    assert re.search(r"^: reading the prompt, \d+ of \d{4} tokens$", text, re.MULTILINE)
+    assert events(text)[-1] == "[DONE]"
+
+
+def test_many_clients_at_once_get_what_they_get_alone(live):
+    async def ask(client, n):
+        body = {**HELLO, "max_tokens": 30, "temperature": 1.0, "seed": n, "stream": n % 2 == 0}
+        response = await client.post("/v1/chat/completions", json=body)
+        if n % 2:
+            return response.json()["choices"][0]["message"]["content"]
+        parts = [e["choices"][0]["delta"].get("content") or "" for e in events(response.text)[:-1]]
+        return "".join(parts)
+
+    async def together():
+        async with httpx.AsyncClient(base_url=live, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, n) for n in range(12)))
+
+    async def alone():
+        async with httpx.AsyncClient(base_url=live, timeout=60) as client:
+            return [await ask(client, n) for n in range(12)]
+
+    assert asyncio.run(together()) == asyncio.run(alone())
+
+
+def test_slow_headers_are_dropped(live, monkeypatch):
+    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
+    for content in (b"", b"GET /health HTTP/1.1\r\nHost: lo"):
+        connection = raw_connection(live, content)
+        try:
+            assert connection.recv(10) == b""
+        except ConnectionResetError:
+            pass
+
+
+def test_a_second_request_on_a_connection_is_dropped_too(live, monkeypatch):
+    monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
+    request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection = raw_connection(live, request)
+    assert b"200 OK" in connection.recv(1000)
+    connection.sendall(request)
+    assert b"200 OK" in connection.recv(1000)
+    connection.sendall(b"GET /hea")
+    with pytest.raises(ConnectionResetError):
+        assert connection.recv(10) == b""
+        raise ConnectionResetError
+
+
+def test_slow_bodies_are_dropped(live, monkeypatch):
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.1)
+    connection = raw_connection(live, post(b"{" + b" " * 100)[:-50])
+    assert b" 408 " in read_to_end(connection)
+
+
+def test_slow_readers_are_dropped(live, monkeypatch, served):
+    monkeypatch.setattr(run, "WRITE_TIMEOUT", 0.2)
+    body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000, "stream": true, "n": 16,'
+    body += b'"logprobs": true, "top_logprobs": 20}'
+    parts = urlsplit(live)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((parts.hostname, parts.port))
+    connection.sendall(post(body))
+    assert wait_until(lambda: served.engine.stats.running == 16)
+    assert wait_until(lambda: served.engine.stats.running == 0, 30)
+    connection.close()
+
+
+def test_what_is_not_http_is_a_400(live):
+    answer = read_to_end(raw_connection(live, b"hello\r\n\r\n"))
+    assert b" 400 " in answer and b'"invalid_request_error"' in answer
+
+
+def test_large_headers_are_a_400(live):
+    header = b"X: " + b"x" * (run.MAX_HEADER_BYTES + 1000)
+    answer = read_to_end(raw_connection(live, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + header))
+    assert b" 400 " in answer and b'"invalid_request_error"' in answer
+
+
+def test_a_port_in_use(live):
+    with pytest.raises(run.ConfigError, match="cannot listen on"):
+        run.bind("127.0.0.1", urlsplit(live).port)
