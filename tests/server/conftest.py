@@ -11,12 +11,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlxlm import tokenizer
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.checkpoint import save_weights
+from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.server import run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
+from mlxlm.utils.json_files import write_json
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -39,6 +42,17 @@ def lm(tiny_config, tmp_path_factory) -> LoadedModel:
     model.lm_head.weight = model.lm_head.weight * 20 * (mx.arange(300) >= SPECIAL)[:, None]
     mx.eval(model.parameters())
     return LoadedModel(model, tokens, model.config, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def model_folder(lm, tmp_path_factory):
+    """The same model as a folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    save_weights(folder, dict(tree_flatten(lm.model.parameters())))
+    write_json(folder / "config.json", config_to_hf(lm.config))
+    lm.tokenizer.save(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,17 @@ from mlxlm.server.models import Models, ModelSettings
 from tests.server.conftest import HELLO
 
 POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+MALFORMED = {
+    "empty": b"",
+    "cut": b"{",
+    "list": b"[]",
+    "null": b"null",
+    "twice": b'{"a": 1, "a": 2}',
+    "nan": b'{"n": NaN}',
+    "bytes": b"\xff",
+    "brackets": b"[" * 100_000,
+    "deep": b'{"a": ' * 70 + b"1" + b"}" * 70,
+}
 
 
 def check_error(response, status):
@@ -32,11 +43,7 @@ def test_unknown_endpoint_and_method(client):
 
 
 @pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b'{"a": 1, "a": 2}', b'{"n": NaN}', b"\xff", b"[" * 100_000, b'{"a": ' * 70 + b"1" + b"}" * 70],
-    ids=["empty", "cut", "list", "null", "twice", "nan", "bytes", "brackets", "deep"],
-)  # fmt: skip
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_json(client, path, content):
     check_error(client.post(path, content=content), 400)
 
@@ -88,30 +95,69 @@ VALUES = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
     max_leaves=6,
 )
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"]) | VALUES, "content": VALUES},
-    optional=dict.fromkeys(("tool_calls", "tool_call_id", "name", "reasoning_content", "refusal"), VALUES),
+PLAUSIBLE = st.sampled_from(
+    (0, 1, 2, -1, 10**400, 0.5, 1e308, True, False, None, "", "a", "\ufdd0", [], ["a"], {}, {"type": "object"})
+    + ({"5": 1}, {"type": "json_object"}, {"include_usage": True}, [{"type": "text", "text": "a"}])
 )
-FIELDS = dict.fromkeys(("temperature", "top_p", "top_k", "n", "stop", "seed", "logprobs", "top_logprobs", "logit_bias", "response_format", "tools", "tool_choice", "stream_options", "model", "json_schema", "regex", "choice", "echo", "chat_template_kwargs", "presence_penalty", "parallel_tool_calls", "max_completion_tokens", "modalities", "user"), VALUES)  # fmt: skip
-BODY = st.fixed_dictionaries(
-    {"max_tokens": st.just(1)},
-    optional={
-        **FIELDS,
-        "stream": st.booleans(),
-        "messages": st.lists(MESSAGE, max_size=3) | st.just(HELLO["messages"]) | VALUES,
-        "prompt": VALUES | st.just("a"),
-        "tokens": VALUES,
-    },
+OPTIONS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "logit_bias",
+    "presence_penalty",
+    "xtc_probability",
+    "regex",
+]
+OPTIONS += [
+    "json_schema",
+    "choice",
+    "dry_multiplier",
+    "max_completion_tokens",
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+]
+FORMS = ["stream", "stream_options", "response_format", "modalities", "echo", "model", "user", "chat_template_kwargs"]
+INPUTS = [
+    "prompt",
+    "messages",
+    "tokens",
+    "input",
+    "instructions",
+    "system",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+]
+FIELDS = [*OPTIONS, *FORMS, *INPUTS]
+MESSAGE = st.dictionaries(
+    st.sampled_from(["content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"]),
+    PLAUSIBLE | VALUES,
 )
+ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool", "nobody", 1])
+MESSAGES = st.lists(st.builds(lambda message, role: {**message, "role": role}, MESSAGE, ROLES), max_size=3)
+VALID = {
+    "/v1/chat/completions": {**HELLO, "max_tokens": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/tokenize": HELLO,
+    "/detokenize": {"tokens": [8, 9]},
+}
 
 
 @pytest.mark.parametrize("path", POSTS)
-@settings(max_examples=60)
-@given(body=BODY | VALUES | st.dictionaries(st.sampled_from([*FIELDS, "prompt", "messages", "tokens"]), VALUES))
-def test_any_json_has_a_well_formed_answer(served, path, body):
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_json_has_a_well_formed_answer(served, path, data):
+    changes = st.dictionaries(st.sampled_from(FIELDS), PLAUSIBLE | VALUES, max_size=2)
+    body = {**VALID[path], **data.draw(changes)}
+    if "messages" in VALID[path]:
+        body["messages"] = data.draw(st.just(HELLO["messages"]) | MESSAGES)
     models = Models({"tiny": ""}, served.settings)
     models.add(served)
-    response = TestClient(make_app(models)).post(path, content=json.dumps(body))
+    response = TestClient(make_app(models)).post(path, content=json.dumps(data.draw(st.just(body) | VALUES)))
     if response.status_code != 200:
         assert 400 <= response.status_code < 500, response.text
         check_error(response, response.status_code)

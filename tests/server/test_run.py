@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -41,22 +42,29 @@ def read_to_end(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def check_closed(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(10) == b""
+
+
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_frees_its_rows(live, served, stream, n):
-    client = httpx.Client(base_url=live)
+def test_a_client_that_times_out_frees_its_rows(live, served, n):
     with pytest.raises(httpx.ReadTimeout):
-        with client.stream(
-            "POST", "/v1/chat/completions", json={**LONG, "stream": stream, "n": n}, timeout=0.4
-        ) as response:
-            assert response.status_code == 200
-            assert served.engine.stats.running == n
-            raise httpx.ReadTimeout("as if the client had timed out")
-    client.close()
+        httpx.post(live + "/v1/chat/completions", json={**LONG, "n": n}, timeout=0.3)
     assert wait_until(lambda: served.engine.stats.running == served.engine.stats.waiting == 0)
 
 
-def test_a_client_that_leaves_before_its_turn(live, served):
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_a_stream_frees_its_rows(live, served, n):
+    with httpx.stream("POST", live + "/v1/chat/completions", json={**LONG, "stream": True, "n": n}) as response:
+        assert response.status_code == 200
+        parts = response.iter_bytes()  # dropping it would close the response
+        next(parts)
+        assert served.engine.stats.running == n
+    assert wait_until(lambda: served.engine.stats.running == served.engine.stats.waiting == 0)
+
+
+def test_a_connection_that_is_closed_frees_its_row(live, served):
     connection = raw_connection(live, post(b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}'))
     assert wait_until(lambda: served.engine.stats.running == 1)
     connection.close()
@@ -65,7 +73,7 @@ def test_a_client_that_leaves_before_its_turn(live, served):
 
 def test_prompts_are_reported_while_they_are_read(live, monkeypatch, served):
     monkeypatch.setattr("mlxlm.server.texts.KEEP_ALIVE_SECONDS", 0.02)
-    body = {"messages": [{"role": "user", "content": "fox " * 3000}], "max_tokens": 2, "stream": True}
+    body = {"messages": [{"role": "user", "content": "fox " * 1800}], "max_tokens": 2, "stream": True}
     text = httpx.post(live + "/v1/chat/completions", json=body, timeout=30).text
     assert re.search(r"^: reading the prompt, \d+ of \d{4} tokens$", text, re.MULTILINE)
     assert events(text)[-1] == "[DONE]"
@@ -95,23 +103,20 @@ def test_slow_headers_are_dropped(live, monkeypatch):
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
     for content in (b"", b"GET /health HTTP/1.1\r\nHost: lo"):
         connection = raw_connection(live, content)
-        try:
-            assert connection.recv(10) == b""
-        except ConnectionResetError:
-            pass
+        check_closed(connection)
 
 
 def test_a_second_request_on_a_connection_is_dropped_too(live, monkeypatch):
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
     request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    connection = raw_connection(live, request)
-    assert b"200 OK" in connection.recv(1000)
-    connection.sendall(request)
-    assert b"200 OK" in connection.recv(1000)
+    connection = raw_connection(live)
+    for _ in range(2):
+        connection.sendall(request)
+        answer = b""
+        while b'"ok"' not in answer:
+            answer += connection.recv(1000)
     connection.sendall(b"GET /hea")
-    with pytest.raises(ConnectionResetError):
-        assert connection.recv(10) == b""
-        raise ConnectionResetError
+    check_closed(connection)
 
 
 def test_slow_bodies_are_dropped(live, monkeypatch):
@@ -148,3 +153,64 @@ def test_large_headers_are_a_400(live):
 def test_a_port_in_use(live):
     with pytest.raises(run.ConfigError, match="cannot listen on"):
         run.bind("127.0.0.1", urlsplit(live).port)
+
+
+class Process:
+    """`mlxlm serve` as a user starts it, with the lines that it prints."""
+
+    def __init__(self, folder, *options):
+        command = [sys.executable, str(ROOT / "cli.py"), "serve", str(folder), "--port", "0", *options]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLXLM_API_KEY": ""}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines = []
+        while not self.lines or "curl" not in self.lines[-1]:
+            line = self.process.stderr.readline()
+            assert line, self.lines
+            self.lines.append(line)
+        self.address = re.search(r"http://[^/]+", self.lines[-1])[0]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_sigterm_lets_a_stream_finish(model_folder):
+    with Process(model_folder) as server:
+        body = {**HELLO, "max_tokens": 600, "temperature": 0, "stream": True}
+        with httpx.stream("POST", server.address + "/v1/chat/completions", json=body, timeout=30) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(parts)
+        assert events(text)[-1] == "[DONE]" and events(text)[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(10) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.address + "/health")
+
+
+@contextlib.contextmanager
+def long_stream(server):
+    """The parts of a stream that has begun and takes long."""
+    with httpx.stream("POST", server.address + "/v1/chat/completions", json={**LONG, "stream": True}) as response:
+        parts = response.iter_text()
+        next(parts)
+        yield parts
+
+
+def test_a_second_signal_ends_at_once(model_folder):
+    with Process(model_folder) as server, long_stream(server):
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert server.process.wait(2) == 130
+
+
+def test_the_time_to_finish_is_limited(model_folder):
+    with Process(model_folder, "--shutdown-timeout", "1") as server, long_stream(server) as parts:
+        server.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            "".join(parts)
+        assert server.process.wait(5) == 0
