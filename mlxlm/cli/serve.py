@@ -54,7 +54,7 @@ _memory = partial(option, "Memory and speed")
 _other = partial(option, "Other")
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
     """A number of bytes: 8GB, 512MB, 1000000."""
 
     name = "size"

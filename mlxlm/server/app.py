@@ -20,6 +20,7 @@ from mlxlm.server.completions import completions
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.page import page_routes
 from mlxlm.server.security import AccessMiddleware, AccessRules
 from mlxlm.server.state import ServerState
 from mlxlm.server.tokens import detokenize, tokenize
@@ -37,6 +38,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         *_both("/detokenize", detokenize, "POST"),
         Route("/health", health),
         Route("/metrics", render_metrics),
+        *page_routes(),
     ]
     metrics = Metrics(models)
     middleware = [
@@ -45,7 +47,11 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         Middleware(ErrorMiddleware),
     ]
     if rules.cors_origins:
-        allowed = {"allow_origins": rules.cors_origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        allowed: dict[str, Any] = {
+            "allow_origins": rules.cors_origins,
+            "allow_methods": ["GET", "POST"],
+            "allow_headers": ["*"],
+        }
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # also for the errors of the others
 
     @asynccontextmanager

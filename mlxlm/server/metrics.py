@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -26,7 +27,7 @@ class Metrics:
 
     def __init__(self, models: Models):
         self.registry = CollectorRegistry()
-        own = {"registry": self.registry}
+        own: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("mlxlm_requests", "Requests", ["endpoint", "status"], **own)
         self.prompt_tokens = Counter("mlxlm_prompt_tokens", "Tokens of prompts", ["model"], **own)
         self.cached_tokens = Counter("mlxlm_cached_tokens", "Tokens of prompts found in the cache", ["model"], **own)

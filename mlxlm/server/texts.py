@@ -114,13 +114,13 @@ async def _merge(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Gen
     try:
         left = len(streams)
         while left:
-            number, chunk = await queue.get()
-            if isinstance(chunk, Exception):
-                raise chunk
-            if chunk is None:
+            number, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield number, chunk
+                yield number, item
     finally:
         for task in tasks:
             task.cancel()

@@ -1,0 +1,163 @@
+"""Several models: loaded when they are used, unloaded when memory is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from mlxlm.server import models as models_module
+from mlxlm.server.errors import ApiError
+from mlxlm.server.models import Models, ModelSettings, size_on_disk
+
+
+class FakeEngine:
+    def __init__(self):
+        self.stats = type("Stats", (), {"kv_bytes": 5, "prefix_cache_bytes": 5})()
+        self.closed = False
+
+    def close(self):
+        self.closed = True
+
+
+class FakeModel:
+    """A model of 100 bytes, 10 of them caches."""
+
+    memory, num_bytes = 100, 90
+
+    def __init__(self, name):
+        self.name, self.engine = name, FakeEngine()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The names of the models that were loaded."""
+    names = []
+
+    def load(name, path, settings):
+        names.append(name)
+        if path == "broken":
+            raise OSError("disk on fire")
+        return FakeModel(name)
+
+    monkeypatch.setattr(models_module, "load_model", load)
+    return names
+
+
+def make(max_memory=None, **paths):
+    return Models({name: path or name for name, path in paths.items()}, ModelSettings(), max_memory)
+
+
+async def touch(models, *names):
+    for name in names:
+        async with models.use(name):
+            pass
+
+
+def test_a_model_is_loaded_once_when_it_is_first_used(loads):
+    models = make(a="", b="")
+
+    async def use():
+        await asyncio.gather(*(touch(models, "b") for _ in range(3)))
+        await touch(models, "b")
+
+    asyncio.run(use())
+    assert loads == ["b"] and [m.name for m in models.loaded] == ["b"]
+
+
+def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
+    models = make(a="", b="")
+    assert models.find(None) == "a"
+    with pytest.raises(ApiError, match=r"there is no model 'c' \(try: a, b\)") as error:
+        models.find("c")
+    assert error.value.status == 404
+
+
+def test_the_least_recently_used_model_makes_room(loads):
+    models = make(250, a="", b="", c="")
+    asyncio.run(touch(models, "a", "b", "a", "c"))
+    assert [m.name for m in models.loaded] == ["a", "c"]
+    asyncio.run(touch(models, "b"))
+    assert [m.name for m in models.loaded] == ["b", "c"]
+    assert loads == ["a", "b", "c", "b"]
+
+
+def test_an_unloaded_model_is_closed(loads):
+    models = make(150, a="", b="")
+
+    async def use():
+        async with models.use("a") as first:
+            pass
+        await touch(models, "b")
+        return first
+
+    assert asyncio.run(use()).engine.closed
+
+
+def test_models_in_use_stay(loads):
+    models = make(150, a="", b="")
+
+    async def use():
+        async with models.use("a"):
+            with pytest.raises(ApiError) as error:
+                await touch(models, "b")
+            assert error.value.status == 503 and error.value.headers["retry-after"]
+            assert [m.name for m in models.loaded] == ["a"]
+        await touch(models, "b")
+
+    asyncio.run(use())
+    assert [m.name for m in models.loaded] == ["b"]
+
+
+def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(500))
+    (tmp_path / "notes.txt").write_bytes(bytes(500))
+    assert size_on_disk(str(tmp_path)) == 500 and size_on_disk("org/name") == 0
+    models = make(400, a="", large=str(tmp_path))
+    asyncio.run(touch(models, "a"))
+    with pytest.raises(ApiError, match="takes 500 B, and the server may use 400 B"):
+        asyncio.run(touch(models, "large"))
+    assert [m.name for m in models.loaded] == ["a"] and loads == ["a"]
+
+
+def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
+    models = make(80, a="")
+    with pytest.raises(ApiError, match="may use"):
+        asyncio.run(touch(models, "a"))
+    assert not models.loaded
+
+
+def test_a_model_that_cannot_be_loaded(loads, caplog):
+    models = make(a="broken", b="")
+    for _ in range(2):
+        with pytest.raises(ApiError, match="can't be loaded") as error:
+            asyncio.run(touch(models, "a"))
+        assert error.value.status == 503
+    assert "disk on fire" in caplog.text and "disk" not in error.value.message
+    asyncio.run(touch(models, "b"))
+    assert loads == ["a", "a", "b"]
+
+
+def test_requests_for_a_loaded_model_do_not_wait_for_one_that_is_being_loaded(monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+
+    def load(name, path, settings):
+        if name == "slow":
+            started.set()
+            assert go_on.wait(10)
+        return FakeModel(name)
+
+    monkeypatch.setattr(models_module, "load_model", load)
+    models = make(1000, slow="", fast="")
+
+    async def use():
+        await touch(models, "fast")
+        slow = asyncio.create_task(touch(models, "slow"))
+        await asyncio.to_thread(started.wait)
+        await asyncio.wait_for(touch(models, "fast"), 1)
+        go_on.set()
+        await slow
+
+    asyncio.run(use())
+    assert len(models.loaded) == 2
