@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from mlxlm.server.chat_completions import chat_completions
 from mlxlm.server.completions import completions
+from mlxlm.server.embeddings import embeddings
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
@@ -32,6 +33,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     routes = [
         *_both("/chat/completions", chat_completions, "POST"),
         *_both("/completions", completions, "POST"),
+        *_both("/embeddings", embeddings, "POST"),
         *_both("/models", list_models, "GET"),
         *_both("/models/{id:path}", get_model, "GET"),
         *_both("/tokenize", tokenize, "POST"),

@@ -13,13 +13,13 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationChunk, GenerationOptions
 from mlxlm.generation.logprobs import TokenLogprobs
-from mlxlm.server.conversation import AnswerParser, Conversation, Delta, check_constraint, close_reasoning
+from mlxlm.server.conversation import AnswerParser, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import invalid
 from mlxlm.server.events import DONE, data_event, error_event, json_response, stream_response
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import ChatCompletionRequest, ChatMessage
 from mlxlm.server.state import ServerState
-from mlxlm.server.texts import Texts, generate, sample_requests
+from mlxlm.server.texts import Texts
 from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
 from mlxlm.server.usage import FINISH_REASONS, new_id, usage
 from mlxlm.tokenizer import Tokenizer
@@ -78,21 +78,13 @@ async def _generate(
     state: ServerState, body: ChatCompletionRequest
 ) -> AsyncIterator[tuple[Texts, list[_Choice], dict[str, Any]]]:
     """Start the answers; yields them with the choices they become, and the fields of the response or each event."""
-    async with state.models.use(body.model) as model:
-        options = _options(body, state.models.settings.defaults)
-        await check_constraint(model, options)
-        conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body))
-        prompt = await conversation.encode(model)
-        constrained = options.constraint is not None
-        if constrained:
-            prompt = close_reasoning(model, prompt)
-        prefix, tokenizer = model.encoder.generation_prefix_of(prompt), model.lm.tokenizer
-        parsers = [AnswerParser(prefix, constrained=constrained) for _ in range(body.n)]
-        choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(parsers)]
-        head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model.name}
-        requests = sample_requests([prompt], options, model.eos_token_ids, body.n)
-        async with generate(model, requests, state.metrics) as texts:
-            yield texts, choices, head
+    options = _options(body, state.models.settings.defaults)
+    conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body))
+    async with answering(state, body.model, conversation, options, body.n) as answers:
+        tokenizer = answers.model.lm.tokenizer
+        choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(answers.parsers)]
+        head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": answers.model.name}
+        yield answers.texts, choices, head
 
 
 def to_message(message: ChatMessage) -> Message:
@@ -138,8 +130,7 @@ def _response_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | str
 
 
 def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return effort | (body.chat_template_kwargs or {})
+    return reasoning_kwargs(body.reasoning_effort, body.verbosity) | (body.chat_template_kwargs or {})
 
 
 class _Choice:
@@ -154,7 +145,7 @@ class _Choice:
 
     def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
         """Add a chunk; return what it adds, as choices of events."""
-        parts = self._parser.push(chunk.text, finished=chunk.finish_reason is not None)
+        parts = self._parser.push(chunk)
         deltas = [self._as_delta(part) for part in parts]
         if self._logprobs is not None:
             entries = self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)

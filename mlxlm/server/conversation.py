@@ -1,17 +1,20 @@
-"""Encodes the conversation of a request, and splits the answer into reasoning, text and tool calls."""
+"""Answers to conversations: encodes the prompt, and splits each answer into reasoning and text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import CLOSE, ReasoningParser
-from mlxlm.generation import GenerationOptions
+from mlxlm.generation import GenerationChunk, GenerationOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.server.models import ServedModel
+from mlxlm.server.state import ServerState
+from mlxlm.server.texts import Texts, generate, sample_requests
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,50 @@ class Conversation:
         )
 
 
-def close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
-    """End a block of reasoning that the template has opened, for a constrained answer, which can't have one."""
-    if not model.encoder.generation_prefix_of(prompt):
-        return list(prompt)
-    encode = model.lm.tokenizer.encode
-    return [*prompt, *encode(f"\n{CLOSE}\n\n", add_special_tokens=False, parse_special=True, continues=True)]
+@dataclass(frozen=True)
+class Delta:
+    """A piece of an answer."""
+
+    kind: Literal["reasoning", "text"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers that are being generated.
+
+    Attributes:
+        model: The model.
+        texts: Their texts.
+        parsers: Split them.
+    """
+
+    model: ServedModel
+    texts: Texts
+    parsers: Sequence[AnswerParser]
+
+
+@asynccontextmanager
+async def answering(
+    state: ServerState, model_name: str | None, conversation: Conversation, options: GenerationOptions, n: int = 1
+) -> AsyncIterator[Answers]:
+    """Generate `n` answers, until the end of the block at the latest.
+
+    Raises:
+        ApiError: As `Models.use` and `generate`.
+        MlxlmError: The template refuses the conversation, or a constraint isn't supported.
+    """
+    async with state.models.use(model_name) as model:
+        await check_constraint(model, options)
+        prompt = await conversation.encode(model)
+        constrained = options.constraint is not None
+        if constrained:
+            prompt = _close_reasoning(model, prompt)
+        prefix = model.encoder.generation_prefix_of(prompt)
+        parsers = [AnswerParser(prefix, constrained=constrained) for _ in range(n)]
+        requests = sample_requests([prompt], options, model.eos_token_ids, n)
+        async with generate(model, requests, state.metrics) as texts:
+            yield Answers(model, texts, parsers)
 
 
 async def check_constraint(model: ServedModel, options: GenerationOptions) -> None:
@@ -55,12 +96,12 @@ async def check_constraint(model: ServedModel, options: GenerationOptions) -> No
         await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, model.eos_token_ids)
 
 
-@dataclass(frozen=True)
-class Delta:
-    """A piece of an answer."""
-
-    kind: Literal["reasoning", "text"]
-    text: str
+def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
+    """End a block of reasoning that the template has opened, for a constrained answer, which can't have one."""
+    if not model.encoder.generation_prefix_of(prompt):
+        return list(prompt)
+    encode = model.lm.tokenizer.encode
+    return [*prompt, *encode(f"\n{CLOSE}\n\n", add_special_tokens=False, parse_special=True, continues=True)]
 
 
 class AnswerParser:
@@ -72,9 +113,19 @@ class AnswerParser:
         if self._reasoning is not None:
             self._reasoning.push(generation_prefix)
 
-    def push(self, text: str, *, finished: bool) -> list[Delta]:
-        """Add text and return what is decided."""
+    def push(self, chunk: GenerationChunk) -> list[Delta]:
+        """Add a chunk and return what is decided."""
         if self._reasoning is None:
-            return [Delta("text", text)] if text else []
-        parts = self._reasoning.push(text) + (self._reasoning.finish() if finished else [])
+            return [Delta("text", chunk.text)] if chunk.text else []
+        parts = self._reasoning.push(chunk.text)
+        if chunk.finish_reason is not None:
+            parts += self._reasoning.finish()
         return [Delta("reasoning" if reasoning else "text", part) for part, reasoning in parts]
+
+
+def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:
+    """Variables of the chat template for OpenAI's hints; templates that don't know them pay no attention to them."""
+    values: dict[str, Any] = {"reasoning_effort": effort, "verbosity": verbosity}
+    if effort == "none":
+        values["enable_thinking"] = False
+    return {name: value for name, value in values.items() if value is not None}

@@ -138,6 +138,7 @@ class IgnoredFields(Fields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Mapping[str, Any] | None = None
     prediction: Mapping[str, Any] | None = None
 
 
@@ -262,5 +263,6 @@ class ChatCompletionRequest(TextRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,60 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxlm.generation import device_thread
+from mlxlm.generation.embeddings import embed
+from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.server.errors import invalid
+from mlxlm.server.events import json_response
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import IgnoredFields, Prompts
+from mlxlm.server.state import ServerState
+
+
+class EmbeddingRequest(IgnoredFields):
+    """The body of /v1/embeddings."""
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+async def embeddings(request: Request) -> Response:
+    """Return a vector of length 1 for each text."""
+    body = await read_body(request, EmbeddingRequest)
+    state: ServerState = request.app.state.server
+    return await json_response(request, _embed(state, body))
+
+
+async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
+    async with state.models.use(body.model) as model:
+        lm, num_tokens, data = model.lm, 0, []
+        if body.dimensions not in (None, lm.config.hidden_size):
+            raise invalid(f"the embeddings of this model have {lm.config.hidden_size} dimensions", "dimensions")
+        for index, text in enumerate(body.input):
+            if not text:
+                raise invalid("a text is empty", f"input.{index}")
+            ids = await asyncio.to_thread(encode_prompt, lm, text)
+            # One text at a time, so that the engines take turns with them.
+            vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
+            encoded = _to_base64(vector) if body.encoding_format == "base64" else vector
+            data.append({"object": "embedding", "index": index, "embedding": encoded})
+            num_tokens += len(ids)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": model.name, "usage": usage}
+
+
+def _to_base64(vector: list[float]) -> str:
+    """Little-endian float32."""
+    return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

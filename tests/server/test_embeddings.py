@@ -1,0 +1,59 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.generation.embeddings import embed
+from mlxlm.utils.errors import GenerationError
+
+
+@pytest.fixture
+def embeddings(client):
+    return lambda **fields: client.post("/v1/embeddings", json=fields).json()
+
+
+@pytest.mark.parametrize("length", [1, 30, 700])
+def test_the_mean_of_the_last_hidden_states(lm, length):
+    ids = [10 + n % 200 for n in range(length)]
+    expected = np.array(lm.model.model(mx.array([ids]))[0]).mean(axis=0)
+    np.testing.assert_allclose(embed(lm, ids), expected / np.linalg.norm(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [[], [5] * 5000, [300], [-1]])
+def test_what_cannot_be_embedded(lm, ids):
+    with pytest.raises(GenerationError):
+        embed(lm, ids)
+
+
+def test_several_texts(embeddings, client):
+    answer = embeddings(input=["The quick brown fox", "How are you?"])
+    vectors = np.array([entry["embedding"] for entry in answer["data"]])
+    assert [entry["index"] for entry in answer["data"]] == [0, 1] and answer["model"] == "tiny"
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    assert vectors[0] @ vectors[1] < 0.999
+    ids = client.post("/tokenize", json={"prompt": "The quick brown fox"}).json()["tokens"]
+    assert embeddings(input=ids)["data"][0]["embedding"] == answer["data"][0]["embedding"]
+    assert answer["usage"]["prompt_tokens"] > len(ids)
+
+
+def test_base64(embeddings):
+    [plain], [encoded] = (embeddings(input="a", encoding_format=form)["data"] for form in ("float", "base64"))
+    decoded = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
+    np.testing.assert_allclose(decoded, plain["embedding"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"input": []}, "input"), ({"input": "a", "dimensions": 5}, "dimensions"), ({"input": ["a", ""]}, "input.1")],
+)
+def test_invalid_fields(embeddings, fields, param):
+    assert embeddings(**fields)["error"]["param"] == param
+
+
+def test_long_input(embeddings):
+    assert "tokens" in embeddings(input="fox " * 5000)["error"]["message"]

@@ -1,0 +1,79 @@
+"""OpenAI's Python client, unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+QUESTION = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture
+def api(live):
+    with openai.OpenAI(base_url=live + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_completions(api):
+    answer = api.chat.completions.create(model="tiny", messages=QUESTION, max_completion_tokens=8, temperature=0)
+    assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.content
+    assert answer.usage.completion_tokens == 8 and answer.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_streams(api):
+    options = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+    text, usage = "", None
+    for chunk in api.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == api.chat.completions.create(**options).choices[0].message.content
+    assert usage.completion_tokens == 8
+
+
+def test_stream_helper(api):
+    options = {"model": "tiny", "messages": QUESTION, "extra_body": {"choice": ["yes", "no"]}}
+    with api.chat.completions.stream(**options) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert stream.get_final_completion().choices[0].message.content == text in ("yes", "no")
+
+
+def test_async(live):
+    async def use():
+        async with openai.AsyncOpenAI(base_url=live + "/v1", api_key="none", max_retries=0) as client:
+            options = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+            whole = await client.chat.completions.create(**options)
+            stream = await client.chat.completions.create(**options, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == whole.choices[0].message.content
+
+    asyncio.run(use())
+
+
+def test_parse(api):
+    class Answer(BaseModel):
+        color: Literal["red", "blue"]
+
+    answer = api.chat.completions.parse(model="tiny", messages=QUESTION, response_format=Answer)
+    assert answer.choices[0].message.parsed.color in ("red", "blue")
+
+
+def test_completions(api):
+    answer = api.completions.create(model="tiny", prompt=["a", "b"], max_tokens=4, logprobs=2)
+    assert len(answer.choices) == 2 and len(answer.choices[0].logprobs.tokens) == 4
+
+
+def test_models(api):
+    assert [model.id for model in api.models.list()] == ["tiny"] and api.models.retrieve("tiny").id == "tiny"
+
+
+def test_errors(api):
+    with pytest.raises(openai.NotFoundError, match="there is no model 'big'"):
+        api.chat.completions.create(model="big", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError) as error:
+        api.chat.completions.create(model="tiny", messages=QUESTION, temperature=-1)
+    assert error.value.param == "temperature"
