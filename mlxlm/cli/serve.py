@@ -47,7 +47,7 @@ _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [d
 _MAX_WAITING = "Texts that may wait for their turn, per model; more are refused."
 _SHUTDOWN_TIMEOUT = "Seconds that running requests may take to finish after Ctrl-C or SIGTERM."
 # Options that only make sense for one request.
-_PER_REQUEST = ("seed", "logprobs", "json_schema", "regex", "choice", "max_tokens", "stop")
+_PER_REQUEST = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "max_tokens", "stop")
 
 _network = partial(option, "Network")
 _memory = partial(option, "Memory and speed")

@@ -19,9 +19,11 @@ from mlxlm.server.chat_completions import chat_completions
 from mlxlm.server.completions import completions
 from mlxlm.server.embeddings import embeddings
 from mlxlm.server.errors import ErrorMiddleware, error_response
+from mlxlm.server.messages import count_tokens, messages
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
 from mlxlm.server.page import page_routes
+from mlxlm.server.responses import responses
 from mlxlm.server.security import AccessMiddleware, AccessRules
 from mlxlm.server.state import ServerState
 from mlxlm.server.tokens import detokenize, tokenize
@@ -33,6 +35,9 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     routes = [
         *_both("/chat/completions", chat_completions, "POST"),
         *_both("/completions", completions, "POST"),
+        *_both("/responses", responses, "POST"),
+        *_both("/messages", messages, "POST"),
+        *_both("/messages/count_tokens", count_tokens, "POST"),
         *_both("/embeddings", embeddings, "POST"),
         *_both("/models", list_models, "GET"),
         *_both("/models/{id:path}", get_model, "GET"),

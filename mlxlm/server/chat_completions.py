@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.generation import GenerationChunk, GenerationOptions
+from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import AnswerParser, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import invalid
@@ -41,7 +41,7 @@ async def _complete(state: ServerState, body: ChatCompletionRequest) -> dict[str
                 choices[item[0]].push(item[1])
         results = await texts.results()
     messages = [choice.as_message() for choice in choices]
-    return {**head, "object": "chat.completion", "choices": messages, "usage": usage(results, body.n)}
+    return {**head, "object": "chat.completion", "choices": messages, "usage": _usage(results, choices)}
 
 
 async def _stream(state: ServerState, body: ChatCompletionRequest) -> AsyncGenerator[bytes]:
@@ -65,7 +65,7 @@ async def _stream(state: ServerState, body: ChatCompletionRequest) -> AsyncGener
                 for part in choices[item[0]].push(item[1]):
                     yield event(part)
             if body.include_usage:
-                yield data_event({**head, "choices": [], "usage": usage(await texts.results(), body.n)})
+                yield data_event({**head, "choices": [], "usage": _usage(await texts.results(), choices)})
             yield DONE
         except Exception as error:
             if not started:
@@ -85,6 +85,10 @@ async def _generate(
         choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(answers.parsers)]
         head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": answers.model.name}
         yield answers.texts, choices, head
+
+
+def _usage(results: list[GenerationResult], choices: list[_Choice]) -> dict[str, Any]:
+    return usage(results, len(choices), sum(choice.reasoning_tokens for choice in choices))
 
 
 def to_message(message: ChatMessage) -> Message:
@@ -120,7 +124,7 @@ def _response_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | str
     form = body.response_format
     if form is None or form.type == "text":
         return body.json_schema
-    if body.json_schema is not None or body.regex is not None or body.choice is not None:
+    if any(value is not None for value in (body.json_schema, body.regex, body.choice, body.grammar)):
         raise invalid("response_format and another constraint (try: one of them)", "response_format")
     if form.type == "json_object":
         return {"type": "object"}
@@ -142,6 +146,11 @@ class _Choice:
         self._entries: list[TokenLogprobs] = []
         self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._finish_reason: str | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of its tokens were reasoning."""
+        return self._parser.reasoning_tokens
 
     def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
         """Add a chunk; return what it adds, as choices of events."""

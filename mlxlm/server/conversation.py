@@ -45,10 +45,19 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of an answer."""
+    """A piece of an answer.
 
-    kind: Literal["reasoning", "text"]
+    Attributes:
+        kind: What the text is part of; "call" for the arguments of a tool call.
+        text: The piece, which may be "" for the beginning of a call.
+        call_id: The id of the call, in the first piece of a call.
+        name: The function, in the first piece of a call.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
     text: str
+    call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,10 +114,15 @@ def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
 
 
 class AnswerParser:
-    """Splits the text of an answer, as it comes."""
+    """Splits the text of an answer, as it comes.
+
+    Attributes:
+        reasoning_tokens: How many tokens were reasoning, its tags included.
+    """
 
     def __init__(self, generation_prefix: str, *, constrained: bool):
         """`generation_prefix`: what the template put at the start. A constrained text has no reasoning."""
+        self.reasoning_tokens = 0
         self._reasoning = None if constrained else ReasoningParser()
         if self._reasoning is not None:
             self._reasoning.push(generation_prefix)
@@ -117,7 +131,9 @@ class AnswerParser:
         """Add a chunk and return what is decided."""
         if self._reasoning is None:
             return [Delta("text", chunk.text)] if chunk.text else []
+        before = self._reasoning.reasoning
         parts = self._reasoning.push(chunk.text)
+        self.reasoning_tokens += before or self._reasoning.reasoning
         if chunk.finish_reason is not None:
             parts += self._reasoning.finish()
         return [Delta("reasoning" if reasoning else "text", part) for part, reasoning in parts]

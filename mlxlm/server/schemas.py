@@ -85,6 +85,7 @@ class SamplingFields(Fields):
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = None
 
     def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
         """The options of the request.
@@ -100,8 +101,6 @@ class SamplingFields(Fields):
         if values["choice"] == []:
             raise invalid("choice is an empty list (try: one text or more)", "choice")
         values = {name: value for name, value in values.items() if value is not None}
-        if {"json_schema", "regex", "choice"} & values.keys():  # replaces a constraint of the defaults
-            values = {"json_schema": None, "regex": None, "choice": ()} | values
         with option_errors():
             return replace(defaults, **values)
 

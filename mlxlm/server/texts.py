@@ -36,11 +36,12 @@ class Texts:
 
     Attributes:
         streams: One for each text.
+        prompt_tokens: Tokens of all prompts.
     """
 
     def __init__(self, model: ServedModel, streams: Sequence[TextStream], prompt_tokens: int, metrics: Metrics):
         self.streams = streams
-        self._model, self._prompt_tokens, self._metrics = model, prompt_tokens, metrics
+        self._model, self.prompt_tokens, self._metrics = model, prompt_tokens, metrics
 
     async def chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
         """Yield the number of a text, from 0, with its next chunk; None if there was none for a while."""
@@ -54,8 +55,8 @@ class Texts:
     def progress(self) -> bytes:
         """A comment for a stream on which nothing else happens."""
         read = sum(stream.num_read for stream in self.streams)
-        if read < self._prompt_tokens:
-            return comment(f"reading the prompt, {read} of {self._prompt_tokens} tokens")
+        if read < self.prompt_tokens:
+            return comment(f"reading the prompt, {read} of {self.prompt_tokens} tokens")
         return comment("generating")
 
     async def results(self) -> list[GenerationResult]:

@@ -23,7 +23,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
-def usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
+def usage(results: Sequence[GenerationResult], n: int, reasoning_tokens: int = 0) -> dict[str, Any]:
     """The tokens of a request; the prompt of `n` texts counts once."""
     prompts = results[::n]
     prompt_tokens = sum(result.prompt_tokens for result in prompts)
@@ -33,4 +33,5 @@ def usage(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

@@ -77,3 +77,41 @@ def test_errors(api):
     with pytest.raises(openai.BadRequestError) as error:
         api.chat.completions.create(model="tiny", messages=QUESTION, temperature=-1)
     assert error.value.param == "temperature"
+
+
+def test_responses(api):
+    answer = api.responses.create(model="tiny", input="Hello!", max_output_tokens=8, temperature=0)
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text and answer.usage.output_tokens == 8
+    again = api.responses.create(
+        model="tiny",
+        instructions="Be brief.",
+        input=[*QUESTION, *[item.model_dump() for item in answer.output], {"role": "user", "content": "More"}],
+        max_output_tokens=8,
+    )
+    assert again.output_text
+
+
+def test_responses_stream(api):
+    options = {"model": "tiny", "input": "Hello!", "max_output_tokens": 8, "temperature": 0}
+    events = list(api.responses.create(**options, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == api.responses.create(**options).output_text == events[-1].response.output_text
+    # The helper only returns responses that are complete.
+    with api.responses.stream(model="tiny", input="Hello!", extra_body={"choice": ["yes"]}) as stream:
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "yes"
+        assert stream.get_final_response().output_text == "yes"
+
+
+def test_responses_parse(api):
+    class Answer(BaseModel):
+        color: Literal["red", "blue"]
+
+    answer = api.responses.parse(model="tiny", input="Which?", text_format=Answer)
+    assert answer.output_parsed.color in ("red", "blue")
+
+
+def test_embeddings(api):
+    [vector] = api.embeddings.create(model="tiny", input="a").data  # in base64
+    assert len(vector.embedding) == 32 and sum(x * x for x in vector.embedding) == pytest.approx(1)

@@ -1,0 +1,153 @@
+"""The fields of requests to Anthropic's Messages API, and the conversation that they describe."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.server.schemas import MAX_MESSAGES, Fields, SamplingFields, Text
+
+
+class Block(Fields):
+    """A content block of a message. Its type decides what it needs."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Text | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    # Without effect: prompts are always cached, and nothing is quoted or called by others.
+    cache_control: dict[str, Any] | None = None
+    citations: Any = None
+    caller: Any = None
+
+
+_NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
+
+
+def _as_blocks(value: Any) -> Any:
+    """Blocks from text, with a clear error for those that this server can't read."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    for n, block in enumerate(value if isinstance(value, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind in ("image", "document"):
+            problem = "block {n} is of the type {kind}, and this server only reads text"
+            raise PydanticCustomError("block", problem, {"n": n, "kind": kind})
+        for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
+            if block.get(name) is None:
+                raise PydanticCustomError("block", "block {n} has no {name}", {"n": n, "name": name})
+    return value
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class AnthropicMessage(Fields):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class AnthropicTool(Fields):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The tool in the form of chat completions."""
+        function = {"name": self.name, "description": self.description, "strict": self.strict}
+        given = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": {**given, "parameters": self.input_schema}}
+
+
+class Thinking(Fields):
+    """`thinking`. A budget has no effect: the model decides how long it thinks."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(Fields):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """`output_config`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ConversationFields(Fields):
+    """What messages and the count of their tokens share."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: Text | None = None
+    tools: list[AnthropicTool] | None = Field(None, max_length=128)
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None  # prompts are always cached
+
+
+class CountTokensRequest(ConversationFields):
+    """The body of /v1/messages/count_tokens."""
+
+
+class MessagesRequest(ConversationFields, SamplingFields):
+    """The body of /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    # Without effect on the text.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+
+
+def to_messages(body: ConversationFields) -> list[Message]:
+    """The conversation. The results of calls are messages of their own, before the other text of their message."""
+    messages = [Message("system", body.system)] if body.system else []
+    for message in body.messages:
+        results = [block for block in message.content if block.type == "tool_result"]
+        for block in results:
+            prefix = "Error: " if block.is_error else ""
+            messages.append(Message("tool", prefix + (block.content or ""), tool_call_id=block.tool_use_id))
+        if len(results) < len(message.content) or not results:
+            messages.append(_to_message(message))
+    return messages
+
+
+def _to_message(message: AnthropicMessage) -> Message:
+    blocks = message.content
+    calls = [
+        ToolCall(block.id or "", block.name or "", json.dumps(block.input, ensure_ascii=False))
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    thinking = "\n".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    text = "\n".join(block.text or "" for block in blocks if block.type == "text")
+    return Message(message.role, text, tool_calls=tuple(calls), reasoning_content=thinking or None)

@@ -1,0 +1,197 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlxlm.generation import GenerationChunk, GenerationResult
+from mlxlm.server.anthropic_schemas import ConversationFields, CountTokensRequest, MessagesRequest, to_messages
+from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
+from mlxlm.server.errors import invalid, to_api_error
+from mlxlm.server.events import data_event, json_response, stream_response
+from mlxlm.server.request_body import read_body
+from mlxlm.server.state import ServerState
+from mlxlm.server.usage import FINISH_REASONS, new_id
+from mlxlm.tokenizer import Tokenizer
+
+_PATH = "/v1/messages"
+
+
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, MessagesRequest)
+    state: ServerState = request.app.state.server
+    if body.stream:
+        return await stream_response(request, _stream(state, body))
+    return await json_response(request, _complete(state, body))
+
+
+async def count_tokens(request: Request) -> Response:
+    """Return the number of tokens of a conversation, as the model gets it."""
+    body = await read_body(request, CountTokensRequest)
+    state: ServerState = request.app.state.server
+    async with state.models.use(body.model) as model:
+        return JSONResponse({"input_tokens": len(await _conversation(body).encode(model))})
+
+
+async def _complete(state: ServerState, body: MessagesRequest) -> dict[str, Any]:
+    async with _generate(state, body) as (answers, message):
+        async for item in answers.texts.chunks():
+            if item is not None:
+                for _ in message.push(item[1]):
+                    pass
+        [result] = await answers.texts.results()
+        return message.finished(result)
+
+
+async def _stream(state: ServerState, body: MessagesRequest) -> AsyncGenerator[bytes]:
+    async with _generate(state, body) as (answers, message):
+        started = False
+        try:
+            async for item in answers.texts.chunks():
+                if not started:
+                    started = True
+                    yield _event({"type": "message_start", "message": message.fields()})
+                    yield _event({"type": "ping"})
+                if item is None:
+                    yield answers.texts.progress()
+                    continue
+                for part in message.push(item[1]):
+                    yield _event(part)
+            [result] = await answers.texts.results()
+            whole = message.finished(result)
+            delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+            yield _event({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
+            yield _event({"type": "message_stop"})
+        except Exception as error:
+            if not started:
+                raise
+            yield _event(to_api_error(error).body(_PATH))
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return data_event(value, value["type"])
+
+
+@asynccontextmanager
+async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[tuple[Answers, _Message]]:
+    schema: dict[str, Any] | bool | str | None = body.json_schema
+    if (config := body.output_config) is not None and config.format is not None:
+        if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
+            raise invalid("output_config.format and another constraint (try: one of them)", "output_config.format")
+        schema = config.format.json_schema
+    stops = body.stop_sequences or []
+    options = body.options(
+        state.models.settings.defaults, max_tokens=body.max_tokens, stop=stops or None, json_schema=schema
+    )
+    async with answering(state, body.model, _conversation(body), options) as answers:
+        yield answers, _Message(answers, stops)
+
+
+def _conversation(body: ConversationFields) -> Conversation:
+    kwargs = reasoning_kwargs(body.output_config and body.output_config.effort)
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        kwargs["enable_thinking"] = body.thinking.type == "enabled"
+    return Conversation(to_messages(body), kwargs)
+
+
+class _Message:
+    """The answer in the making: its content blocks, and the events in which they are streamed."""
+
+    def __init__(self, answers: Answers, stops: Sequence[str]):
+        self._parser, self._texts, self._stops = answers.parsers[0], answers.texts, stops
+        self._tokenizer = answers.model.lm.tokenizer
+        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": answers.model.name}
+        self._blocks: list[dict[str, Any]] = []
+        self._kind: str | None = None  # of the unfinished block
+        self._arguments = ""
+
+    def push(self, chunk: GenerationChunk) -> Iterator[dict[str, Any]]:
+        """Add a chunk; yield its events."""
+        for delta in self._parser.push(chunk):
+            if delta.kind != self._kind or delta.call_id is not None:
+                yield from self._stop_block()
+                yield from self._start_block(delta)
+            if delta.text:
+                yield self._block_event("content_block_delta", delta=self._add(delta))
+        if chunk.finish_reason is not None:
+            if not self._blocks:
+                yield from self._start_block(Delta("text", ""))
+            yield from self._stop_block()
+
+    def fields(self) -> dict[str, Any]:
+        """The message before its content."""
+        tokens = {"input_tokens": self._texts.prompt_tokens, "output_tokens": 0}
+        return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": tokens}
+
+    def finished(self, result: GenerationResult) -> dict[str, Any]:
+        """The whole message."""
+        stop_sequence = _matched_stop(result, self._stops, self._tokenizer)
+        reason = "max_tokens" if FINISH_REASONS[result.finish_reason or "eos"] == "length" else "end_turn"
+        if any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        usage = {
+            "input_tokens": result.prompt_tokens - result.cached_tokens,
+            "cache_read_input_tokens": result.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": len(result.tokens),
+        }
+        return {
+            **self._head,
+            "content": self._blocks,
+            "stop_reason": reason if stop_sequence is None else "stop_sequence",
+            "stop_sequence": stop_sequence,
+            "usage": usage,
+        }
+
+    def _start_block(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self._kind, self._arguments = delta.kind, ""
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if delta.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif delta.kind == "call":
+            block = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
+        self._blocks.append(block)
+        yield self._block_event("content_block_start", content_block=dict(block))
+
+    def _add(self, delta: Delta) -> dict[str, Any]:
+        block = self._blocks[-1]
+        if delta.kind == "call":
+            self._arguments += delta.text
+            return {"type": "input_json_delta", "partial_json": delta.text}
+        kind = "thinking" if delta.kind == "reasoning" else "text"
+        block[kind] += delta.text
+        return {"type": f"{kind}_delta", kind: delta.text}
+
+    def _stop_block(self) -> Iterator[dict[str, Any]]:
+        if self._kind is None:
+            return
+        if self._kind == "call":
+            self._blocks[-1]["input"] = _parsed(self._arguments)
+        self._kind = None
+        yield self._block_event("content_block_stop")
+
+    def _block_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+
+def _parsed(arguments: str) -> Any:
+    """The arguments of a call; of one that was cut off, the text, so that nothing is lost."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"incomplete": arguments}
+
+
+def _matched_stop(result: GenerationResult, stops: Sequence[str], tokenizer: Tokenizer) -> str | None:
+    """The stop string that ended the text."""
+    if result.finish_reason != "stop":
+        return None
+    behind = tokenizer.decode(result.tokens)[len(result.text) :]
+    return next((stop for stop in stops if behind.startswith(stop)), None)

@@ -1,0 +1,174 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult
+from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
+from mlxlm.server.errors import invalid, to_api_error
+from mlxlm.server.events import data_event, json_response, stream_response
+from mlxlm.server.request_body import read_body
+from mlxlm.server.response_items import OutputItems
+from mlxlm.server.response_schemas import ResponseRequest, to_messages
+from mlxlm.server.state import ServerState
+from mlxlm.server.token_logprobs import LogprobBuffer
+from mlxlm.server.usage import FINISH_REASONS, new_id
+
+
+async def responses(request: Request) -> Response:
+    """Answer the input."""
+    body = await read_body(request, ResponseRequest)
+    state: ServerState = request.app.state.server
+    if body.stream:
+        return await stream_response(request, _stream(state, body))
+    return await json_response(request, _complete(state, body))
+
+
+async def _complete(state: ServerState, body: ResponseRequest) -> dict[str, Any]:
+    async with _generate(state, body) as (answers, response):
+        async for item in answers.texts.chunks():
+            if item is not None:
+                for _ in response.push(item[1]):
+                    pass
+        [result] = await answers.texts.results()
+        return response.finished(result)
+
+
+async def _stream(state: ServerState, body: ResponseRequest) -> AsyncGenerator[bytes]:
+    async with _generate(state, body) as (answers, response):
+        number, started = 0, False
+
+        def event(value: dict[str, Any]) -> bytes:
+            nonlocal number
+            number += 1
+            return data_event({**value, "sequence_number": number - 1}, value["type"])
+
+        try:
+            async for item in answers.texts.chunks():
+                if not started:
+                    started = True
+                    for kind in ("response.created", "response.in_progress"):
+                        yield event({"type": kind, "response": response.fields("in_progress")})
+                if item is None:
+                    yield answers.texts.progress()
+                    continue
+                for part in response.push(item[1]):
+                    yield event(part)
+            [result] = await answers.texts.results()
+            whole = response.finished(result)
+            yield event({"type": f"response.{whole['status']}", "response": whole})
+        except Exception as error:
+            if not started:
+                raise
+            failed = {"code": "server_error", "message": to_api_error(error).message}
+            yield event({"type": "response.failed", "response": {**response.fields("failed"), "error": failed}})
+
+
+@asynccontextmanager
+async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[tuple[Answers, _Response]]:
+    if body.previous_response_id is not None:
+        problem = "this server doesn't keep responses (try: the earlier items in input)"
+        raise invalid(problem, "previous_response_id", "previous_response_not_found")
+    options = _options(body, state.models.settings.defaults)
+    hints = body.reasoning, body.text
+    kwargs = reasoning_kwargs(hints[0] and hints[0].effort, hints[1] and hints[1].verbosity)
+    conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}))
+    async with answering(state, body.model, conversation, options) as answers:
+        yield answers, _Response(body, answers, options)
+
+
+def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOptions:
+    logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
+    schema: dict[str, Any] | bool | str | None = body.json_schema
+    form = body.text and body.text.format
+    if form is not None and form.type != "text":
+        if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
+            raise invalid("text.format and another constraint (try: one of them)", "text.format")
+        schema = {"type": "object"} if form.type == "json_object" else form.json_schema
+        if schema is None:
+            raise invalid("text.format has no schema", "text.format.schema")
+    return body.options(defaults, max_tokens=body.max_output_tokens, logprobs=logprobs, json_schema=schema)
+
+
+class _Response:
+    """A response in the making."""
+
+    def __init__(self, body: ResponseRequest, answers: Answers, options: GenerationOptions):
+        self._body, self._options, self._parser = body, options, answers.parsers[0]
+        self._items = OutputItems(answers.model.lm.tokenizer)
+        self._logprobs = LogprobBuffer() if body.wants_logprobs else None
+        self._head = {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": answers.model.name,
+        }
+
+    def push(self, chunk: GenerationChunk) -> Iterator[dict[str, Any]]:
+        """Add a chunk; yield its events."""
+        entries = []
+        if self._logprobs is not None:
+            entries = self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)
+        for delta in self._parser.push(chunk):
+            yield from self._items.push(delta, entries)
+            entries = entries if delta.kind != "text" else []
+        if chunk.finish_reason is not None:
+            if not self._items.items:
+                yield from self._items.push(Delta("text", ""))  # an empty answer is one, too
+            yield from self._items.finish(_status(chunk.finish_reason))
+
+    def fields(self, status: str) -> dict[str, Any]:
+        """The response without its output."""
+        body, options = self._body, self._options
+        form = body.text and body.text.format
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": options.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": options.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def finished(self, result: GenerationResult) -> dict[str, Any]:
+        """The whole response."""
+        assert result.finish_reason is not None
+        status = _status(result.finish_reason)
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        output_tokens = len(result.tokens)
+        return {
+            **self.fields(status),
+            "output": self._items.items,
+            "incomplete_details": details,
+            "usage": {
+                "input_tokens": result.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": result.cached_tokens},
+                "output_tokens": output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+                "total_tokens": result.prompt_tokens + output_tokens,
+            },
+        }
+
+
+def _status(finish_reason: Any) -> str:
+    return "incomplete" if FINISH_REASONS[finish_reason] == "length" else "completed"

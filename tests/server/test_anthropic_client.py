@@ -1,0 +1,65 @@
+"""Anthropic's Python client, unchanged."""
+
+from __future__ import annotations
+
+import pytest
+
+anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+
+OPTIONS = {
+    "model": "tiny",
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "extra_body": {"temperature": 0},
+}
+
+
+@pytest.fixture
+def api(live):
+    with anthropic.Anthropic(base_url=live, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_messages(api):
+    answer = api.messages.create(**OPTIONS)
+    assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 8
+    assert answer.content[0].type == "text" and answer.content[0].text
+    used = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert used == api.messages.count_tokens(model="tiny", messages=OPTIONS["messages"]).input_tokens
+
+
+def test_stream(api):
+    text = api.messages.create(**OPTIONS).content[0].text
+    with api.messages.stream(**OPTIONS) as stream:
+        assert "".join(stream.text_stream) == text
+        message = stream.get_final_message()
+    assert message.stop_reason == "max_tokens" and message.content[0].text == text and message.usage.output_tokens == 8
+    kinds = [event.type for event in api.messages.create(**OPTIONS, stream=True)]
+    middle = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert list(dict.fromkeys(kinds)) == ["message_start", *middle, "message_delta", "message_stop"]
+
+
+def test_stop_sequence(api):
+    text = api.messages.create(**OPTIONS).content[0].text
+    answer = api.messages.create(**OPTIONS, stop_sequences=["no such text", text[2:4]])
+    assert answer.stop_reason == "stop_sequence" and answer.stop_sequence == text[2:4]
+    assert answer.content[0].text == text[: text.index(text[2:4])]
+
+
+def test_conversation_of_blocks(api):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]},
+    ]
+    system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    answer = api.messages.create(**{**OPTIONS, "messages": messages}, system=system)
+    assert answer.content[0].text
+
+
+def test_errors(api):
+    with pytest.raises(anthropic.NotFoundError) as error:
+        api.messages.create(**{**OPTIONS, "model": "big"})
+    assert error.value.body["error"]["type"] == "not_found_error"
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    with pytest.raises(anthropic.BadRequestError, match="only reads text"):
+        api.messages.create(**{**OPTIONS, "messages": [{"role": "user", "content": [image]}]})
