@@ -21,6 +21,7 @@ from mlxlm.server.schemas import ChatCompletionRequest, ChatMessage
 from mlxlm.server.state import ServerState
 from mlxlm.server.texts import Texts
 from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
+from mlxlm.server.tool_use import ToolUse
 from mlxlm.server.usage import FINISH_REASONS, new_id, usage
 from mlxlm.tokenizer import Tokenizer
 
@@ -79,7 +80,9 @@ async def _generate(
 ) -> AsyncIterator[tuple[Texts, list[_Choice], dict[str, Any]]]:
     """Start the answers; yields them with the choices they become, and the fields of the response or each event."""
     options = _options(body, state.models.settings.defaults)
-    conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body))
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    tool_use = ToolUse.of(tools, body.tool_choice, body.parallel_tool_calls)
+    conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body), tool_use)
     async with answering(state, body.model, conversation, options, body.n) as answers:
         tokenizer = answers.model.lm.tokenizer
         choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(answers.parsers)]
@@ -145,6 +148,7 @@ class _Choice:
         self._logprobs = LogprobBuffer() if logprobs else None
         self._entries: list[TokenLogprobs] = []
         self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self._calls: list[dict[str, Any]] = []
         self._finish_reason: str | None = None
 
     @property
@@ -164,6 +168,8 @@ class _Choice:
                 deltas[-1]["logprobs"] = chat_logprobs(entries, self._tokenizer)
         if chunk.finish_reason is not None:
             self._finish_reason = FINISH_REASONS[chunk.finish_reason]
+            if self._parser.has_calls and self._finish_reason == "stop":
+                self._finish_reason = "tool_calls"
             deltas.append({**self.as_delta({}), "finish_reason": self._finish_reason})
         return deltas
 
@@ -173,13 +179,27 @@ class _Choice:
 
     def as_message(self) -> dict[str, Any]:
         """The choice of a response."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts["content"]), "refusal": None}
+        content = "".join(self._texts["content"])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": self._calls}
         if reasoning := "".join(self._texts["reasoning_content"]):
             message["reasoning_content"] = reasoning
         logprobs = None if self._logprobs is None else chat_logprobs(self._entries, self._tokenizer)
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish_reason}
 
     def _as_delta(self, part: Delta) -> dict[str, Any]:
+        if part.kind == "call":
+            return self.as_delta({"tool_calls": [self._add_to_call(part)]})
         name = "reasoning_content" if part.kind == "reasoning" else "content"
         self._texts[name].append(part.text)
         return self.as_delta({name: part.text})
+
+    def _add_to_call(self, part: Delta) -> dict[str, Any]:
+        """Add a piece to the calls; return the delta of its call."""
+        if part.call_id is None:
+            self._calls[-1]["function"]["arguments"] += part.text
+            return {"index": len(self._calls) - 1, "function": {"arguments": part.text}}
+        function = {"name": part.name, "arguments": part.text}
+        self._calls.append({"id": part.call_id, "type": "function", "function": function})
+        return {"index": len(self._calls) - 1, "id": part.call_id, "type": "function", "function": dict(function)}

@@ -10,11 +10,14 @@ from typing import Any, Literal
 
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import CLOSE, ReasoningParser
+from mlxlm.chat.tool_formats import ToolFormat
+from mlxlm.chat.tool_parser import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent
 from mlxlm.generation import GenerationChunk, GenerationOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.server.models import ServedModel
 from mlxlm.server.state import ServerState
 from mlxlm.server.texts import Texts, generate, sample_requests
+from mlxlm.server.tool_use import ToolUse
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,12 @@ class Conversation:
     Attributes:
         messages: The messages; if the last one is the assistant's, the answer continues it.
         template_kwargs: More variables of the chat template.
+        tool_use: The tools that it may call.
     """
 
     messages: Sequence[Message]
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse = field(default_factory=ToolUse)
 
     async def encode(self, model: ServedModel) -> list[int]:
         """The ids of the prompt.
@@ -38,6 +43,7 @@ class Conversation:
         return await asyncio.to_thread(
             model.encoder.encode,
             self.messages,
+            tools=self.tool_use.tools,
             continue_final_message=self.messages[-1].role == "assistant",
             template_kwargs=self.template_kwargs,
         )
@@ -86,13 +92,14 @@ async def answering(
         MlxlmError: The template refuses the conversation, or a constraint isn't supported.
     """
     async with state.models.use(model_name) as model:
-        await check_constraint(model, options)
         prompt = await conversation.encode(model)
-        constrained = options.constraint is not None
-        if constrained:
-            prompt = _close_reasoning(model, prompt)
+        tool_format = model.encoder.tool_format if conversation.tool_use.tools else None
         prefix = model.encoder.generation_prefix_of(prompt)
-        parsers = [AnswerParser(prefix, constrained=constrained) for _ in range(n)]
+        options = await conversation.tool_use.constrain(model, options, prefix)
+        await check_constraint(model, options)
+        if options.constraint is not None and tool_format is None:
+            prompt, prefix = _close_reasoning(model, prompt), None
+        parsers = [AnswerParser(prefix, tool_format) for _ in range(n)]
         requests = sample_requests([prompt], options, model.eos_token_ids, n)
         async with generate(model, requests, state.metrics) as texts:
             yield Answers(model, texts, parsers)
@@ -118,25 +125,54 @@ class AnswerParser:
 
     Attributes:
         reasoning_tokens: How many tokens were reasoning, its tags included.
+        has_calls: Whether there was a tool call.
     """
 
-    def __init__(self, generation_prefix: str, *, constrained: bool):
-        """`generation_prefix`: what the template put at the start. A constrained text has no reasoning."""
-        self.reasoning_tokens = 0
-        self._reasoning = None if constrained else ReasoningParser()
+    def __init__(self, generation_prefix: str | None, tool_format: ToolFormat | None):
+        """Prepare for one answer.
+
+        Args:
+            generation_prefix: What the template put at its start; None for an answer without reasoning.
+            tool_format: How the model writes calls; None for an answer without.
+        """
+        self.reasoning_tokens, self.has_calls = 0, False
+        self._reasoning = None if generation_prefix is None else ReasoningParser()
         if self._reasoning is not None:
-            self._reasoning.push(generation_prefix)
+            self._reasoning.push(generation_prefix or "")
+        self._calls = None if tool_format is None else ToolCallParser(tool_format)
 
     def push(self, chunk: GenerationChunk) -> list[Delta]:
         """Add a chunk and return what is decided."""
+        deltas = []
+        for text, is_reasoning in self._split_reasoning(chunk):
+            if is_reasoning:
+                deltas.append(Delta("reasoning", text))
+            else:
+                deltas += [Delta("text", text)] if self._calls is None else self._deltas(self._calls.push(text))
+        if chunk.finish_reason is not None and self._calls is not None:
+            cut_off = chunk.finish_reason not in ("eos", "stop")
+            deltas += self._deltas(self._calls.finish(cut_off=cut_off))
+        return [delta for delta in deltas if delta.text or delta.call_id is not None]
+
+    def _split_reasoning(self, chunk: GenerationChunk) -> list[tuple[str, bool]]:
         if self._reasoning is None:
-            return [Delta("text", chunk.text)] if chunk.text else []
+            return [(chunk.text, False)]
         before = self._reasoning.reasoning
         parts = self._reasoning.push(chunk.text)
         self.reasoning_tokens += before or self._reasoning.reasoning
-        if chunk.finish_reason is not None:
-            parts += self._reasoning.finish()
-        return [Delta("reasoning" if reasoning else "text", part) for part, reasoning in parts]
+        return parts if chunk.finish_reason is None else parts + self._reasoning.finish()
+
+    def _deltas(self, events: Sequence[ToolEvent]) -> list[Delta]:
+        deltas = []
+        for event in events:
+            if isinstance(event, TextDelta):
+                deltas.append(Delta("text", event.text))
+            elif isinstance(event, ToolCallStart):
+                self.has_calls = True
+                deltas.append(Delta("call", "", event.id, event.name))
+            elif isinstance(event, ArgumentsDelta):
+                deltas.append(Delta("call", event.text))
+        return deltas
 
 
 def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:

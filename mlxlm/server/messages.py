@@ -17,6 +17,7 @@ from mlxlm.server.errors import invalid, to_api_error
 from mlxlm.server.events import data_event, json_response, stream_response
 from mlxlm.server.request_body import read_body
 from mlxlm.server.state import ServerState
+from mlxlm.server.tool_use import ToolUse
 from mlxlm.server.usage import FINISH_REASONS, new_id
 from mlxlm.tokenizer import Tokenizer
 
@@ -98,7 +99,8 @@ def _conversation(body: ConversationFields) -> Conversation:
     kwargs = reasoning_kwargs(body.output_config and body.output_config.effort)
     if body.thinking is not None and body.thinking.type != "adaptive":
         kwargs["enable_thinking"] = body.thinking.type == "enabled"
-    return Conversation(to_messages(body), kwargs)
+    tools = [tool.to_chat() for tool in body.tools or ()]
+    return Conversation(to_messages(body), kwargs, ToolUse.of_anthropic(tools, body.tool_choice or {"type": "auto"}))
 
 
 class _Message:
@@ -134,7 +136,7 @@ class _Message:
         """The whole message."""
         stop_sequence = _matched_stop(result, self._stops, self._tokenizer)
         reason = "max_tokens" if FINISH_REASONS[result.finish_reason or "eos"] == "length" else "end_turn"
-        if any(block["type"] == "tool_use" for block in self._blocks):
+        if reason == "end_turn" and self._parser.has_calls:
             reason = "tool_use"
         usage = {
             "input_tokens": result.prompt_tokens - result.cached_tokens,

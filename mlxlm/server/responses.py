@@ -19,6 +19,7 @@ from mlxlm.server.response_items import OutputItems
 from mlxlm.server.response_schemas import ResponseRequest, to_messages
 from mlxlm.server.state import ServerState
 from mlxlm.server.token_logprobs import LogprobBuffer
+from mlxlm.server.tool_use import ToolUse
 from mlxlm.server.usage import FINISH_REASONS, new_id
 
 
@@ -79,7 +80,8 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
     options = _options(body, state.models.settings.defaults)
     hints = body.reasoning, body.text
     kwargs = reasoning_kwargs(hints[0] and hints[0].effort, hints[1] and hints[1].verbosity)
-    conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}))
+    tool_use = ToolUse.of([tool.to_chat() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
+    conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
     async with answering(state, body.model, conversation, options) as answers:
         yield answers, _Response(body, answers, options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -12,8 +13,9 @@ from mlxlm.server.chat_completions import to_message
 from mlxlm.server.conversation import Conversation
 from mlxlm.server.errors import invalid
 from mlxlm.server.request_body import read_body
-from mlxlm.server.schemas import MAX_MESSAGES, ChatMessage, Fields
+from mlxlm.server.schemas import MAX_MESSAGES, ChatMessage, Fields, Tool
 from mlxlm.server.state import ServerState
+from mlxlm.server.tool_use import ToolUse
 
 
 class TokenizeRequest(Fields):
@@ -22,6 +24,8 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -44,7 +48,9 @@ async def tokenize(request: Request) -> JSONResponse:
     state: ServerState = request.app.state.server
     async with state.models.use(body.model) as model:
         if body.messages is not None:
-            ids = await Conversation([to_message(m) for m in body.messages]).encode(model)
+            tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
+            messages = [to_message(message) for message in body.messages]
+            ids = await Conversation(messages, body.chat_template_kwargs or {}, tools).encode(model)
         else:
             encode, text = model.lm.tokenizer.encode, body.prompt or ""
             ids = await asyncio.to_thread(encode, text, add_special_tokens=body.add_special_tokens)
