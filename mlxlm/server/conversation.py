@@ -94,8 +94,8 @@ async def answering(
     async with state.models.use(model_name) as model:
         prompt = await conversation.encode(model)
         tool_format = model.encoder.tool_format if conversation.tool_use.tools else None
-        prefix = model.encoder.generation_prefix_of(prompt)
-        options = await conversation.tool_use.constrain(model, options, prefix)
+        prefix: str | None = model.encoder.generation_prefix_of(prompt)
+        options = await conversation.tool_use.constrain(model, options, prefix or "")
         await check_constraint(model, options)
         if options.constraint is not None and tool_format is None:
             prompt, prefix = _close_reasoning(model, prompt), None

@@ -40,14 +40,14 @@ async def embeddings(request: Request) -> Response:
 async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
     async with state.models.use(body.model) as model:
         lm, num_tokens, data = model.lm, 0, []
-        if body.dimensions not in (None, lm.config.hidden_size):
-            raise invalid(f"the embeddings of this model have {lm.config.hidden_size} dimensions", "dimensions")
         for index, text in enumerate(body.input):
             if not text:
                 raise invalid("a text is empty", f"input.{index}")
             ids = await asyncio.to_thread(encode_prompt, lm, text)
             # One text at a time, so that the engines take turns with them.
             vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
+            if body.dimensions not in (None, len(vector)):
+                raise invalid(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
             encoded = _to_base64(vector) if body.encoding_format == "base64" else vector
             data.append({"object": "embedding", "index": index, "embedding": encoded})
             num_tokens += len(ids)

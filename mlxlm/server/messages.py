@@ -96,7 +96,7 @@ async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[
 
 
 def _conversation(body: ConversationFields) -> Conversation:
-    kwargs = reasoning_kwargs(body.output_config and body.output_config.effort)
+    kwargs = reasoning_kwargs(body.output_config.effort if body.output_config else None)
     if body.thinking is not None and body.thinking.type != "adaptive":
         kwargs["enable_thinking"] = body.thinking.type == "enabled"
     tools = [tool.to_chat() for tool in body.tools or ()]

@@ -78,8 +78,8 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
         problem = "this server doesn't keep responses (try: the earlier items in input)"
         raise invalid(problem, "previous_response_id", "previous_response_not_found")
     options = _options(body, state.models.settings.defaults)
-    hints = body.reasoning, body.text
-    kwargs = reasoning_kwargs(hints[0] and hints[0].effort, hints[1] and hints[1].verbosity)
+    effort = body.reasoning.effort if body.reasoning else None
+    kwargs = reasoning_kwargs(effort, body.text.verbosity if body.text else None)
     tool_use = ToolUse.of([tool.to_chat() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
     async with answering(state, body.model, conversation, options) as answers:
@@ -89,7 +89,7 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
 def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOptions:
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     schema: dict[str, Any] | bool | str | None = body.json_schema
-    form = body.text and body.text.format
+    form = body.text.format if body.text else None
     if form is not None and form.type != "text":
         if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
             raise invalid("text.format and another constraint (try: one of them)", "text.format")
@@ -129,7 +129,7 @@ class _Response:
     def fields(self, status: str) -> dict[str, Any]:
         """The response without its output."""
         body, options = self._body, self._options
-        form = body.text and body.text.format
+        form = body.text.format if body.text else None
         return {
             **self._head,
             "status": status,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlxlm.generation import GenerationOptions
@@ -25,11 +25,17 @@ MAX_N = 128
 
 
 class Fields(BaseModel):
-    """An object of a request: no conversions between types, no unknown fields, no NaN."""
+    """An object of a request: no conversions between types, no unknown fields unless they are null, no NaN."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        """Drop fields that are null: clients send what they know, and what they got, back."""
+        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 def _as_list(value: Any) -> Any:

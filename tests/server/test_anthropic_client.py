@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.server.conftest import run_async
+
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
 
 OPTIONS = {
@@ -54,6 +56,31 @@ def test_conversation_of_blocks(api):
     system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     answer = api.messages.create(**{**OPTIONS, "messages": messages}, system=system)
     assert answer.content[0].text
+
+
+def test_tools(api):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rome"]}}, "required": ["city"]}
+    tools = [{"name": "get_weather", "description": "The weather.", "input_schema": schema}]
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    options = {**OPTIONS, "max_tokens": 400, "tools": tools, "extra_body": {"seed": 1, "temperature": 1.0}}
+    [call] = api.messages.create(**options, tool_choice=choice).content
+    assert call.type == "tool_use" and call.input["city"] in ("Ulm", "Rome")
+    with api.messages.stream(**options, tool_choice=choice) as stream:
+        message = stream.get_final_message()
+    assert message.stop_reason == "tool_use" and message.content[0].input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}
+    turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    options |= {"messages": [*OPTIONS["messages"], *turns], "max_tokens": 5}
+    assert api.messages.create(**options).usage.output_tokens == 5
+
+
+def test_async(live):
+    async def use():
+        client = anthropic.AsyncAnthropic(base_url=live, api_key="none", max_retries=0)
+        async with client, client.messages.stream(**OPTIONS) as stream:
+            return "".join([text async for text in stream.text_stream])
+
+    assert run_async(use())
 
 
 def test_errors(api):

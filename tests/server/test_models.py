@@ -10,6 +10,7 @@ import pytest
 from mlxlm.server import models as models_module
 from mlxlm.server.errors import ApiError
 from mlxlm.server.models import Models, ModelSettings, size_on_disk
+from tests.server.conftest import run_async
 
 
 class FakeEngine:
@@ -62,7 +63,7 @@ def test_a_model_is_loaded_once_when_it_is_first_used(loads):
         await asyncio.gather(*(touch(models, "b") for _ in range(3)))
         await touch(models, "b")
 
-    asyncio.run(use())
+    run_async(use())
     assert loads == ["b"] and [m.name for m in models.loaded] == ["b"]
 
 
@@ -76,9 +77,9 @@ def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
 
 def test_the_least_recently_used_model_makes_room(loads):
     models = make(250, a="", b="", c="")
-    asyncio.run(touch(models, "a", "b", "a", "c"))
+    run_async(touch(models, "a", "b", "a", "c"))
     assert [m.name for m in models.loaded] == ["a", "c"]
-    asyncio.run(touch(models, "b"))
+    run_async(touch(models, "b"))
     assert [m.name for m in models.loaded] == ["b", "c"]
     assert loads == ["a", "b", "c", "b"]
 
@@ -92,7 +93,7 @@ def test_an_unloaded_model_is_closed(loads):
         await touch(models, "b")
         return first
 
-    assert asyncio.run(use()).engine.closed
+    assert run_async(use()).engine.closed
 
 
 def test_models_in_use_stay(loads):
@@ -106,7 +107,7 @@ def test_models_in_use_stay(loads):
             assert [m.name for m in models.loaded] == ["a"]
         await touch(models, "b")
 
-    asyncio.run(use())
+    run_async(use())
     assert [m.name for m in models.loaded] == ["b"]
 
 
@@ -115,16 +116,16 @@ def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tm
     (tmp_path / "notes.txt").write_bytes(bytes(500))
     assert size_on_disk(str(tmp_path)) == 500 and size_on_disk("org/name") == 0
     models = make(400, a="", large=str(tmp_path))
-    asyncio.run(touch(models, "a"))
+    run_async(touch(models, "a"))
     with pytest.raises(ApiError, match="takes 500 B, and the server may use 400 B"):
-        asyncio.run(touch(models, "large"))
+        run_async(touch(models, "large"))
     assert [m.name for m in models.loaded] == ["a"] and loads == ["a"]
 
 
 def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
     models = make(80, a="")
     with pytest.raises(ApiError, match="may use"):
-        asyncio.run(touch(models, "a"))
+        run_async(touch(models, "a"))
     assert not models.loaded
 
 
@@ -132,10 +133,10 @@ def test_a_model_that_cannot_be_loaded(loads, caplog):
     models = make(a="broken", b="")
     for _ in range(2):
         with pytest.raises(ApiError, match="can't be loaded") as error:
-            asyncio.run(touch(models, "a"))
+            run_async(touch(models, "a"))
         assert error.value.status == 503
     assert "disk on fire" in caplog.text and "disk" not in error.value.message
-    asyncio.run(touch(models, "b"))
+    run_async(touch(models, "b"))
     assert loads == ["a", "a", "b"]
 
 
@@ -159,5 +160,5 @@ def test_requests_for_a_loaded_model_do_not_wait_for_one_that_is_being_loaded(mo
         go_on.set()
         await slow
 
-    asyncio.run(use())
+    run_async(use())
     assert len(models.loaded) == 2

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
 
+from tests.server.conftest import run_async
+
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
 QUESTION = [{"role": "user", "content": "Hello!"}]
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: Literal["Ulm", "Rome"]
 
 
 @pytest.fixture
@@ -51,7 +58,7 @@ def test_async(live):
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
             assert text == whole.choices[0].message.content
 
-    asyncio.run(use())
+    run_async(use())
 
 
 def test_parse(api):
@@ -115,3 +122,35 @@ def test_responses_parse(api):
 def test_embeddings(api):
     [vector] = api.embeddings.create(model="tiny", input="a").data  # in base64
     assert len(vector.embedding) == 32 and sum(x * x for x in vector.embedding) == pytest.approx(1)
+
+
+def test_tools(api):
+    function = openai.pydantic_function_tool(Weather, name="get_weather")
+    options = {"model": "tiny", "messages": QUESTION, "tools": [function], "tool_choice": "required", "seed": 1}
+    options |= {"parallel_tool_calls": False}
+    [call] = api.chat.completions.parse(**options).choices[0].message.tool_calls
+    assert call.function.name == "get_weather" and call.function.parsed_arguments.city in ("Ulm", "Rome")
+    with api.chat.completions.stream(**options) as stream:
+        kinds = {event.type for event in stream}
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.done" in kinds
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+
+
+def test_tools_of_responses(api):
+    tools = [openai.pydantic_function_tool(Weather, name="get_weather")["function"] | {"type": "function"}]
+    options = {
+        "model": "tiny",
+        "input": "Hello!",
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    with api.responses.stream(**options) as stream:
+        for _ in stream:
+            pass
+        [call] = stream.get_final_response().output
+    assert call.type == "function_call" and Weather.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    conversation = [*QUESTION, call.model_dump(exclude={"parsed_arguments"}), result]
+    assert api.responses.create(model="tiny", input=conversation, tools=tools, max_output_tokens=5).output

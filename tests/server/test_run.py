@@ -18,7 +18,7 @@ import pytest
 
 from mlxlm.server import request_body, run
 from tests.paths import ROOT
-from tests.server.conftest import HELLO, events, wait_until
+from tests.server.conftest import HELLO, events, run_async, wait_until
 
 LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
 
@@ -96,7 +96,7 @@ def test_many_clients_at_once_get_what_they_get_alone(live):
         async with httpx.AsyncClient(base_url=live, timeout=60) as client:
             return [await ask(client, n) for n in range(12)]
 
-    assert asyncio.run(together()) == asyncio.run(alone())
+    assert run_async(together()) == run_async(alone())
 
 
 def test_slow_headers_are_dropped(live, monkeypatch):
