@@ -159,7 +159,7 @@ class AnswerParser:
             return [(chunk.text, False)]
         before = self._reasoning.reasoning
         parts = self._reasoning.push(chunk.text)
-        self.reasoning_tokens += before or self._reasoning.reasoning
+        self.reasoning_tokens += before or self._reasoning.reasoning or any(reasoning for _, reasoning in parts)
         return parts if chunk.finish_reason is None else parts + self._reasoning.finish()
 
     def _deltas(self, events: Sequence[ToolEvent]) -> list[Delta]:

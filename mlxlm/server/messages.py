@@ -195,5 +195,9 @@ def _matched_stop(result: GenerationResult, stops: Sequence[str], tokenizer: Tok
     """The stop string that ended the text."""
     if result.finish_reason != "stop":
         return None
-    behind = tokenizer.decode(result.tokens)[len(result.text) :]
-    return next((stop for stop in stops if behind.startswith(stop)), None)
+    for skip in (True, False):  # with tools, special tokens are part of the text
+        whole = tokenizer.decode(result.tokens, skip_special_tokens=skip)
+        if whole.startswith(result.text):
+            behind = whole[len(result.text) :]
+            return next((stop for stop in stops if behind.startswith(stop)), None)
+    return None

@@ -98,7 +98,7 @@ class _Entry:
     model: ServedModel | None = None
     users: int = 0
     last_used: float = 0.0
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    loading: asyncio.Task[None] | None = None
 
 
 class Models:
@@ -147,10 +147,10 @@ class Models:
         entry = self._entries[name]
         entry.users += 1
         try:
-            async with entry.loading:
-                if entry.model is None:
-                    entry.model = await self._load(name, entry)
-            entry.last_used = time.monotonic()
+            while entry.model is None:
+                if entry.loading is None:
+                    entry.loading = asyncio.create_task(self._load(name, entry))
+                await asyncio.shield(entry.loading)  # goes on if this client leaves
             yield entry.model
         finally:
             entry.users -= 1
@@ -165,22 +165,28 @@ class Models:
         """Serve a model that is loaded already, under its name."""
         self._entries[model.name].model = model
 
-    async def _load(self, name: str, entry: _Entry) -> ServedModel:
-        async with self._making_room:
-            await self._make_room(name, size_on_disk(entry.path))
-            start = time.monotonic()
-            try:
-                model = await asyncio.to_thread(load_model, name, entry.path, self.settings)
-            except Exception as error:  # whatever is wrong with its files, the other models are served
-                logger.error("%s can't be loaded: %s", name, describe_error(error))
-                raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-            logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
-            try:
-                await self._make_room(name, model.num_bytes)
-            except ApiError:
-                await asyncio.to_thread(model.engine.close)
-                raise
-            return model
+    async def _load(self, name: str, entry: _Entry) -> None:
+        try:
+            async with self._making_room:
+                await self._make_room(name, size_on_disk(entry.path))
+                entry.model = await self._loaded(name, entry.path)
+        finally:
+            entry.loading = None
+
+    async def _loaded(self, name: str, path: str) -> ServedModel:
+        start = time.monotonic()
+        try:
+            model = await asyncio.to_thread(load_model, name, path, self.settings)
+        except Exception as error:  # whatever is wrong with its files, the other models are served
+            logger.error("%s can't be loaded: %s", name, describe_error(error))
+            raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
+        logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
+        try:
+            await self._make_room(name, model.num_bytes)
+        except ApiError:
+            await asyncio.to_thread(model.engine.close)
+            raise
+        return model
 
     async def _make_room(self, name: str, size: int) -> None:
         """Unload idle models until `size` bytes fit."""

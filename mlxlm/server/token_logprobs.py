@@ -14,7 +14,10 @@ _LEAST = -9999.0  # OpenAI's value for a token that is ruled out; JSON has no in
 
 
 class LogprobBuffer:
-    """Holds back the log-probabilities of tokens whose text is held back, and drops those of a stop string."""
+    """Holds back the log-probabilities of tokens whose text is held back.
+
+    Drops those of a stop string, and that of the end token, which is no part of the text.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # where in the text, in bytes, a token starts
@@ -27,6 +30,8 @@ class LogprobBuffer:
             self._token_bytes += len(logprob.bytes or b"")
         self._text_bytes += len(text.encode())
         ended = finish_reason is not None and finish_reason != "stop"
+        if finish_reason == "eos" and self._waiting and self._waiting[-1][1].bytes == b"":
+            self._waiting.pop()
         ready = []
         while self._waiting and (ended or self._is_ready(*self._waiting[0])):
             ready.append(self._waiting.popleft()[1])
@@ -72,7 +77,7 @@ def _entry(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> dict[st
 
 def token_text(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> str:
     """The text of a token: its name if it is a special one, and � for a part of a character."""
-    content = entry.bytes or tokenizer.token_bytes(entry.token)
+    content = entry.bytes or tokenizer.token_bytes(entry.token, skip_special_tokens=False)
     return content.decode("utf-8", "replace")
 
 

@@ -162,3 +162,28 @@ def test_requests_for_a_loaded_model_do_not_wait_for_one_that_is_being_loaded(mo
 
     run_async(use())
     assert len(models.loaded) == 2
+
+
+def test_a_client_that_leaves_while_its_model_is_loaded(monkeypatch):
+    started, go_on, names = threading.Event(), threading.Event(), []
+
+    def load(name, path, settings):
+        names.append(name)
+        started.set()
+        assert go_on.wait(10)
+        return FakeModel(name)
+
+    monkeypatch.setattr(models_module, "load_model", load)
+    models = make(a="")
+
+    async def use():
+        leaving = asyncio.create_task(touch(models, "a"))
+        await asyncio.to_thread(started.wait)
+        leaving.cancel()
+        staying = asyncio.create_task(touch(models, "a"))
+        await asyncio.sleep(0)
+        go_on.set()
+        await staying
+
+    run_async(use())
+    assert names == ["a"] and len(models.loaded) == 1

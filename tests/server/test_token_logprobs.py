@@ -1,0 +1,48 @@
+"""Log-probabilities in step with the text."""
+
+from __future__ import annotations
+
+import math
+
+from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
+
+
+def push(buffer, content, text, finish_reason=None):
+    entry = TokenLogprobs(9, -0.5, (), content)
+    return b"".join(token.bytes for token in buffer.push(entry, text, finish_reason))
+
+
+def test_tokens_come_with_their_text():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"ab", "ab") == b"ab"
+    assert push(buffer, "é".encode()[:1], "") == b""
+    assert push(buffer, "é".encode()[1:], "é") == "é".encode()
+
+
+def test_tokens_of_a_stop_string_are_dropped():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"a", "a") == b"a"
+    assert push(buffer, b"EN", "") == b""
+    assert push(buffer, b"D", "", "stop") == b""
+
+
+def test_tokens_of_what_was_no_stop_string_follow():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"EN", "") == b""
+    assert push(buffer, b"T", "ENT") == b"ENT"
+    assert push(buffer, b"x", "", "length") == b"x"
+
+
+def test_the_end_token_is_left_out():
+    buffer = LogprobBuffer()
+    assert buffer.push(TokenLogprobs(1, -0.1, (), b""), "", "eos") == []
+
+
+def test_special_tokens_have_their_name_and_no_infinity(lm):
+    eos = lm.tokenizer.eos_id
+    entry = TokenLogprobs(20, -math.inf, (TokenLogprob(eos, -1.5, b""),), b"a")
+    [described] = chat_logprobs([entry], lm.tokenizer)["content"]
+    assert described["logprob"] == -9999.0 and described["bytes"] == [97]
+    [top] = described["top_logprobs"]
+    assert top["token"] == lm.tokenizer.special_token_names["eos"] and top["bytes"] == []
