@@ -83,7 +83,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
 @_network("--cors-origin cors_origins", str, _CORS_ORIGIN, multiple=True, metavar="ORIGIN")
 @_memory("--max-memory", _Size(), _MAX_MEMORY, metavar="SIZE")
 @_memory("--batch-size", click.IntRange(1), "Texts to generate at once, per model.", default=32)
-@_memory("--max-waiting", click.IntRange(0), _MAX_WAITING, default=256)
+@_memory("--max-waiting", click.IntRange(1), _MAX_WAITING, default=256)
 @_memory("--prefix-cache-bytes", _Size(), _PREFIX_BYTES, metavar="SIZE")
 @_memory("--prefix-cache-dir", click.Path(path_type=Path), _PREFIX_DIR, metavar="FOLDER")
 @kv_options
@@ -123,11 +123,13 @@ def serve(
     _check_access(host, keys, flags["no_auth"])
     rules = AccessRules.for_host(host, keys, flags["allowed_hosts"], flags["cors_origins"])
     defaults = replace(options, max_tokens=None)
-    settings = ModelSettings(defaults, kv=kv, make_speculation=speculation, **{name: flags[name] for name in names})
-    max_memory = flags["max_memory"] or platform.total_memory() * 3 // 4
+    max_memory = platform.total_memory() * 3 // 4 if flags["max_memory"] is None else flags["max_memory"]
+    settings = ModelSettings(
+        defaults, kv=kv, make_speculation=speculation, max_memory=max_memory, **{name: flags[name] for name in names}
+    )
     listener = run.bind(host, flags["port"])
     with listener:
-        served = Models(paths, settings, max_memory)
+        served = Models(paths, settings)
         if len(paths) == 1:
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):

@@ -19,6 +19,7 @@ from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, device_thread, load
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.server.errors import ApiError
+from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.formatting import human_bytes
 
 logger = logging.getLogger("mlxlm.server")
@@ -39,6 +40,8 @@ class ModelSettings:
         prefix_cache_bytes: Memory for the beginnings of prompts, per model; None for the engine's default.
         prefix_cache_dir: Folder to keep them in, or None.
         make_speculation: Makes the decoder for speculative decoding, or None.
+        max_memory: Bytes that weights and caches of all models may take together; None for no limit besides the
+            engine's.
     """
 
     defaults: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=None))
@@ -49,6 +52,7 @@ class ModelSettings:
     prefix_cache_bytes: int | None = None
     prefix_cache_dir: Path | None = None
     make_speculation: Callable[[], SpeculativeDecoder] | None = None
+    max_memory: int | None = None
 
 
 class ServedModel:
@@ -64,13 +68,24 @@ class ServedModel:
     """
 
     def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings):
+        """Make the engine of a model.
+
+        Raises:
+            ConfigError: The weights leave no memory for caches.
+            MlxlmError: The chat template or the settings don't fit the model.
+        """
         self.name, self.lm, self.settings = name, lm, settings
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
         ends = {id for id in self.encoder.eos_token_ids if id < lm.config.vocab_size}
         self.eos_token_ids = lm.eos_token_ids | ends
         self.num_bytes = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
+        room = None if settings.max_memory is None else settings.max_memory - self.num_bytes
+        if room is not None and room <= 0:
+            sizes = f"takes {human_bytes(self.num_bytes)}, and --max-memory is {human_bytes(settings.max_memory or 0)}"
+            raise ConfigError(f"the model {name} {sizes}", "a smaller or quantized model")
         self.engine = Engine(
             lm,
+            max_kv_bytes=room,
             kv=settings.kv,
             batch_size=settings.batch_size,
             max_waiting=settings.max_waiting,
@@ -106,15 +121,14 @@ class Models:
 
     Args:
         paths: {name: path or hub id}. The first is the one of requests that name none.
-        settings: How they are run.
-        max_memory: Bytes that weights and caches may take together; None for no limit. Before another model is
-            loaded, models that nobody uses are unloaded, the least recently used first.
+        settings: How they are run. If `max_memory` has no room for another model, models that nobody uses are unloaded,
+            the least recently used first.
     """
 
-    def __init__(self, paths: Mapping[str, str], settings: ModelSettings, max_memory: int | None = None):
+    def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
         self.settings, self.created = settings, int(time.time())
         self._entries = {name: _Entry(path) for name, path in paths.items()}
-        self._max_memory = max_memory
+        self._max_memory = settings.max_memory
         self._making_room = asyncio.Lock()
 
     @property

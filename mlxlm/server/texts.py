@@ -69,8 +69,10 @@ async def generate(model: ServedModel, requests: Sequence[Request], metrics: Met
     """Generate texts, until the end of the block at the latest.
 
     Raises:
-        ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait.
+        ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
     """
+    if len(requests) > (most := model.settings.max_waiting):
+        raise invalid(f"the request is for {len(requests)} texts, and at most {most} may wait (try: fewer)")
     streams: list[TextStream] = []
     try:
         for request in requests:

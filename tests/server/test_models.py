@@ -9,7 +9,8 @@ import pytest
 
 from mlxlm.server import models as models_module
 from mlxlm.server.errors import ApiError
-from mlxlm.server.models import Models, ModelSettings, size_on_disk
+from mlxlm.server.models import Models, ModelSettings, ServedModel, size_on_disk
+from mlxlm.utils.errors import ConfigError
 from tests.server.conftest import run_async
 
 
@@ -47,7 +48,7 @@ def loads(monkeypatch):
 
 
 def make(max_memory=None, **paths):
-    return Models({name: path or name for name, path in paths.items()}, ModelSettings(), max_memory)
+    return Models({name: path or name for name, path in paths.items()}, ModelSettings(max_memory=max_memory))
 
 
 async def touch(models, *names):
@@ -127,6 +128,11 @@ def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
     with pytest.raises(ApiError, match="may use"):
         run_async(touch(models, "a"))
     assert not models.loaded
+
+
+def test_weights_that_leave_no_memory_for_caches(lm):
+    with pytest.raises(ConfigError, match="--max-memory is 50 kB"):
+        ServedModel("tiny", lm, ModelSettings(max_memory=50_000))
 
 
 def test_a_model_that_cannot_be_loaded(loads, caplog):

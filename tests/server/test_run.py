@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ import httpx
 import pytest
 
 from mlxlm.server import request_body, run
+from mlxlm.server.app import make_app
+from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
-from tests.server.conftest import HELLO, events, run_async, wait_until
+from tests.server.conftest import HELLO, events, run_async, running, wait_until
 
 LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
 
@@ -69,6 +72,26 @@ def test_a_connection_that_is_closed_frees_its_row(live, served):
     assert wait_until(lambda: served.engine.stats.running == 1)
     connection.close()
     assert wait_until(lambda: served.engine.stats.running == 0)
+
+
+def test_a_full_queue_is_a_429(lm):
+    model = ServedModel("tiny", lm, ModelSettings(batch_size=1, max_waiting=1))
+    models = Models({"tiny": ""}, model.settings)
+    models.add(model)
+    with running(make_app(models)) as live:
+        url, busy = live + "/v1/chat/completions", post(json.dumps(LONG).encode())
+        connections = []
+        for count in (1, 2):
+            connections.append(raw_connection(live, busy))
+            assert wait_until(lambda: model.engine.stats.running + model.engine.stats.waiting == count)  # noqa: B023
+        response = httpx.post(url, json=HELLO)
+        assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        response = httpx.post(url, json={**HELLO, "n": 2})
+        assert response.status_code == 400 and "at most 1 may wait" in response.json()["error"]["message"]
+        for connection in connections:
+            connection.close()
+        assert wait_until(lambda: model.engine.stats.running + model.engine.stats.waiting == 0)
 
 
 def test_prompts_are_reported_while_they_are_read(live, monkeypatch, served):
