@@ -188,7 +188,7 @@ def _log_to_stderr(level: str) -> None:
 
 def _greet(address: str, names: Sequence[str], has_key: bool) -> None:
     """Print where the server is, and a command to try it with."""
-    header = " -H 'Authorization: Bearer '$MLXLM_API_KEY" if has_key else ""
+    header = ' -H "Authorization: Bearer $MLXLM_API_KEY"' if has_key else ""
     message = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
     say(f"Serving {', '.join(map(one_line, names))} at {address}/v1, with a chat page at {address}/")
     say("Ctrl-C stops it. To try it in another terminal:")

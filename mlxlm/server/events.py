@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from mlxlm.server.errors import to_api_error
 
-KEEP_ALIVE_SECONDS = 1.0
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Value = TypeVar("Value")
@@ -38,30 +37,6 @@ def error_event(error: Exception) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-
-
-async def with_ticks(values: AsyncIterator[Value], seconds: float) -> AsyncGenerator[Value | None]:
-    """Yield the values, and None whenever there was none for `seconds`."""
-
-    async def following() -> Value:
-        return await anext(values)
-
-    pending: asyncio.Task[Value] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.create_task(following())
-            if not (await asyncio.wait({pending}, timeout=seconds))[0]:
-                yield None
-                continue
-            try:
-                value = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
-            yield value
-    finally:
-        if pending is not None:
-            await _cancel(pending)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:

@@ -171,9 +171,10 @@ class Models:
             entry.last_used = time.monotonic()
 
     async def close(self) -> None:
-        """Unload all models."""
+        """Close the engines of all models, at the end of the process."""
         for entry in self._entries.values():
-            await self._unload(entry)
+            if entry.model is not None:
+                await asyncio.to_thread(entry.model.engine.close)
 
     def add(self, model: ServedModel) -> None:
         """Serve a model that is loaded already, under its name."""

@@ -48,7 +48,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    """The URL of a listening socket that was bound to `host`."""
+    """The URL of a listening socket that was bound to `host`, for a client on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 

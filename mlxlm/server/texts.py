@@ -7,16 +7,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, QueueFullError, Request, TextStream
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.server.errors import ApiError, invalid
-from mlxlm.server.events import KEEP_ALIVE_SECONDS, comment, with_ticks
+from mlxlm.server.events import comment
 from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import option_in
 from mlxlm.utils.errors import GenerationError
+
+KEEP_ALIVE_SECONDS = 1.0  # without a chunk, after which a stream gets a comment
 
 
 def sample_requests(
@@ -46,7 +47,7 @@ class Texts:
     async def chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
         """Yield the number of a text, from 0, with its next chunk; None if there was none for a while."""
         start, first = monotonic(), True
-        async for item in with_ticks(_merge(self.streams), KEEP_ALIVE_SECONDS):
+        async for item in _merge(self.streams, KEEP_ALIVE_SECONDS):
             if item is not None and first:
                 first = False
                 self._metrics.first_token.labels(self._model.name).observe(monotonic() - start)
@@ -97,33 +98,34 @@ def _submit(model: ServedModel, request: Request) -> TextStream:
         raise invalid(str(error), option_in(error.message), code) from None
 
 
-async def _merge(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, GenerationChunk]]:
-    """The chunks of all streams as they come. An error of one ends all."""
-    if len(streams) == 1:
-        async for chunk in streams[0]:
-            yield 0, chunk
-        return
-    queue: asyncio.Queue[tuple[int, GenerationChunk | Exception | None]] = asyncio.Queue(maxsize=4 * len(streams))
+async def _merge(streams: Sequence[TextStream], seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
+    """The chunks of all streams as they come, and None after `seconds` without any. An error of one ends all."""
+    queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()  # None: a stream has ended
 
     async def read(number: int, stream: TextStream) -> None:
         try:
             async for chunk in stream:
-                await queue.put((number, chunk))
-            await queue.put((number, None))
+                queue.put_nowait((number, chunk))
+            queue.put_nowait(None)
         except Exception as error:
-            await queue.put((number, error))
+            queue.put_nowait(error)
 
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(read(n, stream)) for n, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
     try:
-        left = len(streams)
+        left = len(tasks)
         while left:
-            number, item = await queue.get()
+            try:
+                async with asyncio.timeout(seconds):
+                    item = await queue.get()
+            except TimeoutError:
+                yield None
+                continue
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 left -= 1
             else:
-                yield number, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()
