@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from mlxlm.chat.messages import Message, ToolCall
@@ -69,6 +69,7 @@ class AnthropicTool(Fields):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
 
     def to_chat(self) -> dict[str, Any]:
         """The tool in the form of chat completions."""
@@ -110,6 +111,17 @@ class ConversationFields(Fields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # prompts are always cached
+    context_management: dict[str, Any] | None = None
+
+    @field_validator("context_management")
+    @classmethod
+    def _only_thinking(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Accept what concerns earlier thinking, about which the chat template decides."""
+        edits = (value or {}).get("edits") or []
+        kinds = [edit.get("type") if isinstance(edit, dict) else None for edit in edits if isinstance(edits, list)]
+        if set(value or ()) - {"edits"} or not all(str(kind).startswith("clear_thinking_") for kind in kinds):
+            raise PydanticCustomError("context", "this server drops nothing from a conversation but earlier thinking")
+        return value
 
 
 class CountTokensRequest(ConversationFields):

@@ -65,18 +65,26 @@ def served(lm):
     model.engine.close()
 
 
+class OpenModels(Models):
+    """Models whose engines stay open when a server ends, for the next test."""
+
+    async def close(self) -> None:
+        pass
+
+
 @pytest.fixture
 def models(served):
     """The models of a server: one, loaded."""
-    models = Models({"tiny": "unused"}, served.settings)
+    models = OpenModels({"tiny": "unused"}, served.settings)
     models.add(served)
     return models
 
 
 @pytest.fixture
 def client(models):
-    """A client of the application. Its events of startup and shutdown aren't sent: other tests use the engine too."""
-    return TestClient(make_app(models))
+    """A client of the application."""
+    with TestClient(make_app(models)) as client:
+        yield client
 
 
 @pytest.fixture
@@ -113,13 +121,8 @@ def running(app, shutdown_timeout: int = 5):
 
 
 @pytest.fixture
-def live(models, monkeypatch):
-    """The address of a real server. It leaves the engine open when it ends."""
-
-    async def keep() -> None:
-        pass
-
-    monkeypatch.setattr(models, "close", keep)
+def live(models):
+    """The address of a real server."""
     with running(make_app(models)) as address:
         yield address
 

@@ -83,6 +83,19 @@ def test_async(live):
     assert run_async(use())
 
 
+def test_fields_of_coding_agents(api):
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    extra = {
+        "context_management": {"edits": edits},
+        "output_config": {"effort": "low"},
+        "thinking": {"type": "adaptive"},
+    }
+    assert api.messages.create(**{**OPTIONS, "extra_body": extra}).content
+    extra["context_management"] = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    with pytest.raises(anthropic.BadRequestError, match="drops nothing"):
+        api.messages.create(**{**OPTIONS, "extra_body": extra})
+
+
 def test_errors(api):
     with pytest.raises(anthropic.NotFoundError) as error:
         api.messages.create(**{**OPTIONS, "model": "big"})
