@@ -116,19 +116,18 @@ def serve(
     from mlxlm.server.models import Models, ModelSettings, load_model
     from mlxlm.server.security import AccessRules
 
-    host, names = (
-        flags["host"],
-        ("batch_size", "max_waiting", "prefix_cache_bytes", "prefix_cache_dir", "chat_template"),
-    )
+    host = flags["host"]
     _check_access(host, keys, flags["no_auth"])
     rules = AccessRules.for_host(host, keys, flags["allowed_hosts"], flags["cors_origins"])
-    defaults = replace(options, max_tokens=None)
     max_memory = platform.total_memory() * 3 // 4 if flags["max_memory"] is None else flags["max_memory"]
-    settings = ModelSettings(
-        defaults, kv=kv, make_speculation=speculation, max_memory=max_memory, **{name: flags[name] for name in names}
-    )
-    listener = run.bind(host, flags["port"])
-    with listener:
+    names = ("batch_size", "max_waiting", "prefix_cache_bytes", "prefix_cache_dir", "chat_template")
+    others = {name: flags[name] for name in names}
+    defaults = replace(options, max_tokens=None)
+    with run.bind(host, flags["port"]) as listener:
+        if speculation is not None and is_given("draft_model"):
+            decoder = speculation()  # before the spinner of the model, which can't have another one inside
+            speculation = lambda: decoder  # noqa: E731
+        settings = ModelSettings(defaults, kv=kv, make_speculation=speculation, max_memory=max_memory, **others)
         served = Models(paths, settings)
         if len(paths) == 1:
             [(name, path)] = paths.items()
@@ -136,8 +135,7 @@ def serve(
                 served.add(load_model(name, path, settings))
         _log_to_stderr(flags["log_level"])
         _greet(run.address_of(listener, host), list(paths), bool(keys))
-        server = run.make_server(make_app(served, rules), flags["shutdown_timeout"], _on_signal)
-        server.run([listener])
+        run.make_server(make_app(served, rules), flags["shutdown_timeout"], _on_signal).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -184,11 +184,11 @@ class _Message:
 
 
 def _parsed(arguments: str) -> Any:
-    """The arguments of a call; of one that was cut off, the text, so that nothing is lost."""
+    """The arguments of a call; none of one that was cut off."""
     try:
-        return json.loads(arguments or "{}")
+        return json.loads(arguments)
     except ValueError:
-        return {"incomplete": arguments}
+        return {}
 
 
 def _matched_stop(result: GenerationResult, stops: Sequence[str], tokenizer: Tokenizer) -> str | None:

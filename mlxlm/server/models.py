@@ -164,6 +164,7 @@ class Models:
             while entry.model is None:
                 if entry.loading is None:
                     entry.loading = asyncio.create_task(self._load(name, entry))
+                    entry.loading.add_done_callback(_ignore_error)
                 await asyncio.shield(entry.loading)  # goes on if this client leaves
             yield entry.model
         finally:
@@ -226,6 +227,12 @@ class Models:
             del model
             gc.collect()
             await asyncio.to_thread(device_thread.run, mx.clear_cache)
+
+
+def _ignore_error(task: asyncio.Task[None]) -> None:
+    """Keep asyncio from reporting an error for which no client has waited; it is in the log."""
+    if not task.cancelled():
+        task.exception()
 
 
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:

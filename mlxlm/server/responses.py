@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult
+from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import invalid, to_api_error
 from mlxlm.server.events import data_event, json_response, stream_response
@@ -106,6 +107,7 @@ class _Response:
         self._body, self._options, self._parser = body, options, answers.parsers[0]
         self._items = OutputItems(answers.model.lm.tokenizer)
         self._logprobs = LogprobBuffer() if body.wants_logprobs else None
+        self._entries: list[TokenLogprobs] = []  # of tokens whose text is held back
         self._head = {
             "id": new_id("resp_"),
             "object": "response",
@@ -115,12 +117,12 @@ class _Response:
 
     def push(self, chunk: GenerationChunk) -> Iterator[dict[str, Any]]:
         """Add a chunk; yield its events."""
-        entries = []
         if self._logprobs is not None:
-            entries = self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)
+            self._entries += self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)
         for delta in self._parser.push(chunk):
-            yield from self._items.push(delta, entries)
-            entries = entries if delta.kind != "text" else []
+            yield from self._items.push(delta, self._entries)
+            if delta.text:
+                self._entries = []  # those of reasoning and calls have no place in a response
         if chunk.finish_reason is not None:
             if not self._items.items:
                 yield from self._items.push(Delta("text", ""))  # an empty answer is one, too

@@ -80,13 +80,12 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         """The client has read something."""
         super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        self._cancel_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
         self._cancel_header_timer()
+        self._cancel_write_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -103,6 +102,11 @@ class Connection(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
 
 class Server(uvicorn.Server):
