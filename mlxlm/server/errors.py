@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -78,6 +79,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def stopping() -> ApiError:
+    """The 503 for requests that didn't finish in time."""
+    return ApiError(503, "the server is stopping")
+
+
 def is_anthropic(path: str) -> bool:
     """Whether an endpoint is one of Anthropic's API."""
     return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
@@ -118,6 +124,10 @@ class ErrorMiddleware:
             if started or scope["type"] != "http":
                 raise  # closes the connection
             await to_api_error(error).response(scope["path"])(scope, receive, send)
+        except asyncio.CancelledError:  # by the server, when it doesn't wait any longer
+            if started:
+                raise
+            await stopping().response(scope["path"])(scope, receive, send)
 
 
 async def error_response(request: Request, error: Exception) -> JSONResponse:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from mlxlm.server.errors import to_api_error
+from mlxlm.server.errors import is_anthropic, stopping, to_api_error
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -72,6 +72,12 @@ class EventResponse(Response):
                 sending.result()
             else:
                 scope["mlxlm.client_left"] = True
+        except asyncio.CancelledError:  # by the server, when it doesn't wait any longer
+            await _cancel(sending, leaving)
+            last = data_event(stopping().body(scope["path"]), "error" if is_anthropic(scope["path"]) else None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await _cancel(sending, leaving)
             await self._events.aclose()

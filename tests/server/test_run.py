@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -233,7 +234,12 @@ def test_a_second_signal_ends_at_once(model_folder):
 
 def test_the_time_to_finish_is_limited(model_folder):
     with Process(model_folder, "--shutdown-timeout", "1") as server, long_stream(server) as parts:
-        server.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            "".join(parts)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(httpx.post, server.address + "/v1/chat/completions", json=LONG, timeout=20)
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGINT)
+            text = "".join(parts)
+            assert events(text)[-1]["error"]["message"] == "the server is stopping"
+            assert waiting.result().status_code == 503
         assert server.process.wait(5) == 0
+        assert "Traceback" not in server.process.stderr.read()
