@@ -21,7 +21,9 @@ from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
 from mlxlm.model.positions import RotaryEmbedding
 
-_MAX_TRACES = 64  # a trace takes about 20 kB per layer
+_MAX_LAYOUTS = 32  # a trace takes about 40 kB per layer
+# Tracing takes as long as several steps without, so that a batch that changes with every step should not be traced.
+_STEPS_BEFORE_TRACE = 3
 
 Step = Callable[..., list[mx.array]]
 
@@ -48,7 +50,8 @@ class DecodeStep:
         # Every (container, key, value) in the tree of the model's modules, as three lists.
         self._tree: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] = ((), (), ())
         self._windows: list[int | None] = []
-        self._steps: OrderedDict[tuple[Any, ...], Step] = OrderedDict()  # least recently used first
+        # For each layout, the compiled step, or how many steps ran without. Least recently used first.
+        self._steps: OrderedDict[_Layout, Step | int] = OrderedDict()
         self._supported: dict[tuple[Any, ...], bool] = {}
 
     def __call__(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -99,14 +102,20 @@ class DecodeStep:
         self._steps.clear()
 
     def _step(self, layout: _Layout, caches: Sequence[KVCache]) -> Step:
-        step = self._steps.get(layout)
-        if step is None:
+        """Return the function for a layout: compiled for one row, and for several when it has been used a few times."""
+        entry = self._steps.pop(layout, 0)
+        if isinstance(entry, int):
             forms = [[buffer.quantization for buffer in cache.buffers] for cache in caches]
-            step = self._steps[layout] = mx.compile(_make_step(self._model, layout, forms))
-            if len(self._steps) > _MAX_TRACES:
+            step = _make_step(self._model, layout, forms)
+            compiled = caches[0].rows == 1 or entry >= _STEPS_BEFORE_TRACE
+            if compiled:
+                step = mx.compile(step)
+            self._steps[layout] = step if compiled else entry + 1
+            if len(self._steps) > _MAX_LAYOUTS:
                 self._steps.popitem(last=False)
-        self._steps.move_to_end(layout)
-        return step
+            return step
+        self._steps[layout] = entry
+        return entry
 
 
 # What is fixed in a trace about the cache of a layer: index of the group of layers with the same positions; the first

@@ -176,6 +176,16 @@ def test_one_trace_until_the_buffers_grow(monkeypatch):
     assert len(traced) == 2
 
 
+def test_a_batch_is_traced_when_it_has_stayed_the_same(monkeypatch):
+    model, traced = make(), []
+    decode = Decoder.decode
+    monkeypatch.setattr(Decoder, "decode", lambda self, *args: traced.append(1) or decode(self, *args))
+    step, caches = DecodeStep(model), prefilled(model, KVOptions(), tokens_of(2, 5))
+    for count in (1, 2, 3, 4, 4, 4):  # three without a trace, the trace, and then without Python
+        mx.eval(step(mx.array([[1], [2]], mx.int32), caches))
+        assert len(traced) == count
+
+
 @pytest.mark.skipif(not ON_CPU, reason="addresses of arrays are seen on a CPU")
 @pytest.mark.parametrize("kind", ["default", "8 bits", "8 and 4 bits"])
 def test_a_token_is_written_in_place(kind):
