@@ -243,3 +243,13 @@ def test_the_time_to_finish_is_limited(model_folder):
             assert waiting.result().status_code == 503
         assert server.process.wait(5) == 0
         assert "Traceback" not in server.process.stderr.read()
+
+
+def test_the_prefix_cache_survives_a_restart(model_folder, tmp_path):
+    body = {"messages": [{"role": "user", "content": "fox " * 400}], "max_tokens": 2}
+    for seen_before in (False, True):
+        with Process(model_folder, "--prefix-cache-dir", str(tmp_path / "prompts")) as server:
+            usage = httpx.post(server.address + "/v1/chat/completions", json=body, timeout=30).json()["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 300) == seen_before
+            server.process.terminate()
+            assert server.process.wait(10) == 0
