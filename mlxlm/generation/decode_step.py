@@ -31,9 +31,8 @@ Step = Callable[..., list[mx.array]]
 class DecodeStep:
     """Computes the logits of the next token, like `model(tokens, cache=caches)[:, -1]`.
 
-    A `Decoder` with its own caches always runs the same operations, whether they are compiled or not. On a CPU the
-    logits are equal to those of the model to the last bit as long as the BLAS rounds a row of a product independently
-    of the others.
+    A `Decoder` with its own caches always runs the same operations, whether they are compiled or not. The logits are
+    those of the model up to rounding: a BLAS can sum products with further zeros in another order.
 
     Other models, RoPE whose base depends on the length, and caches that hold nothing yet or wait for padding run the
     model itself.

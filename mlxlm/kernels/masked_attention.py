@@ -1,7 +1,7 @@
 """Attention of one query per row over buffers of a fixed length, of which each row uses a part.
 
-With lengths that change every 256 tokens instead of every token, a decoding step can be compiled. On a CPU, the
-masked keys don't change the result: their weights are zeros, and adding zeros at the end of a sum is exact.
+With lengths that change every 256 tokens instead of every token, a decoding step can be compiled. Masked keys have
+weights of exactly 0.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def masked_attention(
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     shape: tuple[int, ...] = B, K, H // K, D
     if isinstance(keys, mx.array) and isinstance(values, mx.array):
-        # One product per query head, whose sums don't depend on S.
+        # One product per query head: for one row, BLAS reads the keys at the memory's speed.
         shape, keys, values = (B, K, H // K, 1, D), keys[:, :, None], values[:, :, None]
     scores = _product((queries * scale).reshape(shape), keys, transpose=True)
     scores = scores.astype(mx.float32).reshape(B, H, 1, S)
