@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxlm.generation import GenerationChunk, GenerationOptions
+from mlxlm.generation import GenerationChunk, GenerationOptions, device_thread
 from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.generation.prompt_logprobs import prompt_logprobs
 from mlxlm.generation.stream_generate import encode_prompt
 from mlxlm.server.conversation import check_constraint
 from mlxlm.server.errors import invalid
@@ -45,7 +49,10 @@ async def _complete(state: ServerState, body: CompletionRequest) -> dict[str, An
             if item is not None:
                 choices[item[0]].push(item[1])
         results = await texts.results()
-    return {**head, "choices": [choice.whole() for choice in choices], "usage": usage(results, body.n)}
+    counted = usage(results, body.n)
+    if body.max_tokens == 0:
+        counted["prompt_tokens"] = counted["total_tokens"] = sum(choice.prompt_tokens for choice in choices[:: body.n])
+    return {**head, "choices": [choice.whole() for choice in choices], "usage": counted}
 
 
 async def _stream(state: ServerState, body: CompletionRequest) -> AsyncGenerator[bytes]:
@@ -83,10 +90,10 @@ async def _generate(
         options = _options(body, state.models.settings.defaults)
         await check_constraint(model, options)
         prompts = await asyncio.to_thread(_encode, model, body.prompt)
-        requests = sample_requests(prompts, options, model.eos_token_ids, body.n)
-        echoed = [_echoed(model, prompt) if body.echo else "" for prompt in body.prompt]
+        requests = sample_requests(prompts, options, model.eos_token_ids, body.n) if body.max_tokens != 0 else []
+        echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
         tokenizer, logprobs = model.lm.tokenizer, body.logprobs is not None
-        choices = [_Choice(n, echoed[n // body.n], tokenizer, logprobs) for n in range(len(requests))]
+        choices = [_Choice(n, echoes[n // body.n], tokenizer, logprobs) for n in range(len(prompts) * body.n)]
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": model.name}
         async with generate(model, requests, state.metrics) as texts:
             yield texts, choices, head
@@ -98,8 +105,8 @@ def _check(body: CompletionRequest) -> None:
         raise invalid("best_of isn't supported (try: n)", "best_of")
     if body.suffix:
         raise invalid("suffix isn't supported: the model only continues a text", "suffix")
-    if body.echo and body.logprobs is not None:
-        raise invalid("logprobs of an echoed prompt aren't supported (try: without echo)", "echo")
+    if body.max_tokens == 0 and (body.stream or not body.echo):
+        raise invalid("max_tokens is 0 (try: 1, or echo without stream)", "max_tokens")
     if body.logprobs is not None and not 0 <= body.logprobs <= _MAX_LOGPROBS:
         raise invalid(f"logprobs is {body.logprobs} (try: 0 to {_MAX_LOGPROBS})", "logprobs")
     if len(body.prompt) * body.n > MAX_PROMPTS:
@@ -107,7 +114,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _options(body: CompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
-    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     return body.options(defaults, stop=body.stop, max_tokens=max_tokens, logprobs=body.logprobs)
 
 
@@ -115,24 +122,45 @@ def _encode(model: ServedModel, prompts: Sequence[str | list[int]]) -> list[Sequ
     return [encode_prompt(model.lm, prompt) for prompt in prompts]
 
 
-def _echoed(model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.lm.tokenizer.decode(prompt)
+@dataclass(frozen=True)
+class _Echo:
+    """What a choice repeats of its prompt: nothing without `echo`."""
+
+    text: str
+    entries: Sequence[TokenLogprobs]
+    prompt_tokens: int
+
+
+async def _echo(model: ServedModel, prompt: str | list[int], ids: Sequence[int], body: CompletionRequest) -> _Echo:
+    if not body.echo:
+        return _Echo("", (), len(ids))
+    text = prompt if isinstance(prompt, str) else model.lm.tokenizer.decode(prompt)
+    if body.logprobs is None:
+        return _Echo(text, (), len(ids))
+    compute = partial(prompt_logprobs, model.lm, ids, body.logprobs)
+    following = await asyncio.to_thread(device_thread.run, compute)
+    first = TokenLogprobs(ids[0], math.nan, (), model.lm.tokenizer.token_bytes(ids[0]))
+    return _Echo(text, (first, *following), len(ids))
 
 
 class _Choice:
     """One of the texts: collects its pieces, and makes the choices of a response or of the events of a stream."""
 
-    def __init__(self, index: int, echoed: str, tokenizer: Tokenizer, logprobs: bool):
-        self._index, self._echoed, self._tokenizer = index, echoed, tokenizer
+    def __init__(self, index: int, echo: _Echo, tokenizer: Tokenizer, logprobs: bool):
+        self.prompt_tokens = echo.prompt_tokens
+        self._index, self._echo, self._tokenizer = index, echo, tokenizer
         self._logprobs = LogprobBuffer() if logprobs else None
-        self._entries: list[TokenLogprobs] = []
-        self._texts = [echoed]
-        self._length = len(echoed)  # characters whose log-probabilities were returned
-        self._finish_reason: str | None = None
+        self._entries = list(echo.entries)
+        self._texts = [echo.text]
+        self._length = len(echo.text)  # characters whose log-probabilities were returned
+        self._finish_reason = "length"
 
     def echoed(self) -> dict[str, Any] | None:
         """The choice of the event for the prompt, if it is part of the text."""
-        return self._choice(self._echoed) if self._echoed else None
+        if not self._echo.text:
+            return None
+        entries = list(self._echo.entries)
+        return {**self._choice(self._echo.text), "logprobs": self._described(entries, 0) if entries else None}
 
     def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
         """Add a chunk; return what it adds, as choices of events."""
@@ -152,7 +180,7 @@ class _Choice:
 
     def whole(self) -> dict[str, Any]:
         """The choice of a response."""
-        logprobs = None if self._logprobs is None else self._described(self._entries, len(self._echoed))
+        logprobs = None if self._logprobs is None else self._described(self._entries, 0)
         return {**self._choice("".join(self._texts)), "logprobs": logprobs, "finish_reason": self._finish_reason}
 
     def _choice(self, text: str) -> dict[str, Any]:

@@ -51,18 +51,24 @@ def chat_logprobs(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[st
 
 
 def completion_logprobs(entries: list[TokenLogprobs], offset: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `logprobs` of completions; `offset` is where their text starts, in characters."""
-    tokens = [token_text(entry, tokenizer) for entry in entries]
+    """The `logprobs` of completions; `offset` is where their text starts, in characters.
+
+    An entry with the log-probability NaN is a token that has nothing before it to be predicted from.
+    """
     offsets = []
-    for text in tokens:
+    for entry in entries:
         offsets.append(offset)
-        offset += len(text)
+        offset += len(token_text(entry, tokenizer)) if entry.bytes != b"" else 0  # special tokens are no text
+    tops = [
+        None
+        if math.isnan(entry.logprob)
+        else {token_text(top, tokenizer): finite(top.logprob) for top in entry.top_logprobs}
+        for entry in entries
+    ]
     return {
-        "tokens": tokens,
-        "token_logprobs": [finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {token_text(top, tokenizer): finite(top.logprob) for top in entry.top_logprobs} for entry in entries
-        ],
+        "tokens": [token_text(entry, tokenizer) for entry in entries],
+        "token_logprobs": [None if math.isnan(entry.logprob) else finite(entry.logprob) for entry in entries],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlxlm.generation import score
 from tests.server.conftest import CONTEXT, events
 
 
@@ -56,6 +57,27 @@ def test_logprobs(complete):
     assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
 
 
+def test_logprobs_of_the_prompt(complete, lm):
+    text = "The quick brown fox"
+    alone = complete(prompt=text, echo=True, logprobs=2, max_tokens=0)
+    choice = alone["choices"][0]
+    assert choice["text"] == text and choice["finish_reason"] == "length"
+    found = choice["logprobs"]
+    assert alone["usage"]["prompt_tokens"] == alone["usage"]["total_tokens"] == len(found["tokens"])
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    expected = score(lm, text).logprobs
+    assert found["token_logprobs"][-len(expected) :] == pytest.approx(expected, abs=1e-4)
+    assert "".join(found["tokens"][-len(expected) :]) == text and found["text_offset"][-1] == len(text) - len(
+        found["tokens"][-1]
+    )
+    more = complete(prompt=text, echo=True, logprobs=2, max_tokens=3)["choices"][0]
+    assert more["logprobs"]["tokens"][:-3] == found["tokens"] and more["text"].startswith(text)
+    chunks = complete(prompt=text, echo=True, logprobs=2, max_tokens=3, stream=True)
+    parts = [c["choices"][0]["logprobs"] for c in chunks[:-1] if c["choices"][0]["logprobs"]]
+    for name in ("tokens", "text_offset", "token_logprobs"):
+        assert [value for part in parts for value in part[name]] == more["logprobs"][name]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -69,7 +91,8 @@ def test_logprobs(complete):
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 100}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
         ({"messages": []}, "messages"),
     ],
 )
