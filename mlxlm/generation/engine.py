@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ class EngineStats:
     Attributes:
         running: Texts whose prompts are being read, or that are decoded.
         waiting: Texts that haven't begun.
+        paused: Texts whose readers are far behind.
         generated_tokens: Tokens of all texts.
         prompt_tokens: Tokens of all prompts.
         cached_tokens: How many of these the prefix cache had.
@@ -54,6 +56,7 @@ class EngineStats:
 
     running: int
     waiting: int
+    paused: int
     generated_tokens: int
     prompt_tokens: int
     cached_tokens: int
@@ -168,8 +171,9 @@ class Engine:
         """What the engine is doing, and what it has done so far."""
         scheduler = self._scheduler
         return EngineStats(
-            running=scheduler.num_running,
+            running=scheduler.num_active,
             waiting=self._num_waiting,
+            paused=scheduler.num_paused,
             generated_tokens=scheduler.num_generated,
             prompt_tokens=scheduler.num_prompt_tokens,
             cached_tokens=scheduler.num_cached_tokens,
@@ -262,12 +266,24 @@ class Engine:
         if begins:
             device_thread.repeat(self._step)
 
+    def _resume(self) -> None:
+        """Go on with a text that has paused. Takes no lock: the garbage collector may call this anywhere."""
+        with suppress(RuntimeError):  # the process is ending
+            device_thread.repeat(self._begin_steps)
+
+    def _begin_steps(self) -> bool:
+        with self._lock:
+            begins, self._scheduled = not self._scheduled, True
+        if begins:
+            device_thread.repeat(self._step)
+        return False
+
     def _step(self) -> bool:
         with self._lock:
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
         try:
-            busy = self._scheduler.step()
+            busy = self._scheduler.step(self._resume)
         except BaseException as error:
             self._scheduler.fail_all(error)
             busy = False

@@ -25,6 +25,7 @@ class Row:
         finished: Whether the text has ended.
         idle_steps: Steps since then.
         is_read: Whether the token that the next step feeds is already part of the text or its prompt.
+        is_counted: Whether the statistics include its prompt.
     """
 
     channel: Channel
@@ -32,6 +33,7 @@ class Row:
     finished: bool = False
     idle_steps: int = 0
     is_read: bool = True
+    is_counted: bool = False
 
     def set_num_cached(self, num_cached: int) -> None:
         """Note how many tokens of the prompt didn't have to be read, unless the text was only interrupted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -48,10 +48,12 @@ class Scheduler:
     """Reads prompts and decodes texts, a step at a time.
 
     A step reads at most one chunk of a prompt and decodes one token of every text, so that no text waits for longer
-    than one chunk takes.
+    than one chunk takes. The text of a reader who is far behind pauses: it frees its row, or if it is decoded by
+    itself, isn't decoded.
 
     Attributes:
         waiting: Texts that haven't begun, or were interrupted because their memory was needed.
+        paused: Texts that wait for their readers, except those that are decoded by themselves.
         num_generated: Tokens generated so far, of all texts.
         num_prompt_tokens: Tokens of all prompts so far.
         num_cached_tokens: How many of these the prefix cache had.
@@ -71,6 +73,7 @@ class Scheduler:
         self._prefix_cache, self._memory = prefix_cache, memory
         self._prefill = Prefill(lm.model, kv, prefix_cache)
         self.waiting: list[Row] = []
+        self.paused: list[Row] = []
         self._reading: list[_Reading] = []
         self._singles: list[_SingleRow] = []
         self._batch = self._new_batch()
@@ -79,36 +82,52 @@ class Scheduler:
         self.num_generated = self.num_prompt_tokens = self.num_cached_tokens = 0
 
     @property
-    def num_running(self) -> int:
+    def num_active(self) -> int:
         """Texts whose prompts are being read, or that are decoded."""
-        return len(self._running())
+        return sum(not row.channel.paused for row in self._running())
+
+    @property
+    def num_paused(self) -> int:
+        """Texts that wait for their readers."""
+        return len(self.paused) + len(self._running()) - self.num_active
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of running texts."""
         return self._batch.nbytes + sum(c.nbytes for single in self._singles for c in single.context.caches)
 
-    def step(self) -> bool:
-        """Read one chunk and decode one token of every text. Returns whether anything is left to do."""
+    def step(self, on_resume: Callable[[], None] = lambda: None) -> bool:
+        """Read one chunk and decode one token of every text.
+
+        Args:
+            on_resume: Called when a text that has paused should go on, in any thread.
+
+        Returns:
+            Whether anything is left to do, other than to wait for readers.
+        """
         if not self._busy:
             self._begin_work()
+        self._resume_texts()
         self._drop_cancelled()
+        self._pause_texts(on_resume)
         self._make_room()
         self._admit()
+        was_active = self.num_active > 0
         if self._reading:
             self._read_chunk(self._reading[0])
         self._decode_batch()
         self._decode_singles()
-        self._busy = bool(self.waiting or self._running())
+        # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
+        self._busy = self.num_active > 0 or bool(self.waiting) and (was_active or not self._singles)
         if not self._busy:
             self._end_work()
         return self._busy
 
     def fail_all(self, error: BaseException) -> None:
         """End all texts with an error, and free their memory."""
-        for row in [*self.waiting, *self._running()]:
+        for row in [*self.waiting, *self.paused, *self._running()]:
             row.fail(error)
-        self.waiting, self._singles, self._reading = [], [], []
+        self.waiting, self.paused, self._singles, self._reading = [], [], [], []
         self._batch, self._busy = self._new_batch(), False
         self._end_work()
 
@@ -142,10 +161,23 @@ class Scheduler:
         for single in [s for s in self._singles if s.row.finished]:
             self._end_single(single)
 
+    def _resume_texts(self) -> None:
+        self.waiting = [*(row for row in self.paused if not row.channel.paused), *self.waiting]
+        self.paused = [row for row in self.paused if row.channel.paused]
+
+    def _pause_texts(self, on_resume: Callable[[], None]) -> None:
+        """Pause the texts whose readers are far behind. What is kept of a row's cache needn't be read again."""
+        for row in self._batch_rows():
+            if row.channel.pause_if_full(on_resume):
+                self._keep_prefix(row)
+                self.paused.append(self._batch.take_out(row))
+        for single in self._singles:
+            single.row.channel.pause_if_full(on_resume)
+
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again."""
         while (rows := self._batch_rows()) and not self._fits(rows):
-            if len(rows) == 1:
+            if len(rows) == 1 and not self._singles:
                 limit = self._memory.max_tokens()
                 rows[0].fail(
                     GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
@@ -166,8 +198,8 @@ class Scheduler:
         return [row for row in self._batch.rows if not row.finished]
 
     def _admit(self) -> None:
-        num_running = self.num_running
-        count = _num_admitted(len(self.waiting), self._max_rows - num_running, self._max_rows)
+        num_running, num_active = len(self._running()), self.num_active
+        count = _num_admitted(len(self.waiting), self._max_rows - num_active, self._max_rows)
         if not count:
             return
         rows, self.waiting = take_similar(self.waiting, count)
@@ -222,6 +254,11 @@ class Scheduler:
             self._batch.join([rows[i] for i in active], caches)
         reading.rows = [row for row in reading.rows if row not in rows]
         for row in rows:
+            self._count_prompt(row)
+
+    def _count_prompt(self, row: Row) -> None:
+        if not row.is_counted:
+            row.is_counted = True
             self.num_prompt_tokens += len(row.text.prompt)
             self.num_cached_tokens += row.text.num_cached
 
@@ -244,8 +281,7 @@ class Scheduler:
 
     def _begin_single(self, row: Row, context: Context) -> None:
         text = row.text
-        self.num_prompt_tokens += len(text.prompt)
-        self.num_cached_tokens += text.num_cached
+        self._count_prompt(row)
         if self._speculation is None:
             tokens = generate_tokens(context, text.ids, text.sampler, text.remaining)
         else:
@@ -254,7 +290,7 @@ class Scheduler:
         self._singles.append(_SingleRow(row, context, tokens))
 
     def _decode_singles(self) -> None:
-        for single in list(self._singles):
+        for single in [single for single in self._singles if not single.row.channel.paused]:
             try:
                 token = next(single.tokens)
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,11 @@ from mlxlm.generation.result import GenerationChunk, GenerationResult, Timings
 
 if TYPE_CHECKING:
     from mlxlm.generation.sequence import TokenSequence
+
+MAX_UNREAD = 1000  # chunks that wait for a slow reader; with more, the text pauses
+_RESUME_UNREAD = MAX_UNREAD // 2  # with fewer, it goes on
+
+logger = logging.getLogger(__name__)
 
 
 class Channel:
@@ -40,6 +46,8 @@ class Channel:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []  # at the next change
         self._done_callbacks: list[Callable[[], None]] = []
+        self._is_iterated = self._is_awaited = False  # whether a chunk was taken, whether the end is awaited
+        self._on_resume: Callable[[], None] | None = None  # while the text pauses
 
     def push(self, event: GenerationChunk | int) -> None:
         """Pass on a chunk, or the number of prompt tokens read so far."""
@@ -58,8 +66,9 @@ class Channel:
             self.ended, self._result, self._error = True, result, error
             self._notify()
             callbacks, self._done_callbacks = self._done_callbacks, []
+        self._resume()
         for callback in callbacks:
-            callback()
+            _call(callback)
 
     def cancel(self) -> None:
         """Drop what hasn't been taken, and end the text."""
@@ -81,14 +90,40 @@ class Channel:
                     self._callbacks.append(on_change)
                     raise LookupError
                 self._changed.wait()
-            if self._events:
-                return self._events.popleft()
-        if self._error is not None:
+            event = self._events.popleft() if self._events else None
+            self._is_iterated = self._is_iterated or isinstance(event, GenerationChunk)
+            has_room = len(self._events) < _RESUME_UNREAD
+        if has_room:
+            self._resume()
+        if event is None and self._error is not None:
             raise self._error
-        return None
+        return event
+
+    def pause_if_full(self, on_resume: Callable[[], None]) -> bool:
+        """Pause the text if its reader is more than `MAX_UNREAD` chunks behind.
+
+        Only a text that is being iterated: not one whose end somebody waits for.
+
+        Args:
+            on_resume: Called when the text should go on or was cancelled, in the thread of the reader.
+
+        Returns:
+            Whether the text pauses.
+        """
+        with self._changed:
+            is_read_slowly = self._is_iterated and not self._is_awaited and not self.ended
+            if is_read_slowly and len(self._events) > MAX_UNREAD:
+                self._on_resume = on_resume
+            return self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether the text pauses until its reader has read more."""
+        return self._on_resume is not None
 
     def wait(self) -> GenerationResult | None:
         """The result, when the text has ended; None if it was cancelled. Raises its error."""
+        self._await()
         with self._changed:
             while not self.ended:
                 self._changed.wait()
@@ -97,12 +132,27 @@ class Channel:
         return self._result
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the text has ended, in the thread that ends it; now if it already has."""
+        """Call `callback` when the text has ended, in the thread that ends it; now if it already has.
+
+        An exception that it raises is logged.
+        """
+        self._await()
         with self._changed:
             if not self.ended:
                 self._done_callbacks.append(callback)
                 return
-        callback()
+        _call(callback)
+
+    def _await(self) -> None:
+        with self._changed:
+            self._is_awaited = True
+        self._resume()
+
+    def _resume(self) -> None:
+        with self._changed:
+            on_resume, self._on_resume = self._on_resume, None
+        if on_resume is not None:
+            on_resume()
 
     def _notify(self) -> None:
         self._changed.notify_all()
@@ -118,7 +168,8 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
             print(chunk.text, end="")
 
     Iterate in one thread, or with `async for` in one event loop. The other methods can be called from any thread.
-    Dropping the stream cancels the text.
+    Dropping the stream cancels the text. If the loop falls behind by more than 1,000 chunks, the text pauses until it
+    has caught up, unless its end is awaited: by `result`, `wait` or a done callback.
     """
 
     def __init__(self, channel: Channel, on_prefill: Callable[[int], None] | None = None):
@@ -185,7 +236,10 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
             self._channel.cancel()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the text has ended, in the thread that ends it; now if it already has."""
+        """Call `callback` when the text has ended, in the thread that ends it; now if it already has.
+
+        An exception that it raises is logged.
+        """
         self._channel.add_done_callback(callback)
 
     def result(self) -> GenerationResult:
@@ -225,6 +279,13 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
 
     def __del__(self) -> None:
         self.cancel()
+
+
+def _call(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:  # the other texts of the engine go on
+        logger.exception("a done callback has failed")
 
 
 def _setter(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
