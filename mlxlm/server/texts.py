@@ -18,6 +18,7 @@ from mlxlm.server.schemas import option_in
 from mlxlm.utils.errors import GenerationError
 
 KEEP_ALIVE_SECONDS = 1.0  # without a chunk, after which a stream gets a comment
+_QUEUE_SIZE = 64  # chunks; the others wait in their streams, which pause if a client reads slowly
 
 
 def sample_requests(
@@ -100,15 +101,16 @@ def _submit(model: ServedModel, request: Request) -> TextStream:
 
 async def _merge(streams: Sequence[TextStream], seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
     """The chunks of all streams as they come, and None after `seconds` without any. An error of one ends all."""
-    queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue()  # None: a stream has ended
+    # None: a stream has ended.
+    queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue(_QUEUE_SIZE)
 
     async def read(number: int, stream: TextStream) -> None:
         try:
             async for chunk in stream:
-                queue.put_nowait((number, chunk))
-            queue.put_nowait(None)
+                await queue.put((number, chunk))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
     try:
