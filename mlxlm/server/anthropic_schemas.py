@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mlxlm.chat.messages import Message, ToolCall
@@ -100,6 +100,18 @@ class OutputConfig(Fields):
     format: OutputFormat | None = None
 
 
+def _check_edit(value: Any) -> Any:
+    if isinstance(value, dict) and str(value.get("type")).startswith("clear_thinking_"):
+        return value
+    raise PydanticCustomError("edit", "this server drops nothing from a conversation but earlier thinking")
+
+
+class ContextManagement(Fields):
+    """`context_management`. About earlier thinking the chat template decides; other edits are refused."""
+
+    edits: list[Annotated[dict[str, Any], BeforeValidator(_check_edit)]] | None = None
+
+
 class ConversationFields(Fields):
     """What messages and the count of their tokens share."""
 
@@ -111,17 +123,7 @@ class ConversationFields(Fields):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None  # prompts are always cached
-    context_management: dict[str, Any] | None = None
-
-    @field_validator("context_management")
-    @classmethod
-    def _only_thinking(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Accept what concerns earlier thinking, about which the chat template decides."""
-        edits = (value or {}).get("edits") or []
-        kinds = [edit.get("type") if isinstance(edit, dict) else None for edit in edits if isinstance(edits, list)]
-        if set(value or ()) - {"edits"} or not all(str(kind).startswith("clear_thinking_") for kind in kinds):
-            raise PydanticCustomError("context", "this server drops nothing from a conversation but earlier thinking")
-        return value
+    context_management: ContextManagement | None = None
 
 
 class CountTokensRequest(ConversationFields):

@@ -50,8 +50,8 @@ class ToolUse:
         if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
             return use  # `tool_grammar` checks it
         if choice["type"] == "function":
-            name = choice.get("name") or (choice.get("function") or {}).get("name")
-            return replace(use, choice=_named(name))
+            function = choice.get("function", choice)  # the Responses API has the name beside the type
+            return replace(use, choice=_named(function.get("name") if isinstance(function, dict) else None))
         settings = choice.get("allowed_tools", choice)
         try:
             names = frozenset(entry.get("name") or entry["function"]["name"] for entry in settings["tools"])

@@ -1,0 +1,113 @@
+"""Requests that use every field, with a part replaced: an answer or a 4xx, never an error of the server."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.test_tools import CALL, NAMED, NOTHING, PARAMETERS, WEATHER
+
+JUNK = (None, 0, -1, 1.5, 10**30, "", "a", [], ["a"], [1], {}, {"a": 1}, {"type": "function"}, True, [{"type": "text"}])
+SCHEMA = {"type": "json_schema", "schema": PARAMETERS}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "x"},
+    ],
+    "tools": [WEATHER, NOTHING],
+    "tool_choice": NAMED,
+    "max_tokens": 2,
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stop": ["x"],
+    "logit_bias": {"9": 1.0},
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}},
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+RESPONSES = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "tools": [{"type": "function", **WEATHER["function"]}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+    "text": {"format": {**SCHEMA, "name": "a"}, "verbosity": "low"},
+    "reasoning": {"effort": "low"},
+    "include": ["message.output_text.logprobs"],
+    "max_output_tokens": 2,
+    "stream": False,
+}
+MESSAGES = {
+    "max_tokens": 2,
+    "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "a", "signature": ""}]
+            + [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {"a": 1}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x", "is_error": True}]},
+    ],
+    "tools": [{"name": "get_weather", "input_schema": PARAMETERS}],
+    "tool_choice": {"type": "tool", "name": "get_weather"},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": SCHEMA},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+    "stop_sequences": ["x"],
+    "stream": False,
+}
+BODIES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": ["a", [8, 9]], "max_tokens": 2, "echo": True, "logprobs": 1, "n": 2, "choice": ["a"]},
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/embeddings": {"input": ["a", [8, 9]], "encoding_format": "float"},
+}
+SETTINGS = {"max_examples": 60, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
+
+
+def paths(value, path=()):
+    """The paths of all parts of a JSON value."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from paths(value[key], (*path, key))
+
+
+def replaced(value, path, part):
+    if not path:
+        return part
+    value[path[0]] = replaced(value[path[0]], path[1:], part)
+    return value
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_requests_are_valid(client, path):
+    response = client.post(path, json=BODIES[path])
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+@settings(**SETTINGS)
+@given(data=st.data())
+def test_a_part_is_replaced(client, path, data):
+    body = copy.deepcopy(BODIES[path])
+    body["stream"] = data.draw(st.booleans()) if "stream" in body else None
+    where = data.draw(st.sampled_from(list(paths(body))))
+    body = replaced(body, where, copy.deepcopy(data.draw(st.sampled_from(JUNK))))
+    response = client.post(path, content=json.dumps(body))
+    assert response.status_code in (200, 400, 404), response.text
+    assert "server_error" not in response.text and "api_error" not in response.text
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]
