@@ -25,6 +25,7 @@ from mlxlm.generation.device_memory import eval_caches
 from mlxlm.utils.errors import CheckpointError, GenerationError
 
 if TYPE_CHECKING:
+    from mlxlm.generation.decode_step import DecodeStep
     from mlxlm.generation.loaded_model import LoadedModel
 
 UNLIMITED = sys.maxsize  # tokens
@@ -45,15 +46,20 @@ class Context:
 
     version = 0
 
-    def __init__(self, model: nn.Module, kv: KVOptions | None = None):
-        """Make empty caches. `kv`: options of the caches, None for all tokens, unquantized.
+    def __init__(self, model: nn.Module, kv: KVOptions | None = None, step: DecodeStep | None = None):
+        """Make empty caches.
+
+        Args:
+            model: The model.
+            kv: Options of the caches, None for all tokens, unquantized.
+            step: Computes single tokens; None for the model itself.
 
         Raises:
             GenerationError: For options that this model's caches don't support.
         """
         if not isinstance(kv, KVOptions | None):
             raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
-        self.model, self.kv = model, kv or KVOptions()
+        self.model, self.kv, self._step = model, kv or KVOptions(), step
         self.clear()
 
     @property
@@ -110,6 +116,12 @@ class Context:
         """How many tokens fit before a rotating cache drops some; None if none ever does."""
         sizes = [getattr(cache, "max_update_size", None) for cache in self.caches]
         return min((size for size in sizes if size is not None), default=None)
+
+    def decode(self, token: mx.array) -> mx.array:
+        """Read one token, int32 `[1]`, and return the logits after it, `[1, V]`. Doesn't change `ids`."""
+        if self._step is None:
+            return self.model(token[None], cache=self.caches)[:, -1]
+        return self._step(token[None], self.caches)
 
     def trim_to_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
         """Trim the context to its longest common prefix with `prompt`, without the last token of `prompt`.

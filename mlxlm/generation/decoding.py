@@ -42,22 +42,18 @@ def generate_tokens(
         GenerationError: If another text has used `context` between two yields. The context stays the other text's.
     """
     needs_last_token, accept = getattr(sampler, "needs_last_token", False), getattr(sampler, "accept", None)
-    model = context.model
     with wired_limit():
         num_cached = context.trim_to_prefix(prompt, max_tokens)
         context.read(prompt[num_cached:-1], prefill_step_size, on_prefill)
 
-        def forward(token: mx.array) -> mx.array:
-            return model(token[None], cache=context.caches)[:, -1]
-
         with context.transaction() as ids:
-            token = async_eval(sampler(forward(mx.array(prompt[-1:]))))
+            token = async_eval(sampler(context.decode(mx.array(prompt[-1:], mx.int32))))
             ids.append(prompt[-1])
         for step in range(1, max_tokens + 1):
             with context.transaction() as ids:
                 following = None
                 if step < max_tokens:
-                    logits = forward(token)
+                    logits = context.decode(token)
                     following = async_eval(logits if needs_last_token else sampler(logits))
                 value = token.item()
                 if following is not None:

@@ -9,6 +9,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.context import Context
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.running_batch import Row
 
@@ -25,8 +26,8 @@ class Prefill:
     What the prefix cache holds is restored, and what was read is added to it.
     """
 
-    def __init__(self, model: nn.Module, kv: KVOptions, prefix_cache: PrefixCache):
-        self._model, self._kv, self._prefix_cache = model, kv, prefix_cache
+    def __init__(self, model: nn.Module, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep):
+        self._model, self._kv, self._prefix_cache, self._step = model, kv, prefix_cache, step
 
     def read(self, rows: Sequence[Row], max_chunk_tokens: int = MAX_BATCH_TOKENS) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
@@ -66,7 +67,7 @@ class Prefill:
     def read_alone(self, row: Row) -> Generator[None, None, Context]:
         """Read the prompt of one row; yields after each chunk, and returns the context that holds it."""
         ids = row.text.ids[:-1]
-        context = Context(self._model, self._kv)
+        context = Context(self._model, self._kv, self._step)
         group = context.length_group(len(row.text.prompt) + row.text.limit)
         n = self._prefix_cache.match(ids, group)
         if n:

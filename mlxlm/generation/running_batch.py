@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
 from mlxlm.generation.rounding import Margins
 from mlxlm.generation.sampling import SamplerSnapshot, sample_with_margins
@@ -95,15 +96,15 @@ class RunningBatch:
     by less than this can change, a step of that row alone decides: so a text is the one that its request gives alone.
     """
 
-    def __init__(self, model: nn.Module, context_length: int, margins: Margins):
+    def __init__(self, step: DecodeStep, context_length: int, margins: Margins):
         """Start without rows.
 
         Args:
-            model: The model.
+            step: The model's decoding step.
             context_length: The number of positions of the model.
             margins: The lead that makes a token certain, per dtype of the logits.
         """
-        self._model, self._context_length, self._margins = model, context_length, margins
+        self._step, self._context_length, self._margins = step, context_length, margins
         self.rows: list[Row] = []
         self.num_redecoded = 0
         self._caches: list[Any] = []
@@ -180,7 +181,7 @@ class RunningBatch:
         needs_last_token = any(row.text.sampler.needs_last_token for row in self.rows if not row.finished)
         drawn, logits = self._drawn, None
         if continues:
-            logits = self._model(self._drawn.tokens[:, None], cache=self._caches)[:, -1]
+            logits = self._step(self._drawn.tokens[:, None], self._caches)
             if needs_last_token:
                 async_eval(logits)
             else:
@@ -254,14 +255,15 @@ class RunningBatch:
             return token, []
         for cache in caches:
             cache.trim(surplus)
-        sampler, after = row.text.sampler, row.text.sampler.snapshot()
-        sampler.restore(before)
-        decided = sampler(self._model(mx.array([[row.text.last_token]]), cache=caches)[:, -1]).item()
+        logits = self._step(mx.array([[row.text.last_token]], mx.int32), caches)
+        sampler = row.text.sampler
+        trial = sampler.fork()
+        trial.restore(before)
         self.num_redecoded += 1
-        if decided == token:
-            sampler.restore(after)
+        if trial(logits).item() == token:
             return token, []
-        return decided, caches
+        sampler.restore(before)
+        return sampler(logits).item(), caches
 
     def _draw(self, logits: mx.array) -> _Draw:
         """The next token of each row, 0 for a finished row, from logits `[B, V]`; being computed."""

@@ -25,8 +25,7 @@ _PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "l
 _SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
 
 
-# Penalty state and its row, number of tokens drawn, log-probabilities not read yet.
-SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int, tuple[tuple[SampledLogprobs, int], ...]]
+SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int]  # penalty state and its row, number of tokens drawn
 
 
 class LogitsProcessor:
@@ -171,12 +170,12 @@ class Sampler:
 
     def snapshot(self) -> SamplerSnapshot:
         """The state before the next draw, for `restore`. Without that of the constraint, which `accept` advances."""
-        return self._penalty_row, self.step, tuple(self._logprobs)
+        return self._penalty_row, self.step
 
     def restore(self, snapshot: SamplerSnapshot) -> None:
-        """Return to a snapshot."""
-        self._penalty_row, self.step, logprobs = snapshot
-        self._logprobs = deque(logprobs)
+        """Return to a snapshot. Log-probabilities that weren't popped are dropped."""
+        self._penalty_row, self.step = snapshot
+        self._logprobs.clear()
 
     def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.

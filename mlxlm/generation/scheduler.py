@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.generation.context import Context
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
@@ -71,7 +72,8 @@ class Scheduler:
         self._lm, self._kv, self._speculation = lm, kv, speculation
         self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
         self._prefix_cache, self._memory = prefix_cache, memory
-        self._prefill = Prefill(lm.model, kv, prefix_cache)
+        self._step = DecodeStep(lm.model)
+        self._prefill = Prefill(lm.model, kv, prefix_cache, self._step)
         self.waiting: list[Row] = []
         self.paused: list[Row] = []
         self._reading: list[_Reading] = []
@@ -132,7 +134,7 @@ class Scheduler:
         self._end_work()
 
     def _new_batch(self) -> RunningBatch:
-        return RunningBatch(self._lm.model, self._lm.config.max_position_embeddings, margins_for(self._kv))
+        return RunningBatch(self._step, self._lm.config.max_position_embeddings, margins_for(self._kv))
 
     def _running(self) -> list[Row]:
         reading = [row for reading in self._reading for row in reading.rows]

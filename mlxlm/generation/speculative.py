@@ -137,7 +137,7 @@ class _Text:
                 context.read(prompt[num_cached:-1], prefill_step_size, on_prefill)
                 self._cache_length = len(prompt) - 1
                 with context.transaction() as ids:
-                    first_step = self._dispatch_step(mx.array(prompt[-1:]), ahead=False)
+                    first_step = self._dispatch_step(mx.array(prompt[-1:], mx.int32), ahead=False)
                     ids.append(prompt[-1])
                 yield from self._decode(first_step, max_tokens)
         finally:
@@ -176,7 +176,7 @@ class _Text:
             num_unread = self._draft_state.num_unread
             draft = self._draft_state.propose(length, sampler, self._vocab_size)
         if draft is None:
-            return self._dispatch_step(mx.array([token]), ahead=False)
+            return self._dispatch_step(mx.array([token], mx.int32), ahead=False)
         logits = self._forward(mx.concatenate([mx.array([token], mx.int32), draft]))
         sampled = None if sampler.needs_last_token else sampler.verify_draft(logits, draft)
         async_eval(logits if sampled is None else sampled)
@@ -185,7 +185,8 @@ class _Text:
         return _Round(token, draft, logits, sampled, timed=num_unread <= 2)
 
     def _dispatch_step(self, token: mx.array, ahead: bool) -> _PlainStep:
-        logits = self._forward(token)[-1:]
+        self._cache_length += 1
+        logits = self._context.decode(token)
         self._vocab_size, self._margin = logits.shape[-1], self._margins[logits.dtype]
         return _PlainStep(async_eval(logits if self._sampler.needs_last_token else self._sampler(logits)), ahead)
 
@@ -256,7 +257,7 @@ class _Text:
             num_accepted = num_certain
             self._trim(len(draft) + 1 - num_certain)
             last_token = tokens[-1] if tokens else round.last_token
-            following = self._dispatch_step(mx.array([last_token]), ahead=False)
+            following = self._dispatch_step(mx.array([last_token], mx.int32), ahead=False)
             self._stats.num_redecoded += 1
         self._stats.accepted += num_accepted
         rejected = following is None and num_accepted < len(draft)
