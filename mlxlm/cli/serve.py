@@ -178,7 +178,7 @@ def _log_to_stderr(level: str) -> None:
     """Log the server's messages with the time, and those of uvicorn that matter."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name, least in (("mlxlm.server", logging.DEBUG), ("uvicorn.error", logging.ERROR)):
+    for name, least in (("mlxlm", logging.DEBUG), ("uvicorn.error", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(max(getattr(logging, level.upper()), least))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import eval_caches
+from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.running_batch import Row
 
 MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more isn't faster, and takes more memory
 MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading this many
+
+logger = logging.getLogger(__name__)
 
 Tokens = tuple[int, ...]
 Group = tuple[list[Row], list[Any]]  # rows, and the stacked caches that hold all of their tokens but the last
@@ -26,8 +30,8 @@ class Prefill:
     What the prefix cache holds is restored, and what was read is added to it.
     """
 
-    def __init__(self, model: nn.Module, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep):
-        self._model, self._kv, self._prefix_cache, self._step = model, kv, prefix_cache, step
+    def __init__(self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep):
+        self._lm, self._model, self._kv, self._prefix_cache, self._step = lm, lm.model, kv, prefix_cache, step
 
     def read(self, rows: Sequence[Row], max_chunk_tokens: int = MAX_BATCH_TOKENS) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
@@ -70,6 +74,7 @@ class Prefill:
         context = Context(self._model, self._kv, self._step)
         group = context.length_group(len(row.text.prompt) + row.text.limit)
         n = self._prefix_cache.match(ids, group)
+        self._log_match(ids, n, group)
         if n:
             context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
         context.expected_length = len(row.text.prompt) + row.text.limit
@@ -92,6 +97,17 @@ class Prefill:
                 row.channel.push(num_read)
             if num_read < end:
                 yield
+
+    def _log_match(self, ids: Sequence[int], n: int, group: bool) -> None:
+        """Log how much of a prompt is in the cache, and where it leaves the text that begins most like it."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        why = ""
+        if difference := self._prefix_cache.first_difference(ids, group):
+            position, *tokens = difference
+            cached, new = (self._lm.tokenizer.decode([id], skip_special_tokens=False) for id in tokens)
+            why = f"; token {position} is {new!r}, and {cached!r} in the text that begins most like it"
+        logger.debug("%d of %d prompt tokens are in the prefix cache%s", n, len(ids), why)
 
     def _match(self, ids: Tokens) -> int:
         return self._prefix_cache.match(ids, False) if ids else 0

@@ -73,7 +73,7 @@ class Scheduler:
         self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
         self._prefix_cache, self._memory = prefix_cache, memory
         self._step = DecodeStep(lm.model)
-        self._prefill = Prefill(lm.model, kv, prefix_cache, self._step)
+        self._prefill = Prefill(lm, kv, prefix_cache, self._step)
         self.waiting: list[Row] = []
         self.paused: list[Row] = []
         self._reading: list[_Reading] = []

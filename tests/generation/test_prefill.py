@@ -118,3 +118,14 @@ def test_a_prompt_that_fails_to_be_read_fails_alone(lm):
         second.result()
     same(first.result(), alone(lm, good))
     same(engine.submit(request(SYSTEM)).result(), alone(lm, request(SYSTEM)))
+
+
+def test_the_log_explains_what_the_prefix_cache_lacks(lm, caplog):
+    engine = Engine(lm)
+    options = GenerationOptions(temperature=0, max_tokens=1)
+    engine.submit(Request([5, 6, 7, 8, 9], options)).result()
+    with caplog.at_level("DEBUG", "mlxlm"):
+        engine.submit(Request([5, 6, 70, 8, 9], options)).result()
+    new, cached = (lm.tokenizer.decode([id]) for id in (70, 7))
+    message = f"2 of 4 prompt tokens are in the prefix cache; token 2 is {new!r}, and {cached!r} in the text"
+    assert caplog.messages[-1].startswith(message)
