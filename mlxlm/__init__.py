@@ -8,6 +8,7 @@ Examples:
     ...     print(chunk.text, end="")
     >>> for result in mlxlm.batch(lm, ["Once upon a time", "In a dark wood"], num_samples=2):
     ...     print(result.text)
+    >>> print(mlxlm.generate(lm, messages=[{"role": "user", "content": "What is a list?"}]).text)
     >>> print(mlxlm.score(lm, "Once upon a time").bits_per_byte)
     >>> print(mlxlm.plan("15m", batch_size=16, max_seq_length=512).memory.total)
 
@@ -23,8 +24,9 @@ from mlxlm.utils import errors
 
 if TYPE_CHECKING:
     from mlxlm import plan
+    from mlxlm.chat.generate import batch, generate, stream
     from mlxlm.chat.session import Chat
-    from mlxlm.generation import batch, generate, load, score, stream
+    from mlxlm.generation import load, score
 
 __version__ = "0.1.0"
 __all__ = ["Chat", "batch", "generate", "load", "plan", "score", "stream"]
@@ -42,6 +44,10 @@ def __getattr__(name: str) -> Any:
         return Chat
     if name == "plan":  # a callable package
         return import_module("mlxlm.plan")
+    if name in ("batch", "generate", "stream"):
+        from mlxlm.chat import generate
+
+        return getattr(generate, name)
     if name in __all__:
         from mlxlm import generation
 

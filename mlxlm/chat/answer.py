@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from mlxlm.chat.branches import Turn
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.reasoning import ReasoningParser
-from mlxlm.generation import FinishReason, GenerationChunk, GenerationResult
+from mlxlm.generation import FinishReason, GenerationChunk, GenerationResult, TextStream
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,55 @@ class ChatStats:
     generated_tokens: int
     cache_bytes: int
     last: GenerationResult | None
+
+
+class Cancellation:
+    """Cancels the stream of an answer from any thread, also one that is only about to begin."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+        self._stream: TextStream | None = None
+
+    def attach(self, stream: TextStream) -> None:
+        """Let `cancel` cancel this stream."""
+        self._stream = stream
+        if self._cancelled:
+            stream.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the stream."""
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+
+class Answer(Iterator[ChatChunk]):
+    """The chunks of an answer, as they are generated. Iterate in one thread."""
+
+    def __init__(self, chunks: Generator[ChatChunk, None, None], cancellation: Cancellation):
+        """Iterate `chunks`, which `cancellation` ends."""
+        self._chunks, self._cancellation = chunks, cancellation
+        self._lock = threading.RLock()
+
+    def __next__(self) -> ChatChunk:
+        with self._lock:
+            return next(self._chunks)
+
+    def close(self) -> None:
+        """Stop the answer, from any thread: the iteration ends, and the text so far is in the conversation.
+
+        Raises:
+            GenerationError: From within a callback of the answer.
+        """
+        if not self._lock.acquire(blocking=False):  # another thread is in `__next__`
+            self._cancellation.cancel()
+            self._lock.acquire()
+        try:
+            self._chunks.close()
+        except ValueError:  # this thread is in `__next__`
+            raise GenerationError("the chat can't be changed from within its answer", "after it") from None
+        finally:
+            self._lock.release()
 
 
 def chat_chunks(chunks: Iterator[GenerationChunk], generation_prefix: str) -> Iterator[ChatChunk]:

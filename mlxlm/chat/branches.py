@@ -69,6 +69,28 @@ class Conversation:
         return Conversation(self.turns, self.dropped + n)
 
 
+def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """Return the turns of messages of the user and the assistant.
+
+    Raises:
+        GenerationError: They aren't in turn, or the last one isn't an answer.
+        TokenizerError: A text has a lone surrogate.
+    """
+    for number, message in enumerate(messages, 1):
+        role = "user" if number % 2 else "assistant"
+        if message.role != role or message.tool_calls:
+            kind = "calls of functions" if message.role == role else f"the role {message.role!r}"
+            problem = f"a message has {kind} where a text of the {role} was expected: {message.content[:40]!r}"
+            raise GenerationError(problem, "messages of the user and the assistant in turn, after the system prompt")
+        check_unicode(message.content)
+    if len(messages) % 2:
+        raise GenerationError("the last message has no answer", "messages that end with an answer, then `ask`")
+    return tuple(
+        Turn(question.content, answer.content, answer.ids)
+        for question, answer in zip(messages[::2], messages[1::2], strict=True)
+    )
+
+
 class Branches:
     """Conversations by name, one of them current. They share the turns that they have in common."""
 
@@ -125,9 +147,14 @@ class ChatHistory:
     Every method that changes them first ends an answer that is still being generated; the text so far stays.
     """
 
-    def __init__(self, system_prompt: str | None):
+    def __init__(self, system_prompt: str | None, messages: Sequence[Message] = ()):
+        if messages and messages[0].role == "system":
+            if system_prompt is not None:
+                hint = "system_prompt, or a first message with the role system"
+                raise GenerationError("there are two system prompts", hint)
+            system_prompt, messages = messages[0].content, messages[1:]
         self.system_prompt = system_prompt
-        self._branches = Branches()
+        self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(messages))})
 
     @property
     def system_prompt(self) -> str | None:

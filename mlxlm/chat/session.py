@@ -7,23 +7,24 @@ import weakref
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
-from mlxlm.chat.answer import ChatChunk, ChatStats, chat_chunks, make_turn
+from mlxlm.chat.answer import Answer, Cancellation, ChatChunk, ChatStats, chat_chunks, make_turn
 from mlxlm.chat.branches import ChatHistory, Conversation
 from mlxlm.chat.chat_model import ChatModel
+from mlxlm.chat.chat_prompts import Messages, parse_messages
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
-from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel, TextStream
+from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.options import OptionArguments
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 OnPrefill = Callable[[int], None]
-Answer = Generator[ChatChunk, None, None]
 
 
 class Chat(ChatHistory):
@@ -43,6 +44,8 @@ class Chat(ChatHistory):
     Args:
         lm: The model.
         system_prompt: The system prompt.
+        messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
+            assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
         chat_template: "model" for the model's own template, a name in `mlxlm.chat.chat_formats`, "plain", or a jinja
             file. By default, the template that fits the model.
         context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": drop the
@@ -64,13 +67,14 @@ class Chat(ChatHistory):
         lm: LoadedModel,
         *,
         system_prompt: str | None = None,
+        messages: Messages = (),
         chat_template: str | None = None,
         context_overflow: ContextOverflow = "stop",
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
-        **options: Any,
+        **options: Unpack[OptionArguments],
     ):
-        super().__init__(system_prompt)
+        super().__init__(system_prompt, parse_messages(messages))
         self._options: GenerationOptions
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation)
         self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
@@ -83,7 +87,8 @@ class Chat(ChatHistory):
         self._files = session_files.SessionFiles()
         # A weak reference: an answer that nobody reads has ended.
         self._answering: Callable[[], Answer | None] = lambda: None
-        self._current: tuple[TextStream, int, threading.Event]
+        self._ended = threading.Event()  # also one that is being dropped
+        self._ended.set()
 
     @property
     def lm(self) -> LoadedModel:
@@ -252,7 +257,7 @@ class Chat(ChatHistory):
         context_overflow: ContextOverflow | None = None,
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
-        **options: Any,
+        **options: Unpack[OptionArguments],
     ) -> Chat:
         """Continue the chat of a session file. Arguments override the settings in the file.
 
@@ -284,40 +289,44 @@ class Chat(ChatHistory):
         conversation, prompt = fit_to_context(conversation, prompt_of, limit, self.context_overflow, max_tokens)
         self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)
-        answering = self._answer(conversation, question, prompt, on_prefill)
+        cancellation = Cancellation()
+        answering = Answer(self._answer(conversation, question, prompt, on_prefill, cancellation), cancellation)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
-        self, conversation: Conversation, question: str, prompt: list[int], on_prefill: OnPrefill | None
-    ) -> Answer:
+        self,
+        conversation: Conversation,
+        question: str,
+        prompt: list[int],
+        on_prefill: OnPrefill | None,
+        cancellation: Cancellation,
+    ) -> Generator[ChatChunk, None, None]:
         earlier = self._messages(conversation.visible_turns)
         stream = self._chat_model.answer(earlier, prompt, self._options, on_prefill)
-        ended = threading.Event()
-        self._current = stream, threading.get_ident(), ended
+        cancellation.attach(stream)
+        ended = self._ended = threading.Event()
         try:
             yield from chat_chunks(stream, self._chat_model.chat_encoder.generation_prefix)
         finally:
-            stream.cancel()
-            result = stream.partial_result()
-            if result.tokens:
-                self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
-                if self._options.seed == result.seed:  # it was not set during the answer
-                    self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
-                self._answers += 1
-                self._generated_tokens += len(result.tokens)
-                self._last = result
-            ended.set()
+            try:
+                stream.cancel()
+                self._record(conversation, question, prompt, stream.partial_result())
+            finally:
+                ended.set()
+
+    def _record(self, conversation: Conversation, question: str, prompt: list[int], result: GenerationResult) -> None:
+        if not result.tokens:
+            return
+        self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
+        if self._options.seed == result.seed:  # it was not set during the answer
+            self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
+        self._answers += 1
+        self._generated_tokens += len(result.tokens)
+        self._last = result
 
     def _end_answer(self) -> None:
         """End an answer that is being generated, also one that another thread is iterating."""
-        while (answering := self._answering()) is not None:
-            try:
-                answering.close()
-                return
-            except ValueError:  # it is being iterated
-                stream, thread, ended = self._current
-                if thread == threading.get_ident():
-                    raise GenerationError("the chat can't be changed from within its answer", "after it") from None
-                stream.cancel()
-                ended.wait()
+        if (answering := self._answering()) is not None:
+            answering.close()
+        self._ended.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,8 @@ from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
+    from mlxlm.chat.chat_prompts import MessageEncoder
     from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request
-    from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
@@ -80,7 +80,7 @@ def generate(
     served at once; each result is one line of JSON, and the default seed is 0.
     """
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
-    make_encoder = partial(_chat_encoder, flags["chat_template"], flags["chat"] or flags["chat_template"] is not None)
+    make_encoder = partial(_message_encoder, flags["chat_template"], flags["chat"])
     if jsonl is not None:
         from mlxlm.cli.jsonl import JsonlSettings, run
 
@@ -167,26 +167,10 @@ def _prompt_text(prompt: str | None) -> str:
     return text
 
 
-def _chat_encoder(chat_template: str | None, now: bool, lm: LoadedModel) -> Callable[[Messages], EncodedPrompt]:
-    """A function that encodes conversations. It compiles the template when it is first called, or `now`."""
-    from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
-    from mlxlm.chat.messages import Message
-    from mlxlm.chat.plain_text import PLAIN
+def _message_encoder(chat_template: str | None, as_chat: bool, lm: LoadedModel) -> MessageEncoder:
+    from mlxlm.chat.chat_prompts import message_encoder
 
-    @cache
-    def encoder() -> ChatEncoder:
-        compiled = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
-        if chat_template is None and compiled.name == PLAIN:
-            raise GenerationError(f"{lm.path} has no chat template", "a prompt to continue, or --chat-template")
-        return compiled
-
-    def encode(messages: Messages) -> EncodedPrompt:
-        ids = encoder().encode([Message(message["role"], message["content"]) for message in messages])
-        return ids, lm.eos_token_ids | encoder().eos_token_ids
-
-    if now:
-        encoder()
-    return encode
+    return message_encoder(lm, chat_template, compile_now=as_chat or chat_template is not None)
 
 
 def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str | None) -> GenerationResult:

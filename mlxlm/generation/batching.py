@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Unpack
 
 from mlxlm.cache import KVOptions
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.engine import BATCH_SIZE, Engine, get_engine
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.options import GenerationOptions, OptionArguments
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.stream_generate import encode_prompt
@@ -31,10 +31,11 @@ def batch(
     lm: LoadedModel,
     prompts: Sequence[str | Sequence[int]],
     *,
+    eos_token_ids: frozenset[int] | None = None,
     num_samples: int = 1,
     kv: KVOptions | None = None,
     batch_size: int = BATCH_SIZE,
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> list[GenerationResult]:
     """Continue every prompt `num_samples` times.
 
@@ -44,6 +45,7 @@ def batch(
     Args:
         lm: The model.
         prompts: Texts, or lists of token ids.
+        eos_token_ids: Tokens that end a text; None for the model's.
         num_samples: Texts per prompt.
         kv: Options of the key-value cache.
         batch_size: The maximum number of texts that are generated at once.
@@ -60,12 +62,12 @@ def batch(
     if not is_int_at_least(num_samples, 1):
         raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
     engine = get_engine(lm, kv, batch_size=batch_size)
-    settings = GenerationOptions.of(("num_samples", "kv", "batch_size"), **options)
+    settings = GenerationOptions.of(("eos_token_ids", "num_samples", "kv", "batch_size"), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
     requests: list[Request] = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            request = Request(encode_prompt(lm, prompt), settings)
+            request = Request(encode_prompt(lm, prompt), settings, eos_token_ids)
             request.check(lm, engine.kv)
             request.compile_grammar(lm)
         except MlxlmError as error:

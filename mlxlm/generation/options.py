@@ -6,7 +6,7 @@ import json
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from mlxlm.generation.option_checks import (
     CHECKS,
@@ -169,6 +169,36 @@ class GenerationOptions:
         texts.append("" if problems else "".join(self.choice))
         if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
             yield f"{names[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `GenerationOptions`, as keyword arguments."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    repetition_penalty: float
+    repetition_context_size: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str]
+    logit_bias: Mapping[int, float] | Sequence[str]
+    json_schema: str | Mapping[str, Any] | bool | None
+    regex: str | None
+    choice: str | Sequence[str]
+    grammar: str | None
+    logprobs: int | None
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str]
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

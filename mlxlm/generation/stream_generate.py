@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from mlxlm.cache import KVOptions
 from mlxlm.generation.engine import get_engine
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.options import GenerationOptions, OptionArguments
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.text_stream import TextStream
@@ -19,18 +19,27 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 
-def generate(lm: LoadedModel, prompt: str | Sequence[int], **arguments: Any) -> GenerationResult:
+def generate(
+    lm: LoadedModel,
+    prompt: str | Sequence[int],
+    *,
+    eos_token_ids: frozenset[int] | None = None,
+    kv: KVOptions | None = None,
+    speculation: SpeculativeDecoder | None = None,
+    **options: Unpack[OptionArguments],
+) -> GenerationResult:
     """Continue `prompt` to the end. Arguments and errors are those of `stream`."""
-    return stream(lm, prompt, **arguments).result()
+    return stream(lm, prompt, eos_token_ids=eos_token_ids, kv=kv, speculation=speculation, **options).result()
 
 
 def stream(
     lm: LoadedModel,
     prompt: str | Sequence[int],
     *,
+    eos_token_ids: frozenset[int] | None = None,
     kv: KVOptions | None = None,
     speculation: SpeculativeDecoder | None = None,
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> TextStream:
     """Continue `prompt`, in chunks.
 
@@ -41,6 +50,7 @@ def stream(
         lm: The model.
         prompt: Text, which is encoded with the tokenizer's special tokens (usually BOS in front) and never parsed for
             any; or token ids, which are used unchanged.
+        eos_token_ids: Tokens that end the text; None for the model's.
         kv: Options of the key-value cache.
         speculation: Speculative decoding, which changes the speed and not the text.
         options: The fields of GenerationOptions.
@@ -52,9 +62,9 @@ def stream(
         GenerationError: Before anything is computed, for a prompt that is empty or longer than the context, and for
             invalid options.
     """
-    settings = GenerationOptions.of(("kv", "speculation"), **options)
+    settings = GenerationOptions.of(("eos_token_ids", "kv", "speculation"), **options)
     engine = get_engine(lm, kv, speculation)
-    request = Request(encode_prompt(lm, prompt), settings)
+    request = Request(encode_prompt(lm, prompt), settings, eos_token_ids)
     request.compile_grammar(lm)  # raises here, not when the stream is iterated
     return engine.submit(request)
 

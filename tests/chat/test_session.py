@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from threading import Event, Thread
 
 import pytest
 from mlx.utils import tree_flatten
@@ -19,6 +20,7 @@ from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, TokenizerError
+from tests.generation.recording_model import TIMEOUT
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -603,3 +605,113 @@ def test_token_counts_are_those_of_each_message(lm):
     counts = chat.token_counts()
     assert counts[1:] == [len(lm.tokenizer.encode("Hello!", add_special_tokens=False)), 12]
     assert sum(counts) < chat.context_used == chat.stats.last.prompt_tokens + 12 + 2
+
+
+def messages_of(*texts):
+    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 9, texts, strict=False)]
+
+
+def test_a_chat_begins_with_a_conversation(lm):
+    first = Chat(lm, system_prompt="Be brief.", **GREEDY)
+    say(first, "Hello!")
+    for messages in (first.messages, [{"role": m.role, "content": m.content} for m in first.messages]):
+        chat = Chat(lm, messages=messages, **GREEDY)
+        assert [(m.role, m.content) for m in chat.messages] == [(m.role, m.content) for m in first.messages]
+        assert chat.system_prompt == "Be brief." and chat.branches == {"main": 1}
+        _, expected = fresh(chat, "And?")
+        assert say(chat, "And?") == expected.text
+    chat.undo()
+    assert chat.undo().question == "Hello!" and len(chat.messages) == 1
+    assert Chat(lm, messages=[], system_prompt="Be brief.").messages == [Message("system", "Be brief.")]
+    assert Chat(lm, messages=[Message("system", "Be brief.")]).messages == [Message("system", "Be brief.")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": messages_of("Hello!")}, "the last message has no answer"),
+        ({"messages": messages_of("a", "b")[::-1]}, "role 'assistant' where a text of the user was expected: 'b'"),
+        ({"messages": messages_of("a") * 2}, "role 'user' where a text of the assistant was expected"),
+        ({"messages": [*messages_of("a", "b"), Message("system", "c")]}, "role 'system' where"),
+        ({"messages": [Message("system", "c")], "system_prompt": "d"}, "two system prompts"),
+        ({"messages": "Hello!"}, "not a list of messages"),
+        ({"messages": [{"role": "user", "content": 1}]}, "content of message 1 is not a string"),
+    ],
+)
+def test_a_chat_does_not_begin_with_anything_else(lm, arguments, message):
+    with pytest.raises(GenerationError, match=message):
+        Chat(lm, **arguments)
+    with pytest.raises(TokenizerError, match="surrogate"):
+        Chat(lm, messages=messages_of("a", "\ud800"))
+
+
+CHANGES = [
+    lambda chat: chat.reset(),
+    lambda chat: chat.undo(),
+    lambda chat: (chat.branch("b"), chat.switch("main"), chat.reset()),
+    lambda chat: (chat.ask("?").close(), chat.reset()),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("round_", range(5))  # at other moments
+def test_another_thread_ends_an_answer(lm, change, round_):
+    chat, errors, begun, ended = Chat(lm, temperature=1.0, max_tokens=3000), [], Event(), Event()
+
+    def iterate():
+        try:
+            for number, _ in enumerate(chat.ask("Hello!")):
+                if number == 2 * round_:
+                    begun.set()
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+
+    thread = Thread(target=iterate)
+    thread.start()
+    assert begun.wait(TIMEOUT)
+    change(chat)
+    assert ended.wait(TIMEOUT) and errors == []
+    assert chat.messages == [] and 1 <= chat.stats.generated_tokens < 3000
+    thread.join()
+
+
+def test_an_answer_is_ended_before_its_first_token(lm):
+    """Another thread reads a long prompt: the message is forgotten."""
+    chat, reading, errors = Chat(lm, **GREEDY), Event(), []
+
+    def iterate():
+        try:
+            errors.extend(chat.ask("Hello! " * 100, on_prefill=lambda _: reading.set()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=iterate)
+    thread.start()
+    assert reading.wait(TIMEOUT)
+    chat.reset()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive() and chat.messages == []
+    assert not any(isinstance(error, BaseException) for error in errors)
+
+
+def test_a_chat_is_changed_between_two_chunks(lm):
+    chat, said = Chat(lm, **GREEDY), []
+    for chunk in chat.ask("Hello!"):
+        said.append(chunk.text)
+        if len(said) == 3:
+            chat.reset()
+    assert len(said) == 3 and chat.messages == []
+    assert say(chat, "Hello!").startswith("".join(said))
+
+
+def test_a_chat_is_not_changed_from_within_a_callback(lm):
+    chat, errors = Chat(lm, **GREEDY), []
+
+    def reset(_):
+        with pytest.raises(GenerationError, match="from within its answer") as caught:
+            chat.reset()
+        errors.append(caught)
+
+    answer = "".join(chunk.text for chunk in chat.ask("Hello!", on_prefill=reset))
+    assert errors and answer == chat.messages[-1].content and len(chat.stats.last.tokens) == 12

@@ -9,8 +9,10 @@ from mlxlm import chat, generation
 
 def test_public_names():
     assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "plan", "score", "stream"}
-    for name in ("batch", "generate", "load", "score", "stream"):
+    for name in ("load", "score"):
         assert getattr(mlxlm, name) is getattr(generation, name)
+    for name in ("batch", "generate", "stream"):
+        assert getattr(mlxlm, name) is getattr(chat.generate, name)
     assert mlxlm.Chat is chat.session.Chat
     assert mlxlm.plan("1m").parameters == mlxlm.plan.plan("1m").parameters
     assert all(hasattr(generation, name) for name in generation.__all__)

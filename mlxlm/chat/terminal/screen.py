@@ -6,11 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Literal
 
-from mlxlm.chat.answer import ChatChunk
+from mlxlm.chat.answer import Answer
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import dim, is_dumb_terminal, write
 from mlxlm.generation import FinishReason
@@ -19,7 +19,7 @@ from mlxlm.utils.formatting import printable
 ReasoningDisplay = Literal["show", "dim", "hide"]
 
 # Starts an answer: `chat.ask`, `chat.retry` or `chat.edit` with its message, called with `on_prefill`.
-StartAnswer = Callable[[Callable[[int], None]], Generator[ChatChunk, None, None]]
+StartAnswer = Callable[[Callable[[int], None]], Answer]
 
 
 def stream_answer(

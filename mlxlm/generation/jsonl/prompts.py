@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxlm.generation.loaded_model import LoadedModel
@@ -13,7 +13,7 @@ Messages = list[dict[str, str]]  # each with "role" and "content"
 EncodedPrompt = tuple[Sequence[int], frozenset[int] | None]  # ids, and the end tokens, None for the model's
 
 _ROLES = ("system", "user", "assistant")
-_EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
+EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 
 class PromptEncoder:
@@ -80,16 +80,26 @@ class PromptEncoder:
 
 def _check_messages(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages:
-        raise GenerationError("messages is not a list of messages", f"[{_EXAMPLE_MESSAGE}]")
-    for n, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise GenerationError(f"message {n} must have a role and a content, nothing else", _EXAMPLE_MESSAGE)
-        if message["role"] not in _ROLES:
-            raise GenerationError(f"message {n} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
-        if not isinstance(message["content"], str):
-            raise GenerationError(f"the content of message {n} is not a string", _EXAMPLE_MESSAGE)
-    if messages[-1]["role"] != "user":
-        raise GenerationError(
-            "the last message is not the user's: there is nothing to answer", f"{_EXAMPLE_MESSAGE} last"
-        )
+        raise GenerationError("messages is not a list of messages", f"[{EXAMPLE_MESSAGE}]")
+    for number, message in enumerate(messages, 1):
+        check_message(number, message)
+    check_is_question(messages[-1]["role"])
     return messages
+
+
+def check_message(number: int, message: Any) -> None:
+    """Raise GenerationError if message `number`, from 1, isn't a role and a text."""
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise GenerationError(f"message {number} must have a role and a content, nothing else", EXAMPLE_MESSAGE)
+    if message["role"] not in _ROLES:
+        raise GenerationError(f"message {number} has the role {message['role']!r}", "one of " + ", ".join(_ROLES))
+    if not isinstance(message["content"], str):
+        raise GenerationError(f"the content of message {number} is not a string", EXAMPLE_MESSAGE)
+
+
+def check_is_question(role: str) -> None:
+    """Raise GenerationError if the last message, of this role, can't be answered."""
+    if role not in ("user", "tool"):
+        raise GenerationError(
+            "the last message is not the user's: there is nothing to answer", f"{EXAMPLE_MESSAGE} last"
+        )

@@ -1,0 +1,144 @@
+"""`mlxlm.generate`, `stream` and `batch`: continue prompts, or answer conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Unpack
+
+from mlxlm import generation
+from mlxlm.cache import KVOptions
+from mlxlm.chat.chat_prompts import Messages, message_encoder
+from mlxlm.generation import GenerationResult, LoadedModel, TextStream
+from mlxlm.generation.engine import BATCH_SIZE
+from mlxlm.generation.options import OptionArguments
+from mlxlm.utils.errors import GenerationError, MlxlmError
+
+if TYPE_CHECKING:
+    from mlxlm.generation.speculative import SpeculativeDecoder
+
+Prompt = str | Sequence[int]
+
+
+def generate(
+    lm: LoadedModel,
+    prompt: Prompt | None = None,
+    *,
+    messages: Messages | None = None,
+    chat_template: str | None = None,
+    kv: KVOptions | None = None,
+    speculation: SpeculativeDecoder | None = None,
+    **options: Unpack[OptionArguments],
+) -> GenerationResult:
+    """Continue `prompt` or answer `messages`, to the end. Arguments and errors are those of `stream`."""
+    started = stream(
+        lm, prompt, messages=messages, chat_template=chat_template, kv=kv, speculation=speculation, **options
+    )
+    return started.result()
+
+
+def stream(
+    lm: LoadedModel,
+    prompt: Prompt | None = None,
+    *,
+    messages: Messages | None = None,
+    chat_template: str | None = None,
+    kv: KVOptions | None = None,
+    speculation: SpeculativeDecoder | None = None,
+    **options: Unpack[OptionArguments],
+) -> TextStream:
+    """Continue `prompt` or answer `messages`, in chunks.
+
+    Several texts can be streamed at once, from any threads. What a prompt has in common with an earlier text isn't read
+    again. The text of an answer is what the model wrote: reasoning is part of it, in its tags.
+
+    Args:
+        lm: The model.
+        prompt: Text, which is encoded with the tokenizer's special tokens (usually BOS in front) and never parsed for
+            any; or token ids, which are used unchanged.
+        messages: Instead of a prompt, a conversation whose last message is the user's: {"role": ..., "content": ...}
+            or `mlxlm.chat.messages.Message` each. The answer ends with an end token of the model or its template.
+        chat_template: How `messages` become a prompt: a name in `mlxlm.chat.chat_formats`, "plain", or a jinja file.
+            By default, the model's own template.
+        kv: Options of the key-value cache.
+        speculation: Speculative decoding, which changes the speed and not the text.
+        options: The fields of GenerationOptions.
+
+    Returns:
+        An iterator over chunks, also for `async for`; its `result()` is the whole text, as is `await wait()`.
+
+    Raises:
+        GenerationError: Before anything is computed, for a prompt or a conversation that is empty or longer than the
+            context, for invalid messages and options, and for `messages` without a chat template.
+        TokenizerError: The chat template is broken, or refuses the conversation.
+    """
+    _check_one_of("prompt", prompt, messages, chat_template)
+    if messages is None:
+        assert prompt is not None
+        return generation.stream(lm, prompt, kv=kv, speculation=speculation, **options)
+    ids, eos_token_ids = message_encoder(lm, chat_template)(messages)
+    return generation.stream(lm, ids, eos_token_ids=eos_token_ids, kv=kv, speculation=speculation, **options)
+
+
+def batch(
+    lm: LoadedModel,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    messages: Sequence[Messages] | None = None,
+    chat_template: str | None = None,
+    num_samples: int = 1,
+    kv: KVOptions | None = None,
+    batch_size: int = BATCH_SIZE,
+    **options: Unpack[OptionArguments],
+) -> list[GenerationResult]:
+    """Continue every prompt, or answer every conversation, `num_samples` times.
+
+    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
+    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text.
+
+    Args:
+        lm: The model.
+        prompts: Texts, or lists of token ids.
+        messages: Instead of prompts, a list of conversations, each as in `stream`.
+        chat_template: See `stream`.
+        num_samples: Texts per prompt.
+        kv: Options of the key-value cache.
+        batch_size: The maximum number of texts that are generated at once.
+        options: The fields of GenerationOptions.
+
+    Returns:
+        The results of the first prompt, then those of the second, and so on.
+
+    Raises:
+        GenerationError: As `stream`, with the number of the prompt, before anything is computed.
+        TokenizerError: As `stream`.
+    """
+    _check_one_of("prompts", prompts, messages, chat_template)
+    eos_token_ids = None
+    if messages is not None:
+        prompts, eos_token_ids = _encode_all(lm, messages, chat_template)
+    assert prompts is not None
+    return generation.batch(
+        lm, prompts, eos_token_ids=eos_token_ids, num_samples=num_samples, kv=kv, batch_size=batch_size, **options
+    )
+
+
+def _encode_all(
+    lm: LoadedModel, conversations: Sequence[Messages], chat_template: str | None
+) -> tuple[list[Prompt], frozenset[int] | None]:
+    prompts: list[Prompt] = []
+    encode, eos_token_ids = message_encoder(lm, chat_template, compile_now=True), None
+    for number, messages in enumerate(conversations, 1):
+        try:
+            ids, eos_token_ids = encode(messages)
+        except MlxlmError as error:
+            raise type(error)(f"conversation {number}: {error.message}", error.hint) from error
+        prompts.append(ids)
+    return prompts, eos_token_ids
+
+
+def _check_one_of(name: str, prompt: object, messages: object, chat_template: str | None) -> None:
+    if (prompt is None) == (messages is None):
+        problem = f"there are {name} and messages" if prompt is not None else f"there is neither {name} nor messages"
+        raise GenerationError(problem, "one of them")
+    if messages is None and chat_template is not None:
+        raise GenerationError("a chat template needs messages", '[{"role": "user", "content": "Hello!"}]')

@@ -1,0 +1,122 @@
+"""`mlxlm.generate`, `stream` and `batch`: prompts, conversations, typed options."""
+
+import asyncio
+from dataclasses import fields
+
+import pytest
+
+import mlxlm
+from mlxlm import generation
+from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.messages import Message
+from mlxlm.chat.session import Chat
+from mlxlm.generation import GenerationOptions
+from mlxlm.generation.options import OptionArguments
+from mlxlm.utils.errors import GenerationError, TokenizerError
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+HELLO = [{"role": "user", "content": "Hello!"}]
+LONG = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "How are you?"},
+]
+
+
+def prompt_of(lm, messages):
+    return ChatTemplate(lm.tokenizer).encode([Message(**message) for message in messages])
+
+
+@pytest.mark.parametrize("messages", [HELLO, LONG], ids=len)
+def test_conversations_are_prompts_of_the_chat_template(lm, messages):
+    expected = generation.generate(lm, prompt_of(lm, messages), **GREEDY)
+    found = mlxlm.generate(lm, messages=messages, **GREEDY)
+    assert (found.text, found.prompt_tokens) == (expected.text, expected.prompt_tokens)
+    stream = mlxlm.stream(lm, messages=tuple(Message(**message) for message in messages), **GREEDY)
+    assert "".join(chunk.text for chunk in stream) == expected.text
+    assert mlxlm.generate(lm, prompt_of(lm, messages), **GREEDY).text == expected.text
+
+
+def test_a_batch_of_conversations(lm):
+    options = {"max_tokens": 8, "seed": 1}
+    found = mlxlm.batch(lm, messages=[HELLO, LONG], num_samples=2, **options)
+    prompts = [prompt_of(lm, HELLO), prompt_of(lm, LONG)]
+    expected = mlxlm.batch(lm, prompts, num_samples=2, **options)
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    assert len(found) == 4 and mlxlm.batch(lm, messages=[]) == []
+
+
+def test_the_end_token_of_the_template_ends_an_answer(lm):
+    end = lm.tokenizer.special_tokens["<|end|>"]
+    assert end not in lm.eos_token_ids
+    options = {"logit_bias": {end: 1000.0}, "max_tokens": 5, "temperature": 0}
+    results = [mlxlm.generate(lm, messages=HELLO, **options), *mlxlm.batch(lm, messages=[HELLO], **options)]
+    assert all((result.tokens, result.finish_reason) == ([end], "eos") for result in results)
+    assert mlxlm.generate(lm, "Hello!", **options).tokens == [end] * 5
+
+
+def test_a_model_without_a_template_needs_one(lm):
+    lm.tokenizer.chat_template = None
+    for use in (lambda **more: mlxlm.generate(lm, messages=HELLO, **more), lambda **more: one_of_batch(lm, **more)):
+        with pytest.raises(GenerationError, match='no chat template.*chat_template="chatml"'):
+            use()
+        assert use(chat_template="plain", **GREEDY).text == mlxlm.generate(lm, "Hello!", **GREEDY).text
+
+
+def one_of_batch(lm, **options):
+    return mlxlm.batch(lm, messages=[HELLO], **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "neither prompt nor messages"),
+        ({"prompt": "x", "messages": HELLO}, "there are prompt and messages"),
+        ({"prompt": "x", "chat_template": "chatml"}, "a chat template needs messages"),
+        ({"messages": []}, "there are no messages"),
+        ({"messages": "Hello!"}, "messages is not a list"),
+        ({"messages": HELLO[0]}, "messages is not a list"),
+        ({"messages": ["Hello!"]}, "message 1 must have a role and a content"),
+        ({"messages": [{"role": "user"}]}, "message 1 must have a role and a content"),
+        ({"messages": [*HELLO, {"role": "bot", "content": ""}]}, "message 2 has the role 'bot'"),
+        ({"messages": [{"role": "user", "content": None}]}, "content of message 1 is not a string"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "Hi."}]}, "the last message is not the user's"),
+        ({"messages": HELLO, "temprature": 1}, "no option temprature"),
+    ],
+)
+def test_invalid_arguments(lm, arguments, message):
+    for function in (mlxlm.generate, mlxlm.stream):
+        with pytest.raises(GenerationError, match=message):
+            function(lm, **arguments)
+
+
+def test_errors_of_a_batch_name_the_conversation(lm):
+    with pytest.raises(GenerationError, match="conversation 2: message 1 must have"):
+        mlxlm.batch(lm, messages=[HELLO, [{"role": "user"}]])
+    with pytest.raises(GenerationError, match="conversation 1: message 1 must have"):
+        mlxlm.batch(lm, messages=[["x"]])
+    with pytest.raises(GenerationError, match="conversation 1: messages is not a list"):
+        mlxlm.batch(lm, messages=HELLO)  # one conversation instead of a list of them
+    with pytest.raises(TokenizerError, match="conversation 1: .*surrogate"):
+        mlxlm.batch(lm, messages=[[{"role": "user", "content": "\ud800"}]])
+    with pytest.raises(GenerationError, match="there are prompts and messages"):
+        mlxlm.batch(lm, ["x"], messages=[HELLO])
+
+
+def test_streams_in_an_event_loop(lm):
+    async def main():
+        stream = mlxlm.stream(lm, messages=HELLO, **GREEDY)
+        text = "".join([chunk.text async for chunk in stream])
+        return text, await mlxlm.stream(lm, messages=HELLO, **GREEDY).wait()
+
+    text, result = asyncio.run(main())
+    assert text == result.text == mlxlm.generate(lm, messages=HELLO, **GREEDY).text
+
+
+def test_options_are_typed():
+    """A misspelled option is an error for type checkers."""
+    assert set(OptionArguments.__annotations__) == {field.name for field in fields(GenerationOptions)}
+    functions = [mlxlm.generate, mlxlm.stream, mlxlm.batch, Chat.__init__, Chat.open]
+    for function in [*functions, generation.generate, generation.stream, generation.batch]:
+        assert function.__annotations__["options"] == "Unpack[OptionArguments]", function
