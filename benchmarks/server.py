@@ -43,7 +43,7 @@ class Sizes:
     streams: int = 8
 
 
-QUICK = Sizes(clients=(1, 8, 32), answer=16, system=500, turns=3, history=1000)
+QUICK = Sizes(clients=(1, 8, 32), answer=16, system=300, turns=3, history=600, joining=1000)
 
 
 def main() -> None:
