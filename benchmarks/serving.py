@@ -30,7 +30,11 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """Write a Llama with random weights whose answers don't end by themselves; 26M parameters beside its embeddings."""
+    """Write a Llama with random weights, 26M beside its embeddings.
+
+    Greedy answers have only words: they don't end by themselves, and none begins with spaces, which a server may hold
+    back.
+    """
     from mlx.utils import tree_flatten
 
     from mlxlm import tokenizer
@@ -51,7 +55,8 @@ def make_model(folder: Path) -> Path:
     tokens.chat_template = TEMPLATE
     model = Decoder(config)
     model.init_weights(0)
-    model.model.embed_tokens.weight[mx.array(list(tokens.special_tokens.values()))] = 0  # their logits are 0
+    no_words = [n for n in range(config.vocab_size) if not re.fullmatch(rb" ?[a-z]+", tokens.token_bytes(n))]
+    model.model.embed_tokens.weight[mx.array(no_words)] = 0  # and so are their logits
     folder.mkdir()
     save_weights(folder, dict(tree_flatten(model.parameters())))
     write_json(folder / "config.json", config_to_hf(config))
