@@ -49,7 +49,11 @@ QUICK = Sizes(clients=(1, 8, 32), answer=16, system=300, turns=3, history=600, j
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="model folder in the Hugging Face layout")
-    parser.add_argument("--quick", action="store_true", help="smaller prompts and one round, about two minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="smaller prompts and one round: four minutes on two cores, most for mlx_lm as installed",
+    )
     parser.add_argument("--rounds", type=int, help="default 2; with --quick 1")
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="only these columns of the table")
     options = parser.parse_args()
