@@ -59,7 +59,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ", ".join(kind) or "default")
 def test_a_text_pauses_while_its_reader_is_far_behind(lm, steps, kind):
     one = request(dry_multiplier=0.8, repetition_penalty=1.1)
     expected = alone(lm, one, kind.get("kv")).tokens
@@ -77,7 +77,7 @@ def test_a_text_pauses_while_its_reader_is_far_behind(lm, steps, kind):
     assert engine.stats.paused == 0 and engine.stats.prompt_tokens == len(one.prompt)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=lambda kind: ", ".join(kind) or "default")
 def test_other_texts_go_on_beside_a_paused_one(lm, steps, kind):
     engine = Engine(lm, batch_size=1, **kind)
     stream = engine.submit(request())
@@ -115,7 +115,7 @@ def test_waiting_for_a_paused_text_in_an_event_loop(lm):
     assert asyncio.run(main()).tokens == alone(lm, request()).tokens
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=str)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=lambda kind: ", ".join(kind) or "default")
 def test_a_paused_text_is_cancelled_dropped_or_closed(lm, steps, kind):
     engine = Engine(lm, **kind)
     streams = [engine.submit(request([5, 6, 8 + i])) for i in range(3)]
