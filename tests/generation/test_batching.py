@@ -325,7 +325,7 @@ def test_after_a_failed_step_the_next_texts_are_generated(lm):
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
         ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
-        ({"kv_bits": 8}, "no option kv_bits .*one of num_samples, kv, batch_size, temperature"),
+        ({"kv_bits": 8}, "no option kv_bits .*one of eos_token_ids, num_samples, kv, batch_size, temperature"),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],

@@ -265,7 +265,7 @@ def test_numpy_integers_are_ids(lm):
     [
         ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
         ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
-        ({"lookup": True}, r"there is no option lookup \(try: one of kv, speculation, temperature"),
+        ({"lookup": True}, r"there is no option lookup \(try: one of eos_token_ids, kv, speculation, temperature"),
     ],
 )
 def test_invalid_arguments_are_refused(lm, arguments, message):
