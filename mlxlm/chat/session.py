@@ -160,7 +160,7 @@ class Chat(ChatHistory):
         return self._chat_model.chat_encoder.encode(self._messages(turns), add_generation_prompt=False)
 
     def kv_bytes_for(self, num_tokens: int) -> int:
-        """Bytes of the keys and values of so many tokens."""
+        """Return the size in bytes of the keys and values of `num_tokens` tokens."""
         return self._chat_model.engine.kv_bytes_for(num_tokens)
 
     @property

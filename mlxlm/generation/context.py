@@ -245,8 +245,7 @@ class Context:
                 )
             for cache in caches:
                 cache.expected_length = int(expected_length)
-        with self.transaction():
-            self.caches, self._ids = caches, array("i", ids)
+        self.set(caches, ids)
         return len(self)
 
 

@@ -144,8 +144,8 @@ class Engine:
             QueueFullError: `max_waiting` texts wait.
         """
         request.check(self.lm, self.kv)
-        limit = self._memory.max_tokens()
         if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:
+            limit = self._memory.max_tokens()
             size = human_bytes(self._memory.max_bytes)
             raise GenerationError(
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
@@ -197,7 +197,6 @@ class Engine:
 
         def save() -> bool:
             context = Context(self.lm.model, self.kv)
-            context.expected_length = len(ids)
             group = context.length_group(len(ids))
             if n := self._prefix_cache.match(ids, group):
                 context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
@@ -262,16 +261,15 @@ class Engine:
         with self._lock:
             self._num_compiling -= 1
             self._inbox.append(Row(channel, channel.text))
-            begins, self._scheduled = not self._scheduled, True
-        if begins:
-            device_thread.repeat(self._step)
+        self._begin_steps()
 
     def _resume(self) -> None:
-        """Go on with a text that has paused. Takes no lock: the garbage collector may call this anywhere."""
+        """Resume a paused text. Takes no lock, because the garbage collector may call this at any time."""
         with suppress(RuntimeError):  # the process is ending
             device_thread.repeat(self._begin_steps)
 
     def _begin_steps(self) -> bool:
+        """Start the steps on the thread of the device, unless they are running."""
         with self._lock:
             begins, self._scheduled = not self._scheduled, True
         if begins:

@@ -15,7 +15,7 @@ _CHUNK_SIZE = 256  # tokens whose logits are computed at once: [256, V] float32 
 
 
 def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) -> list[TokenLogprobs]:
-    """The log-probability of each token but the first, and the likeliest tokens in its place.
+    """The log-probability of each token but the first, and the most likely tokens in its place.
 
     Raises:
         GenerationError: For a prompt that is empty, too long or has unknown ids.

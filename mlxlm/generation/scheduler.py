@@ -72,6 +72,7 @@ class Scheduler:
         self._lm, self._kv, self._speculation = lm, kv, speculation
         self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
         self._prefix_cache, self._memory = prefix_cache, memory
+        self._drops_tokens = Context(lm.model, kv).drops_tokens
         self._step = DecodeStep(lm.model)
         self._prefill = Prefill(lm, kv, prefix_cache, self._step)
         self.waiting: list[Row] = []
@@ -214,7 +215,7 @@ class Scheduler:
         together = []
         for row in rows:
             row.text.start()
-            if single or row.text.snapshot_at is not None and Context(self._lm.model, self._kv).drops_tokens:
+            if single or row.text.snapshot_at is not None and self._drops_tokens:
                 self._reading.append(_Reading([row], self._read_single(row, single)))
             else:
                 together.append(row)

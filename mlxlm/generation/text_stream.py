@@ -259,7 +259,7 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
         return self.result()
 
     def partial_result(self) -> GenerationResult:
-        """The text as far as it was iterated, with its statistics, also of a text that has failed."""
+        """What has been iterated so far, with its statistics. Doesn't raise if the text has failed."""
         text, request, chunks = self._channel.text, self._channel.request, list(self._chunks)
         if chunks and chunks[-1].finish_reason:
             return self.result()
