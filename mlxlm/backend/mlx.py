@@ -35,6 +35,7 @@ if ON_CPU:
     # By default MLX's CPU allocator keeps 32 MB of freed buffers. A training step allocates and frees gigabytes, and
     # each new buffer costs page faults: a float32 add over 8M elements takes 17 ms, and 2 ms with a large cache.
     mx.set_cache_limit(platform.total_memory() // 4)
+    platform.map_large_buffers()
     if blas.mlx_imported_first and sys.platform == "linux":
         message = "mlx was imported before mlxlm and keeps its slow reference BLAS (try: import mlxlm first)"
         warnings.warn(message, stacklevel=2)

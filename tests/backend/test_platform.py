@@ -56,3 +56,26 @@ def test_the_warning_about_a_slow_blas_is_printed():
     assert "Warning: no fast BLAS found" in done.stderr and "pip install mkl" in done.stderr
     late = python("import mlx.core\nimport mlxlm.backend.mlx")
     assert "mlx was imported before mlxlm" in late.stderr
+
+
+@LINUX
+def test_memory_of_large_buffers_goes_back_to_the_system():
+    code = """
+import ctypes
+import mlxlm.backend.mlx
+libc = ctypes.CDLL(None)
+if not hasattr(libc, "mallinfo2"):
+    raise SystemExit("77")
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", *"abcdef")]
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.free(libc.malloc(16 << 20))  # by default, smaller buffers are placed on the heap after this
+before = libc.mallinfo2().hblks
+libc.malloc(2 << 20)
+print(libc.mallinfo2().hblks - before)
+"""
+    done = python(code)
+    if "77" in done.stderr:
+        pytest.skip("needs glibc 2.33")
+    assert done.stdout == "1\n", done.stderr
