@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from mlxlm.server.errors import is_anthropic, stopping, to_api_error
+from mlxlm.server.errors import is_anthropic, stopping
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -29,14 +29,6 @@ def data_event(value: Any, name: str | None = None) -> bytes:
 def comment(text: str) -> bytes:
     """A line that clients ignore, so that nobody on the way closes a connection for its silence."""
     return f": {text}\n\n".encode()
-
-
-def error_event(error: Exception) -> bytes:
-    """The event for an error after the response has begun."""
-    return data_event(to_api_error(error).body())
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:

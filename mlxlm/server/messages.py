@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,11 +14,11 @@ from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.server.anthropic_schemas import ConversationFields, CountTokensRequest, MessagesRequest, to_messages
 from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import invalid, to_api_error
-from mlxlm.server.events import data_event, json_response, stream_response
+from mlxlm.server.events import data_event
+from mlxlm.server.reply import FINISH_REASONS, Event, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
 from mlxlm.server.state import ServerState
 from mlxlm.server.tool_use import ToolUse
-from mlxlm.server.usage import FINISH_REASONS, new_id
 from mlxlm.tokenizer import Tokenizer
 
 _PATH = "/v1/messages"
@@ -28,9 +28,7 @@ async def messages(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, MessagesRequest)
     state: ServerState = request.app.state.server
-    if body.stream:
-        return await stream_response(request, _stream(state, body))
-    return await json_response(request, _complete(state, body))
+    return await respond(request, _generate(state, body), body.stream)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -41,47 +39,8 @@ async def count_tokens(request: Request) -> Response:
         return JSONResponse({"input_tokens": len(await _conversation(body).encode(model))})
 
 
-async def _complete(state: ServerState, body: MessagesRequest) -> dict[str, Any]:
-    async with _generate(state, body) as (answers, message):
-        async for item in answers.texts.chunks():
-            if item is not None:
-                for _ in message.push(item[1]):
-                    pass
-        [result] = await answers.texts.results()
-        return message.finished(result)
-
-
-async def _stream(state: ServerState, body: MessagesRequest) -> AsyncGenerator[bytes]:
-    async with _generate(state, body) as (answers, message):
-        started = False
-        try:
-            async for item in answers.texts.chunks():
-                if not started:
-                    started = True
-                    yield _event({"type": "message_start", "message": message.fields()})
-                    yield _event({"type": "ping"})
-                if item is None:
-                    yield answers.texts.progress()
-                    continue
-                for part in message.push(item[1]):
-                    yield _event(part)
-            [result] = await answers.texts.results()
-            whole = message.finished(result)
-            delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-            yield _event({"type": "message_delta", "delta": delta, "usage": whole["usage"]})
-            yield _event({"type": "message_stop"})
-        except Exception as error:
-            if not started:
-                raise
-            yield _event(to_api_error(error).body(_PATH))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return data_event(value, value["type"])
-
-
 @asynccontextmanager
-async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[tuple[Answers, _Message]]:
+async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[Reply]:
     schema: dict[str, Any] | bool | str | None = body.json_schema
     if (config := body.output_config) is not None and config.format is not None:
         if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
@@ -92,7 +51,7 @@ async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[
         state.models.settings.defaults, max_tokens=body.max_tokens, stop=stops or None, json_schema=schema
     )
     async with answering(state, body.model, _conversation(body), options) as answers:
-        yield answers, _Message(answers, stops)
+        yield _Message(answers, stops)
 
 
 def _conversation(body: ConversationFields) -> Conversation:
@@ -103,19 +62,22 @@ def _conversation(body: ConversationFields) -> Conversation:
     return Conversation(to_messages(body), kwargs, ToolUse.of_anthropic(tools, body.tool_choice or {"type": "auto"}))
 
 
-class _Message:
-    """The answer in the making: its content blocks, and the events in which they are streamed."""
-
+class _Message(Reply):
     def __init__(self, answers: Answers, stops: Sequence[str]):
-        self._parser, self._texts, self._stops = answers.parsers[0], answers.texts, stops
-        self._tokenizer = answers.model.lm.tokenizer
+        super().__init__(answers.texts)
+        self._parser, self._stops, self._tokenizer = answers.parsers[0], stops, answers.model.lm.tokenizer
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": answers.model.name}
         self._blocks: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the unfinished block
         self._arguments = ""
 
-    def push(self, chunk: GenerationChunk) -> Iterator[dict[str, Any]]:
-        """Add a chunk; yield its events."""
+    def start(self) -> Iterator[Event]:
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = {"input_tokens": self.texts.prompt_tokens, "output_tokens": 0}
+        yield {"type": "message_start", "message": {**self._head, **empty, "usage": usage}}
+        yield {"type": "ping"}
+
+    def push(self, _index: int, chunk: GenerationChunk) -> Iterator[Event]:
         for delta in self._parser.push(chunk):
             if delta.kind != self._kind or delta.call_id is not None:
                 yield from self._stop_block()
@@ -127,32 +89,38 @@ class _Message:
                 yield from self._start_block(Delta("text", ""))
             yield from self._stop_block()
 
-    def fields(self) -> dict[str, Any]:
-        """The message before its content."""
-        tokens = {"input_tokens": self._texts.prompt_tokens, "output_tokens": 0}
-        return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": tokens}
+    def finish(self, results: Sequence[GenerationResult]) -> Iterator[Event]:
+        message = self.complete(results)
+        delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": delta, "usage": message["usage"]}
+        yield {"type": "message_stop"}
 
-    def finished(self, result: GenerationResult) -> dict[str, Any]:
-        """The whole message."""
+    def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        [result] = results
         stop_sequence = _matched_stop(result, self._stops, self._tokenizer)
         reason = "max_tokens" if FINISH_REASONS[result.finish_reason or "eos"] == "length" else "end_turn"
         if reason == "end_turn" and self._parser.has_calls:
             reason = "tool_use"
-        usage = {
-            "input_tokens": result.prompt_tokens - result.cached_tokens,
-            "cache_read_input_tokens": result.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": len(result.tokens),
-        }
         return {
             **self._head,
             "content": self._blocks,
             "stop_reason": reason if stop_sequence is None else "stop_sequence",
             "stop_sequence": stop_sequence,
-            "usage": usage,
+            "usage": {
+                "input_tokens": result.prompt_tokens - result.cached_tokens,
+                "cache_read_input_tokens": result.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": len(result.tokens),
+            },
         }
 
-    def _start_block(self, delta: Delta) -> Iterator[dict[str, Any]]:
+    def encode(self, event: Event) -> bytes:
+        return data_event(event, event["type"])
+
+    def encode_error(self, error: Exception) -> bytes:
+        return self.encode(to_api_error(error).body(_PATH))
+
+    def _start_block(self, delta: Delta) -> Iterator[Event]:
         self._kind, self._arguments = delta.kind, ""
         block: dict[str, Any] = {"type": "text", "text": ""}
         if delta.kind == "reasoning":
@@ -171,7 +139,7 @@ class _Message:
         block[kind] += delta.text
         return {"type": f"{kind}_delta", kind: delta.text}
 
-    def _stop_block(self) -> Iterator[dict[str, Any]]:
+    def _stop_block(self) -> Iterator[Event]:
         if self._kind is None:
             return
         if self._kind == "call":
@@ -179,7 +147,7 @@ class _Message:
         self._kind = None
         yield self._block_event("content_block_stop")
 
-    def _block_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _block_event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
 

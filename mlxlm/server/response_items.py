@@ -7,8 +7,8 @@ from typing import Any
 
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Delta
+from mlxlm.server.reply import new_id
 from mlxlm.server.token_logprobs import chat_logprobs
-from mlxlm.server.usage import new_id
 from mlxlm.tokenizer import Tokenizer
 
 Event = dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,67 +14,25 @@ from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResul
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import invalid, to_api_error
-from mlxlm.server.events import data_event, json_response, stream_response
+from mlxlm.server.events import data_event
+from mlxlm.server.reply import FINISH_REASONS, Event, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
 from mlxlm.server.response_items import OutputItems
 from mlxlm.server.response_schemas import ResponseRequest, to_messages
 from mlxlm.server.state import ServerState
 from mlxlm.server.token_logprobs import LogprobBuffer
 from mlxlm.server.tool_use import ToolUse
-from mlxlm.server.usage import FINISH_REASONS, new_id
 
 
 async def responses(request: Request) -> Response:
     """Answer the input."""
     body = await read_body(request, ResponseRequest)
     state: ServerState = request.app.state.server
-    if body.stream:
-        return await stream_response(request, _stream(state, body))
-    return await json_response(request, _complete(state, body))
-
-
-async def _complete(state: ServerState, body: ResponseRequest) -> dict[str, Any]:
-    async with _generate(state, body) as (answers, response):
-        async for item in answers.texts.chunks():
-            if item is not None:
-                for _ in response.push(item[1]):
-                    pass
-        [result] = await answers.texts.results()
-        return response.finished(result)
-
-
-async def _stream(state: ServerState, body: ResponseRequest) -> AsyncGenerator[bytes]:
-    async with _generate(state, body) as (answers, response):
-        number, started = 0, False
-
-        def event(value: dict[str, Any]) -> bytes:
-            nonlocal number
-            number += 1
-            return data_event({**value, "sequence_number": number - 1}, value["type"])
-
-        try:
-            async for item in answers.texts.chunks():
-                if not started:
-                    started = True
-                    for kind in ("response.created", "response.in_progress"):
-                        yield event({"type": kind, "response": response.fields("in_progress")})
-                if item is None:
-                    yield answers.texts.progress()
-                    continue
-                for part in response.push(item[1]):
-                    yield event(part)
-            [result] = await answers.texts.results()
-            whole = response.finished(result)
-            yield event({"type": f"response.{whole['status']}", "response": whole})
-        except Exception as error:
-            if not started:
-                raise
-            failed = {"code": "server_error", "message": to_api_error(error).message}
-            yield event({"type": "response.failed", "response": {**response.fields("failed"), "error": failed}})
+    return await respond(request, _generate(state, body), body.stream)
 
 
 @asynccontextmanager
-async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[tuple[Answers, _Response]]:
+async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[Reply]:
     if body.previous_response_id is not None:
         problem = "this server doesn't keep responses (try: the earlier items in input)"
         raise invalid(problem, "previous_response_id", "previous_response_not_found")
@@ -84,7 +42,7 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
     tool_use = ToolUse.of([tool.to_chat() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
     async with answering(state, body.model, conversation, options) as answers:
-        yield answers, _Response(body, answers, options)
+        yield _Response(body, answers, options)
 
 
 def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOptions:
@@ -100,14 +58,14 @@ def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOp
     return body.options(defaults, max_tokens=body.max_output_tokens, logprobs=logprobs, json_schema=schema)
 
 
-class _Response:
-    """A response in the making."""
-
+class _Response(Reply):
     def __init__(self, body: ResponseRequest, answers: Answers, options: GenerationOptions):
+        super().__init__(answers.texts)
         self._body, self._options, self._parser = body, options, answers.parsers[0]
         self._items = OutputItems(answers.model.lm.tokenizer)
         self._logprobs = LogprobBuffer() if body.wants_logprobs else None
         self._entries: list[TokenLogprobs] = []  # of tokens whose text is held back
+        self._sequence_number = 0
         self._head = {
             "id": new_id("resp_"),
             "object": "response",
@@ -115,8 +73,11 @@ class _Response:
             "model": answers.model.name,
         }
 
-    def push(self, chunk: GenerationChunk) -> Iterator[dict[str, Any]]:
-        """Add a chunk; yield its events."""
+    def start(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._fields("in_progress")}
+
+    def push(self, _index: int, chunk: GenerationChunk) -> Iterator[Event]:
         if self._logprobs is not None:
             self._entries += self._logprobs.push(chunk.logprob, chunk.text, chunk.finish_reason)
         for delta in self._parser.push(chunk):
@@ -128,7 +89,37 @@ class _Response:
                 yield from self._items.push(Delta("text", ""))  # an empty answer is one, too
             yield from self._items.finish(_status(chunk.finish_reason))
 
-    def fields(self, status: str) -> dict[str, Any]:
+    def finish(self, results: Sequence[GenerationResult]) -> Iterator[Event]:
+        response = self.complete(results)
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        [result] = results
+        assert result.finish_reason is not None
+        status = _status(result.finish_reason)
+        output_tokens = len(result.tokens)
+        return {
+            **self._fields(status),
+            "output": self._items.items,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": {
+                "input_tokens": result.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": result.cached_tokens},
+                "output_tokens": output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+                "total_tokens": result.prompt_tokens + output_tokens,
+            },
+        }
+
+    def encode(self, event: Event) -> bytes:
+        self._sequence_number += 1
+        return data_event({**event, "sequence_number": self._sequence_number - 1}, event["type"])
+
+    def encode_error(self, error: Exception) -> bytes:
+        failed = {"code": "server_error", "message": to_api_error(error).message}
+        return self.encode({"type": "response.failed", "response": {**self._fields("failed"), "error": failed}})
+
+    def _fields(self, status: str) -> dict[str, Any]:
         """The response without its output."""
         body, options = self._body, self._options
         form = body.text.format if body.text else None
@@ -152,25 +143,6 @@ class _Response:
             "top_p": options.top_p,
             "truncation": "disabled",
             "usage": None,
-        }
-
-    def finished(self, result: GenerationResult) -> dict[str, Any]:
-        """The whole response."""
-        assert result.finish_reason is not None
-        status = _status(result.finish_reason)
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        output_tokens = len(result.tokens)
-        return {
-            **self.fields(status),
-            "output": self._items.items,
-            "incomplete_details": details,
-            "usage": {
-                "input_tokens": result.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": result.cached_tokens},
-                "output_tokens": output_tokens,
-                "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
-                "total_tokens": result.prompt_tokens + output_tokens,
-            },
         }
 
 

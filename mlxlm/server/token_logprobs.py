@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from mlxlm.generation import FinishReason
@@ -41,7 +42,7 @@ class LogprobBuffer:
         return start < self._text_bytes or not logprob.bytes and start <= self._text_bytes
 
 
-def chat_logprobs(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """The `logprobs` of chat completions."""
     content = []
     for entry in entries:
@@ -50,7 +51,7 @@ def chat_logprobs(entries: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[st
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: list[TokenLogprobs], offset: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[TokenLogprobs], offset: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """The `logprobs` of completions; `offset` is where their text starts, in characters.
 
     An entry with the log-probability NaN is a token that has nothing before it to be predicted from.

@@ -1,0 +1,91 @@
+"""The reply of OpenAI's chat completions and completions: a list of `choices`, one for each text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mlxlm.generation import GenerationChunk, GenerationResult
+from mlxlm.server.errors import to_api_error
+from mlxlm.server.events import data_event
+from mlxlm.server.reply import Event, Reply
+from mlxlm.server.schemas import TextRequest
+from mlxlm.server.texts import Texts
+
+
+class Choice(Protocol):
+    """A text that is being generated, as an entry of `choices`."""
+
+    reasoning_tokens: int
+
+    def start(self) -> dict[str, Any] | None:
+        """Return what a stream has before the first chunk, if anything."""
+
+    def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        """Add a chunk; return what it adds."""
+
+    def complete(self) -> dict[str, Any]:
+        """Return the whole text."""
+
+
+class ChoicesReply(Reply):
+    """A list of choices; in a stream, one for each event.
+
+    Args:
+        texts: The texts that are being generated.
+        choices: One for each text.
+        prompt_tokens: The number of tokens of all prompts.
+        body: The request.
+        head: The id, object and model of the response and of each event.
+    """
+
+    last_line = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, texts: Texts, choices: Sequence[Choice], prompt_tokens: int, body: TextRequest, head: dict[str, Any]
+    ):
+        super().__init__(texts)
+        self._choices, self._prompt_tokens, self._body = choices, prompt_tokens, body
+        self._head = {**head, "created": int(time.time())}
+
+    def start(self) -> list[Event]:
+        """The roles of messages, or the prompts that are echoed."""
+        return [self._event(first) for choice in self._choices if (first := choice.start()) is not None]
+
+    def push(self, index: int, chunk: GenerationChunk) -> list[Event]:
+        """What the chunk adds to its choice."""
+        return [self._event(part) for part in self._choices[index].push(chunk)]
+
+    def finish(self, results: Sequence[GenerationResult]) -> list[Event]:
+        """The numbers of tokens, if the request asks for them."""
+        return [{"choices": [], "usage": self._usage(results)}] if self._body.include_usage else []
+
+    def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The whole texts."""
+        choices = [choice.complete() for choice in self._choices]
+        return {**self._head, "choices": choices, "usage": self._usage(results)}
+
+    def encode(self, event: Event) -> bytes:
+        """An event with the fields that all have."""
+        return data_event(self._head | event)
+
+    def encode_error(self, error: Exception) -> bytes:
+        """OpenAI's error object."""
+        return data_event(to_api_error(error).body())
+
+    def _event(self, choice: dict[str, Any]) -> Event:
+        return {"choices": [choice], **({"usage": None} if self._body.include_usage else {})}
+
+    def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The numbers of tokens; a prompt of several texts counts once."""
+        completion_tokens = sum(len(result.tokens) for result in results)
+        cached_tokens = sum(result.cached_tokens for result in results[:: self._body.n])
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        }
