@@ -74,8 +74,7 @@ def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) ->
     if kv.size is not None and getattr(lm.config, "positions", None) != "learned":
         return UNLIMITED
     if len(prompt) >= context_length:
-        raise GenerationError(
-            f"the prompt has {len(prompt)} tokens, and the model's context of {context_length} has no room for more",
-            f"a prompt of at most {context_length - 1} tokens",
-        )
+        # Clients of OpenAI's and Anthropic's APIs look for these phrases, to shorten the conversation.
+        size = f"{len(prompt)} tokens, and this model's maximum context length is {context_length}"
+        raise GenerationError(f"the prompt is too long: {size}", f"at most {context_length - 1} tokens")
     return context_length - len(prompt)

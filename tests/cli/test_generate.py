@@ -103,7 +103,7 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "-"], 1, "error: the prompt is empty"),
         (["-p", "x", "-t", "-1", "--top-p", "0"], 2, "temperature is -1.0 (0 for greedy, or 0.001 to 100); top_p"),
         (["-p", "x", "-n", "0"], 2, "max_tokens is 0"),
-        (["-p", "x " * 200], 1, "the model's context of 128 has no room for more (try: a prompt of at most 127"),
+        (["-p", "x " * 200], 1, "this model's maximum context length is 128 (try: at most 127"),
         (["-p", "x", "--chat"], 1, "has no chat template (try: a prompt to continue, or --chat-template "),
         (["-p", "x", "--chat-template", "chatml"], 2, "--chat-template needs --chat or --jsonl"),
         (["-p", "x", "--chat", "--chat-template", "chatml"], 1, "needs the tokens <|im_start|>, <|im_end|>"),
