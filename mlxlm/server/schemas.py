@@ -251,6 +251,7 @@ class ChatMessage(Fields):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
 
 
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
