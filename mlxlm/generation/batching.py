@@ -39,23 +39,8 @@ def batch(
 ) -> list[GenerationResult]:
     """Continue every prompt `num_samples` times.
 
-    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
-    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text.
-
-    Args:
-        lm: The model.
-        prompts: Texts, or lists of token ids.
-        eos_token_ids: Tokens that end a text; None for the model's.
-        num_samples: Texts per prompt.
-        kv: Options of the key-value cache.
-        batch_size: The maximum number of texts that are generated at once.
-        options: The fields of GenerationOptions.
-
-    Returns:
-        The results of the first prompt, then those of the second, and so on.
-
-    Raises:
-        GenerationError: As `generate`, with the number of the prompt, before anything is computed.
+    Arguments, result and errors are those of `mlxlm.batch`. `eos_token_ids` are the tokens that end a text; None for
+    the model's.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise GenerationError("prompts is not a list of texts", '["Once upon a time", "The end"]')

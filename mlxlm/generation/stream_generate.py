@@ -43,24 +43,8 @@ def stream(
 ) -> TextStream:
     """Continue `prompt`, in chunks.
 
-    Several texts can be streamed at once, from any threads. What `prompt` has in common with an earlier text isn't read
-    again.
-
-    Args:
-        lm: The model.
-        prompt: Text, which is encoded with the tokenizer's special tokens (usually BOS in front) and never parsed for
-            any; or token ids, which are used unchanged.
-        eos_token_ids: Tokens that end the text; None for the model's.
-        kv: Options of the key-value cache.
-        speculation: Speculative decoding, which changes the speed and not the text.
-        options: The fields of GenerationOptions.
-
-    Returns:
-        An iterator over chunks, also for `async for`; its `result()` is the whole text.
-
-    Raises:
-        GenerationError: Before anything is computed, for a prompt that is empty or longer than the context, and for
-            invalid options.
+    Arguments, result and errors are those of `mlxlm.stream`. `eos_token_ids` are the tokens that end the text; None for
+    the model's.
     """
     settings = GenerationOptions.of(("eos_token_ids", "kv", "speculation"), **options)
     engine = get_engine(lm, kv, speculation)
