@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,13 +93,9 @@ class ChatTemplate:
         if source is None:
             raise TokenizerError("this model has no chat template", "one of " + ", ".join(NAMES[1:]))
         self.name, self.source, self._tokenizer = name, source, tokenizer
-        self._environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
-        )
         self._token_names = {f"{role}_token": name for role, name in tokenizer.special_token_names.items()}
-        self._environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
-            self._template = self._environment.from_string(self.source)
+            self._environment, self._template = _compile(source)
         except Exception as error:  # also RecursionError, for one that is nested deeply
             raise _template_error(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -293,6 +289,15 @@ class ChatTemplate:
 
 
 ChatEncoder = PlainTextEncoder | ChatTemplate
+
+
+@lru_cache(maxsize=16)  # compiling takes up to 30 ms, and `mlxlm.generate` with messages needs it for every call
+def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
+    )
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment, environment.from_string(source)
 
 
 def _raise_exception(message: str) -> NoReturn:

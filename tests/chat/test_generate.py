@@ -8,6 +8,7 @@ import pytest
 import mlxlm
 from mlxlm import generation
 from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.jinja_sandbox import BoundedEnvironment
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationOptions
@@ -36,6 +37,27 @@ def test_conversations_are_prompts_of_the_chat_template(lm, messages):
     stream = mlxlm.stream(lm, messages=tuple(Message(**message) for message in messages), **GREEDY)
     assert "".join(chunk.text for chunk in stream) == expected.text
     assert mlxlm.generate(lm, prompt_of(lm, messages), **GREEDY).text == expected.text
+
+
+def test_a_template_is_compiled_once_and_a_changed_one_again(lm, tmp_path, monkeypatch):
+    sources, original = [], BoundedEnvironment.from_string
+
+    def from_string(environment, source):
+        sources.append(source)
+        return original(environment, source)
+
+    monkeypatch.setattr(BoundedEnvironment, "from_string", from_string)
+    file = tmp_path / "own.jinja"
+    for content in ("{# first #}{{ messages[0].content }}", "{# second #}{{ messages[0].content * 2 }}"):
+        file.write_text(content)
+        lm.tokenizer.chat_template = content.replace("#}", "own #}")
+        for template in (None, str(file)):
+            counts = [
+                mlxlm.generate(lm, messages=HELLO, chat_template=template, **GREEDY).prompt_tokens for _ in range(2)
+            ]
+            expected = "Hello!" * (2 if "second" in content else 1)
+            assert counts == [len(lm.tokenizer.encode(expected, add_special_tokens=False))] * 2
+    assert len(sources) == len(set(sources)) == 4
 
 
 def test_a_batch_of_conversations(lm):
