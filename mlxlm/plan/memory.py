@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import NORM_PLACEMENTS
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
@@ -126,15 +125,14 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
 def layer_bytes(config: ModelConfig, training: Training) -> int:
     """Return the bytes of activations that a layer keeps per token until its gradient is taken.
 
-    The residual and its norm before either sublayer; queries, keys, values and attention's output; the softmax's
+    The residual before either sublayer and its norms; queries, keys, values and attention's output; the softmax's
     result; gate, up and their product.
     """
     size, hidden = DTYPES[training.dtype], config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     inner = (3 if config.mlp_gated else 2) * config.intermediate_size
-    norms = len(NORM_PLACEMENTS[config.norm_placement].names)
-    numbers = (2 + norms) * hidden + 2 * queries + 2 * keys + inner
+    numbers = (2 + len(config.layer_norms.names)) * hidden + 2 * queries + 2 * keys + inner
     return size * numbers + _softmax_bytes(config, training)
 
 

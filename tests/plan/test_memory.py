@@ -38,6 +38,8 @@ def test_layer_bytes():
     assert layer_bytes(config, replace(fused, dtype="bfloat16")) == 2 * numbers + 4 * 4
     plain = config.with_changes(mlp_gated=False, norm_placement="both")
     assert layer_bytes(plain, fused) == 4 * (numbers + 2 * 64 - 160 + 4)
+    shared = config.with_changes(parallel_residual=True, shared_norm=True)
+    assert layer_bytes(shared, fused) == 4 * (numbers - 64 + 4)
 
 
 @pytest.mark.parametrize(
