@@ -16,7 +16,7 @@ from mlxlm.cli.generation_options import load_model
 from mlxlm.cli.options import PATH, SectionedCommand, on_bad_input_option, option
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.errors import DataError
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from mlxlm.generation import LoadedModel
@@ -50,7 +50,7 @@ def quickstart(
         raise click.UsageError("--on-bad-input would have no effect: there is no DATA")
     out = out or _unused_name(Path("mlxlm-quickstart"))
     run = _new_run(data, out, minutes, on_bad_input or "stop")
-    render.say(f"2. Training until {minutes:g} minutes have passed (Ctrl-C saves and stops)")
+    render.say(f"2. Training until {human_seconds(60 * minutes)} have passed (Ctrl-C saves and stops)")
     stop = stop_on_signal()
     print_summary(run_training(run, stop=stop), run)
     if stop.requested:

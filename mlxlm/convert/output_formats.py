@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class WrittenFiles:
     tokens_may_differ: bool = False
 
 
-class Writer:
+class Writer(ABC):
     """Writes one checkpoint in one format.
 
     Attributes:
@@ -78,9 +79,9 @@ class Writer:
         """A context manager: a temporary folder whose files get their names at the end."""
         return atomic_new_files(self.out)
 
+    @abstractmethod
     def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
         """Write `tensors`, which are `self.tensors` with progress, to the temporary `folder`."""
-        raise NotImplementedError
 
 
 class HuggingFaceWriter(Writer):

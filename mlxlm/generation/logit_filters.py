@@ -53,7 +53,7 @@ def apply_temperature(logits: mx.array, temperature: float) -> mx.array:
 
 
 def apply_top_k(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """Keep the `top_k` likeliest tokens (Fan et al. 2018, section 5.4).
+    """Keep the `top_k` most likely tokens (Fan et al. 2018, section 5.4).
 
     Returns:
         The filtered logits, and the logits `[B, top_k]` of the kept tokens in any order, for `apply_top_p`.
@@ -76,7 +76,7 @@ def apply_typical_p(logits: mx.array, typical_p: float) -> mx.array:
 
 
 def apply_top_p(logits: mx.array, top_p: float, candidates: mx.array | None = None) -> mx.array:
-    """Nucleus sampling: keep the smallest set of the likeliest tokens with probability `top_p`.
+    """Nucleus sampling: keep the smallest set of the most likely tokens with probability `top_p`.
 
     Holtzman et al. 2020, section 3.1.
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, in the model's own distribution."""
+"""Log-probabilities of sampled tokens and of the most likely ones, in the model's own distribution."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A sampled token, and the likeliest tokens in its place, in descending order.
+    """A sampled token, and the most likely tokens in its place, in descending order.
 
     Log-probabilities are the model's, before any option of GenerationOptions has changed the logits.
     """
@@ -57,7 +57,7 @@ class SampledLogprobs:
 
     @classmethod
     def compute(cls, logits: mx.array, tokens: mx.array, n: int) -> SampledLogprobs:
-        """From tokens `[R]` sampled from logits `[R, V]`, with the n likeliest tokens."""
+        """From tokens `[R]` sampled from logits `[R, V]`, with the n most likely tokens."""
         all_logprobs = log_softmax(logits)
         logprobs = mx.take_along_axis(all_logprobs, tokens[:, None], axis=-1)[:, 0]
         if n == 0:

@@ -49,7 +49,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_integer(0, 2**64 - 1, none=True), "a whole number from 0 to 2^64 - 1"),
     "logprobs": (
         _integer(0, MAX_LOGPROBS, none=True),
-        f"0 for the chosen token's, or up to {MAX_LOGPROBS} of the likeliest",
+        f"0 for the chosen token's, or up to {MAX_LOGPROBS} of the most likely",
     ),
     "max_tokens": (_integer(1, none=True), "a positive whole number, such as 256"),
 }

@@ -45,14 +45,14 @@ class GenerationOptions:
         grammar: Lark grammar that the text must match, in llguidance's dialect. Special tokens that it allows are part
             of the text.
         temperature: 0 is greedy; 1 is the model's own distribution.
-        top_k: Sample from the k likeliest tokens; 0 is off.
+        top_k: Sample from the k most likely tokens; 0 is off.
         typical_p: Sample from the tokens of most typical surprisal with this total probability; 1 is off.
-        top_p: Sample from the likeliest tokens with this total probability; 1 is off.
+        top_p: Sample from the most likely tokens with this total probability; 1 is off.
         min_p: Sample from tokens with at least this fraction of the highest probability; 0 is off.
         xtc_probability: How often all tokens of at least `xtc_threshold` probability but the least likely are removed.
         xtc_threshold: See `xtc_probability`.
         seed: Equal seeds give equal texts. None draws one, which the result reports.
-        logprobs: 0 reports the log-probability of every sampled token, n also the n likeliest tokens; None neither.
+        logprobs: 0 reports the log-probability of every sampled token, n also the n most likely tokens; None neither.
             They are those of the model, before all of the above.
         max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
         stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
@@ -143,7 +143,7 @@ class GenerationOptions:
             if not is_valid(value := getattr(self, name)):
                 yield f"{name} is {value!r} ({hint})"
         if self.temperature == 0:
-            # Both can remove the likeliest token, and greedy decoding has no randomness to choose another one by.
+            # Both can remove the most likely token, and greedy decoding has no randomness to choose another one by.
             for name, off in (("typical_p", 1), ("xtc_probability", 0)):
                 if getattr(self, name) != off:
                     yield f"{name} needs a temperature above 0 (such as 0.7)"

@@ -68,7 +68,7 @@ class LogitsProcessor:
             logits = apply_penalties(logits, options, state, self._logit_bias)
         if token_bitmasks is not None:
             logits = apply_token_bitmask(logits, token_bitmasks)
-        if options.temperature == 0:  # no filter removes the likeliest token
+        if options.temperature == 0:  # no filter removes the most likely token
             return logits
         noises = [token_noise(*step) for step in steps]
         xtc_rows = [coin < options.xtc_probability for _, coin in noises]
@@ -92,7 +92,7 @@ class Sampler:
         matcher: The state of the constraint, None without one.
         seed: The seed of the text.
         step: How many tokens were drawn.
-        num_logprobs: How many of the likeliest tokens to report for each token; None for no log-probabilities.
+        num_logprobs: How many of the most likely tokens to report for each token; None for no log-probabilities.
     """
 
     def __init__(
