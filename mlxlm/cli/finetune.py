@@ -91,7 +91,7 @@ def _new_run(
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
     reject_unused_settings(options)
     base, tokenizer = open_base_model(model)
-    eos_ids = base.config.eos_ids | (frozenset() if tokenizer.eos_id is None else {tokenizer.eos_id})
+    eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
     conversations = DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options))
     limits = {"epochs": options["epochs"], "minutes": options["minutes"]}

@@ -112,7 +112,7 @@ def decode(path: str) -> None:
 def info(path: str, as_json: bool, texts_path: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
     loaded = load(path)
-    ids = ("bos_id", "eos_id", "pad_id", "unk_id")
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")
     facts = {name: getattr(loaded, name) for name in names}
     facts["chat_template"] = loaded.chat_template is not None

@@ -111,7 +111,7 @@ class ModelConfig:
         return replace(self, **changes)
 
     @property
-    def eos_ids(self) -> frozenset[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
         eos = self.eos_token_id
         return frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)

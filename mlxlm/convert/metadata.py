@@ -84,8 +84,8 @@ class _Side:
     @property
     def ends(self) -> frozenset[int]:
         """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
-        own = None if self.tokenizer is None else self.tokenizer.eos_id
-        return self.checkpoint.config.eos_ids | (frozenset() if own is None else {own})
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return self.checkpoint.config.eos_token_ids | (frozenset() if own is None else {own})
 
 
 def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
@@ -110,7 +110,7 @@ def _check_tokenizer(before: Tokenizer, after: Tokenizer, format: str, label: st
     lost = []
     if format == "llama2.c":
         lost = ["chat template"] if before.chat_template else []
-        ids = ((role, getattr(before, f"{role}_id"), getattr(after, f"{role}_id")) for role in _ROLES)
+        ids = ((role, getattr(before, f"{role}_token_id"), getattr(after, f"{role}_token_id")) for role in _ROLES)
         lost += [f"{role} token" for role, was, now in ids if was is not None and now is None]
     for problem in _tokenizer_problems(before, after):
         if not any(name in problem for name in lost):
@@ -131,7 +131,7 @@ def _tokenizer_problems(before: Tokenizer, after: Tokenizer) -> Iterator[str]:
         if before.decode(ids) != after.decode(ids):
             yield f"the tokens of {text[:16]!r} decode to another text"
     for role in _ROLES:
-        was, now = getattr(before, f"{role}_id"), getattr(after, f"{role}_id")
+        was, now = getattr(before, f"{role}_token_id"), getattr(after, f"{role}_token_id")
         if was is not None and was != now:
             yield f"the {role} token is {now} and was {was}"
     for text, id in before.special_tokens.items():
@@ -158,7 +158,7 @@ def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
             yield name
     for role in ("bos", "eos", "pad"):
         name = f"{role}_token_id"
-        if getattr(a, name) is None and getattr(b, name) == getattr(source.tokenizer, f"{role}_id", None):
+        if getattr(a, name) is None and getattr(b, name) == getattr(source.tokenizer, name, None):
             yield name  # a format with one field for it has the tokenizer's
 
 

@@ -60,7 +60,7 @@ def tokenize(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Chunk
         DataError: A conversation has a role without a token, or the tokenizer has neither BOS nor EOS, so that nothing
             would mark where a document ends.
     """
-    if tokenizer.bos_id is None and tokenizer.eos_id is None:
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has neither a BOS nor an EOS token", "one from mlxlm tokenizer train")
     # While the tokenizer's threads work on one batch, this thread reads the next and yields the previous one.
     with ThreadPoolExecutor(1, "mlxlm tokenize") as pool:
@@ -88,9 +88,9 @@ def _batches(source: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[
 
 
 def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # If one token is both (GPT-2's <|endoftext|>), once between two texts is enough.
-    bos = [] if tokenizer.bos_id in (None, tokenizer.eos_id) else [tokenizer.bos_id]
+    bos = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
     if document.messages is None:
         before, first = bos if document.add_bos else [], True
         for piece in document.pieces:

@@ -74,7 +74,7 @@ class MlxlmModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        ids = self.tokenizer.eos_id, self.tokenizer.bos_id, *sorted(self._loaded.eos_token_ids)
+        ids = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id, *sorted(self._loaded.eos_token_ids)
         eot_id = next((id for id in ids if id is not None), None)
         if eot_id is None:
             raise ConfigError("the tokenizer has neither a BOS nor an EOS token", "another model")
@@ -83,7 +83,7 @@ class MlxlmModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     @property
     def tokenizer_name(self) -> str:

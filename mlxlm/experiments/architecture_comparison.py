@@ -213,9 +213,9 @@ def _variant_settings(
 def _with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     return config.with_changes(
         vocab_size=tokenizer.vocab_size,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 

@@ -35,8 +35,8 @@ class LoadedModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text, from the configuration and the tokenizer."""
-        eos = self.tokenizer.eos_id
-        ends = self.config.eos_ids | (frozenset() if eos is None else {eos})
+        eos = self.tokenizer.eos_token_id
+        ends = self.config.eos_token_ids | (frozenset() if eos is None else {eos})
         return frozenset(id for id in ends if id < self.config.vocab_size)
 
     @property

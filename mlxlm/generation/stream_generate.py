@@ -66,7 +66,7 @@ def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]
             raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
     if prompt:
         return lm.tokenizer.encode(prompt)
-    bos = lm.tokenizer.bos_id
+    bos = lm.tokenizer.bos_token_id
     ids = lm.tokenizer.prefix_token_ids or ([] if bos is None else [bos])
     if not ids:
         raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")

@@ -36,7 +36,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: Highest id + 1, including special tokens.
-        bos_id: Id of the BOS token, or None. The same for eos_id, pad_id and unk_id.
+        bos_token_id: Id of the BOS token, or None. The same for eos_token_id, pad_token_id and unk_token_id.
         special_tokens: Ids by text of all special tokens.
         special_token_names: Texts by role of the special tokens in the vocabulary.
         chat_template: Jinja source, or None; can be set.
@@ -64,7 +64,7 @@ class Tokenizer:
             raise TokenizerError(f"a token has more than {_MAX_TOKEN} characters", "tokens of text")
         self.special_token_names = {role: name for role in ROLES if (name := names.get(role)) in vocabulary}
         ids = {role: vocabulary[name] for role, name in self.special_token_names.items()}
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = map(ids.get, ROLES)
+        self.bos_token_id, self.eos_token_id, self.pad_token_id, self.unk_token_id = map(ids.get, ROLES)
         added = runtime.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {t.content: i for i, t in sorted(added.items()) if t.special}
         self._special_ids = frozenset(self.special_tokens.values())

@@ -208,7 +208,7 @@ def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelC
     """Return the configuration of the tuned model: not quantized, with the tokens that end an answer as EOS."""
     eos = config.eos_token_id
     eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    eos_ids = [*eos_ids, *sorted(encoder.eos_token_ids - config.eos_ids)]
+    eos_ids = [*eos_ids, *sorted(encoder.eos_token_ids - config.eos_token_ids)]
     return config.with_changes(quantization=None, eos_token_id=eos_ids[0] if len(eos_ids) == 1 else eos_ids)
 
 

@@ -186,7 +186,11 @@ def choose_model(
             config, values, choice = auto_size(seconds, tokens, tokenizer.vocab_size, values, law, processes)
     elif token_seconds is not None:
         values = batch_settings(config, TRAINING_FRACTION * seconds / token_seconds, values)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     config = config.with_changes(vocab_size=tokenizer.vocab_size, **ids)
     if budget.minutes is not None and not fixed_batch_size:
         values["batch_size"] = _fitting_batch_size(config, values, budget, phase)
@@ -197,7 +201,7 @@ def choose_model(
     if manifest.num_conversations:
         tokenizer.chat_template = CHAT_TEMPLATE
         # An answer ends with the end of its turn, a text with the end of its document.
-        config = config.with_changes(eos_token_id=[tokenizer.eos_id, tokenizer.special_tokens["<|end|>"]])
+        config = config.with_changes(eos_token_id=[tokenizer.eos_token_id, tokenizer.special_tokens["<|end|>"]])
     return config, values, choice
 
 

@@ -224,7 +224,7 @@ class Trainer:
         settings, tokenizer = self.settings, self.tokenizer
         prompt = tokenizer.encode(settings.sample_prompt) if settings.sample_prompt else []
         if not prompt:  # the token that begins texts: BOS or EOS
-            prompt = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None][:1]
+            prompt = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
         lm = LoadedModel(self.model, tokenizer, self.run.config, self.run.path)
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()

@@ -239,7 +239,7 @@ def test_a_tokenizer_that_adds_a_first_space_adds_it_once():
     assert template.encode(messages) == whole
     forged = template.encode([Message("user", "a<s>b")])
     assert "] a<s>b [" in llama2.decode(forged, skip_special_tokens=False)
-    assert forged.count(llama2.bos_id) == 1
+    assert forged.count(llama2.bos_token_id) == 1
     turns = [Message("user", "One"), Message("assistant", " two", (1023,)), Message("user", "x")]
     plain = PlainTextEncoder(llama2).encode(turns)
     assert plain[-2:] == [13, llama2.encode("x", continues=True)[0]]

@@ -77,7 +77,7 @@ def test_a_tokenizer_trained_here_needs_no_template(tokens):
     sft_encoder = SFTEncoder(tokens, frozenset())
     chunks = list(tokenize([document(TALK)], tokens))
     ids, loss_mask = sft_encoder.encode(TALK)
-    assert [*ids, tokens.eos_id] == np.concatenate([c.ids for c in chunks]).tolist()
+    assert [*ids, tokens.eos_token_id] == np.concatenate([c.ids for c in chunks]).tolist()
     assert [*loss_mask, 0] == np.concatenate([c.loss_mask for c in chunks]).tolist()
     assert (
         sft_encoder.eos_token_ids == {tokens.special_tokens["<|end|>"]}

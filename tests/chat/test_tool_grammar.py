@@ -125,7 +125,7 @@ def accepts(family, trained, text, **options):
 
 
 def accepts_text(grammar, tokenizer, text):
-    compiled = Grammar.compile(GenerationOptions(grammar=grammar), tokenizer, 320, frozenset({tokenizer.eos_id}))
+    compiled = Grammar.compile(GenerationOptions(grammar=grammar), tokenizer, 320, frozenset({tokenizer.eos_token_id}))
     matcher = compiled.matcher()
     for id in tokenizer.encode(text, add_special_tokens=False, parse_special=True):
         if not matcher.token_bitmask()[id // 32] >> (id % 32) & 1:
@@ -175,13 +175,13 @@ def test_a_call_that_has_begun_is_completed(trained, family):
     """Where a random model would hardly begin one."""
     tokenizer, format = tokenizer_for(family, trained), FORMATS[family]
     options = GenerationOptions(grammar=tool_grammar(format, TOOLS, tokenizer))
-    compiled = Grammar.compile(options, tokenizer, 320, frozenset({tokenizer.eos_id}))
+    compiled = Grammar.compile(options, tokenizer, 320, frozenset({tokenizer.eos_token_id}))
     for seed in range(3):
         random, matcher = np.random.default_rng(seed), compiled.matcher()
         ids = tokenizer.encode("Well:\n\n" + format.trigger, add_special_tokens=False)
         for id in ids:
             matcher.consume(id)
-        while ids[-1] != tokenizer.eos_id and not matcher.finished:
+        while ids[-1] != tokenizer.eos_token_id and not matcher.finished:
             bits = np.unpackbits(matcher.token_bitmask().view(np.uint8), bitorder="little")
             ids.append(int(random.choice(np.flatnonzero(bits))))
             matcher.consume(ids[-1])

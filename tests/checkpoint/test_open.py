@@ -112,7 +112,7 @@ def test_special_tokens_beyond_the_vocabulary(model_dir, tiny_config, tiny_token
     lm = load(model_dir)
     assert lm.tokenizer.vocab_size == size + 1 and lm.tokenizer.min_vocab_size <= size
     assert open_base_model(model_dir)[1].vocab_size == size + 1
-    config = SimpleNamespace(eos_ids=frozenset({1, size}), vocab_size=size)
+    config = SimpleNamespace(eos_token_ids=frozenset({1, size}), vocab_size=size)
     assert size not in replace(lm, config=config).eos_token_ids
     lm.tokenizer.chat_template = "{{ messages }}<image_soft_token>"
     assert lm.tokenizer.min_vocab_size == size + 1

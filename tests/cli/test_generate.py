@@ -298,7 +298,7 @@ def test_an_empty_prompt_begins_a_text(run, folder):
     code, out, _ = run(folder, "-p", "", "-t", "0", "-n", "5", "--json")
     found = json.loads(out)
     lm = load(folder)
-    ids = lm.tokenizer.prefix_token_ids or [lm.tokenizer.bos_id]
+    ids = lm.tokenizer.prefix_token_ids or [lm.tokenizer.bos_token_id]
     assert code == 0 and found["prompt_tokens"] == len(ids) == 1
 
 

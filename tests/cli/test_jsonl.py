@@ -265,7 +265,7 @@ def test_logprobs(run, requests):
 
 
 def test_constraints(run, requests, tiny_tokenizer):
-    space, endless = {tiny_tokenizer.encode(" ", continues=True)[0]: 100}, {tiny_tokenizer.eos_id: -1000}
+    space, endless = {tiny_tokenizer.encode(" ", continues=True)[0]: 100}, {tiny_tokenizer.eos_token_id: -1000}
     lines = [
         {"id": "whole", "prompt": "the", "choice": ["yes", "no"]},
         {"id": "cut", "prompt": "the", "regex": "[a-z]{200}", "max_tokens": 2},

@@ -19,7 +19,7 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 @pytest.fixture
 def source(tiny_config, tiny_tokenizer):
-    ids = {"bos_token_id": tiny_tokenizer.bos_id, "eos_token_id": tiny_tokenizer.eos_id}
+    ids = {"bos_token_id": tiny_tokenizer.bos_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
     model = Decoder(tiny_config.with_changes(**ids))
     model.init_weights(0)
     tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}

@@ -23,8 +23,8 @@ def tokens(folder, split):
 
 
 def whole(tokenizer, text):
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_id]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [*bos, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def test_one_long_text_keeps_its_tail_for_validation(tokenizer, text, tmp_path):
@@ -49,7 +49,7 @@ def test_tiny_texts_still_give_both_splits(byte_level, tmp_path):
     manifest = prepare(DataOptions([tmp_path / "a.txt"]), byte_level, tmp_path / "out")
     parts = [tokens(tmp_path / "out", name) for name in ("train", "validation")]
     assert [byte_level.decode(part) for part in parts] == ["rive", "r"]
-    assert parts[0][0] == byte_level.bos_id and parts[1][-1] == byte_level.eos_id
+    assert parts[0][0] == byte_level.bos_token_id and parts[1][-1] == byte_level.eos_token_id
     assert (manifest.train.bytes, manifest.validation.bytes) == (4, 1)
 
 
@@ -198,7 +198,7 @@ def test_conversations_are_what_the_chat_template_renders(kind, request, tmp_pat
     for messages in CONVERSATIONS:
         template = jinja2.Environment().from_string(CHAT_TEMPLATE)
         text = template.render(messages=messages, bos_token=tokenizer.special_token_names["bos"])
-        expected += tokenizer.encode(text, add_special_tokens=False, parse_special=True) + [tokenizer.eos_id]
+        expected += tokenizer.encode(text, add_special_tokens=False, parse_special=True) + [tokenizer.eos_token_id]
     assert tokens(tmp_path / "out", "train") == expected
 
 
@@ -348,8 +348,8 @@ def test_pieces_do_not_change_token_ids(name, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(content, encoding="utf-8")
     prepare(DataOptions([tmp_path / "a.txt"], validation_fraction=0), real, tmp_path / "out")
     data = TokenDataset.open(tmp_path / "out", "train")
-    bos = [] if real.bos_id == real.eos_id else [real.bos_id]
-    expected = [*bos, *real.encode(content, add_special_tokens=False), real.eos_id]
+    bos = [] if real.bos_token_id == real.eos_token_id else [real.bos_token_id]
+    expected = [*bos, *real.encode(content, add_special_tokens=False), real.eos_token_id]
     assert data.slice(0, len(data)).tolist() == expected
 
 

@@ -50,8 +50,8 @@ def test_assistant_messages_are_training_targets(byte_level, text, tmp_path, sha
     whole, at, seen = expected_mask(byte_level, CHAT), 0, 0
     system = byte_level.special_tokens["<|system|>"]
     while at < len(ids):
-        assert ids[at] == byte_level.bos_id
-        end = ids.index(byte_level.eos_id, at) + 1
+        assert ids[at] == byte_level.bos_token_id
+        end = ids.index(byte_level.eos_token_id, at) + 1
         expected = whole if ids[at + 1] == system else [1] * (end - at)
         assert found[at:end] == expected
         seen += expected is whole

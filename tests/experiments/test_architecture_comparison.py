@@ -43,8 +43,8 @@ def test_special_tokens_are_those_of_the_tokenizer(tmp_path, text_file, tiny_con
         tmp_path / "run", [text_file], config, tokenizer=TokenizerOptions(vocab_size=300), settings=SETTINGS
     )
     tokenizer = load(tokenizer_folder)
-    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == tokenizer.eos_id
-    assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_id
+    assert comparison.open_run(comparison.variants[0]).config.eos_token_id == tokenizer.eos_token_id
+    assert run.config.vocab_size <= 300 and run.config.eos_token_id == load(run.path).eos_token_id
 
 
 def train_all(comparison):

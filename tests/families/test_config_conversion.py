@@ -45,7 +45,7 @@ def test_fields_of_published_configurations():
         read_published("Qwen2.5-0.5B"),
     )
     assert llama.rope_scaling["rope_type"] == "llama3" and llama.rope_theta == 500000.0
-    assert llama.eos_ids == {128001, 128008, 128009}
+    assert llama.eos_token_ids == {128001, 128008, 128009}
     assert mistral.sliding_window == mistral.window(31) == 4096
     assert read_published("Mistral-7B-v0.1", sliding_window=None).sliding_window is None
     assert qwen.sliding_window is None and qwen.attention_bias and qwen.attention_out_bias is False

@@ -53,7 +53,7 @@ def with_dummy_prefix(trained):
 
 
 def compiled(options, tokenizer, padding=5):
-    ends = frozenset() if tokenizer.eos_id is None else frozenset({tokenizer.eos_id})
+    ends = frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
     return Grammar.compile(options, tokenizer, tokenizer.vocab_size + padding, ends), ends
 
 
@@ -164,11 +164,11 @@ def test_any_json_can_be_a_constant(lm, value, seed):
 def test_an_end_token_is_allowed_exactly_where_the_text_may_end(lm):
     """Also one that stands for text: it would end the text inside a string."""
     letter = lm.tokenizer.encode("a", add_special_tokens=False, continues=True)[0]
-    ends = frozenset({lm.tokenizer.eos_id, letter, 10_000})
+    ends = frozenset({lm.tokenizer.eos_token_id, letter, 10_000})
     matcher = Grammar.compile(GenerationOptions(regex="[ab]+"), lm.tokenizer, 310, ends).matcher()
     assert not token_bitmask(matcher) & ends
     matcher.consume(next(iter(token_bitmask(matcher))))
-    assert token_bitmask(matcher) >= {lm.tokenizer.eos_id, letter}
+    assert token_bitmask(matcher) >= {lm.tokenizer.eos_token_id, letter}
     assert matcher.constraint_error is None and not matcher.finished
 
 
@@ -266,7 +266,7 @@ def test_batched_rows_with_different_constraints(lm):
         assert tokens == [alone[row](logits[row : row + 1]).item() for row in live]
         for row, token in zip(live, tokens, strict=True):
             together[row].accept(token), alone[row].accept(token)
-        ended = {row for row, token in zip(live, tokens, strict=True) if token == lm.tokenizer.eos_id}
+        ended = {row for row, token in zip(live, tokens, strict=True) if token == lm.tokenizer.eos_token_id}
         live = [row for row in live if not together[row].ended and row not in ended]
 
 

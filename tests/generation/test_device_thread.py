@@ -55,7 +55,7 @@ model = Decoder(config)
 model.init_weights(seed=1)
 mx.eval(model.parameters())
 lm = LoadedModel(model, train(["the cat sat on a mat " * 20], 270), config, Path("."))
-options = {"temperature": 1.0, "seed": 1, "logit_bias": {lm.tokenizer.eos_id: -1000}}
+options = {"temperature": 1.0, "seed": 1, "logit_bias": {lm.tokenizer.eos_token_id: -1000}}
 """
 PROGRAMS = {
     "a text in a thread": """

@@ -55,7 +55,7 @@ def test_characters_are_never_split(lm):
 
 
 def test_the_end_token_ends_the_text_and_adds_nothing(lm):
-    eos = lm.tokenizer.eos_id
+    eos = lm.tokenizer.eos_token_id
     ids = lm.tokenizer.encode("The fox", add_special_tokens=False)
     result = generate(scripted(lm, "x", [*ids, eos, *ids]), "x", temperature=0)
     assert (result.text, result.finish_reason, result.tokens) == ("The fox", "eos", [*ids, eos])
@@ -68,7 +68,7 @@ def test_text_ends_before_a_stop_string(lm):
 
 def test_buffered_text_is_returned_at_the_end(lm):
     ids = lm.tokenizer.encode("The qui", add_special_tokens=False)
-    model = scripted(lm, "x", [*ids, lm.tokenizer.eos_id])
+    model = scripted(lm, "x", [*ids, lm.tokenizer.eos_token_id])
     assert generate(model, "x", temperature=0, stop="quick").text == "The qui"
 
 
@@ -131,7 +131,7 @@ def test_refused_before_anything_is_computed(lm, prompt, options, message):
 
 
 def test_an_empty_text_begins_with_bos(lm):
-    bos = lm.tokenizer.bos_id
+    bos = lm.tokenizer.bos_token_id
     options = {"max_tokens": 5, "temperature": 0}
     expected = generate(lm, [bos], **options).tokens
     assert generate(lm, "", **options).tokens == expected
@@ -168,7 +168,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(lm, kind, answer, blanks)
     """Also where a character is several tokens."""
     lm = replace(lm, tokenizer=tokenizer_of(kind))
     ids = lm.tokenizer.encode(" " * blanks + answer, continues=True)
-    ids = [*ids, lm.tokenizer.eos_id]
+    ids = [*ids, lm.tokenizer.eos_token_id]
     result = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=100, logprobs=2)
     assert result.tokens == ids
     assert b"".join(entry.bytes for entry in result.logprobs) == result.text.encode()
@@ -212,7 +212,7 @@ def test_a_constrained_text_ends_where_it_is_complete(lm):
     ],
 )  # fmt: skip
 def test_stop_strings_beside_a_constraint(lm, constraint, stop, text, reason, constraint_error):
-    options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {lm.tokenizer.eos_id: -1000}}
+    options = {**constraint, "stop": stop, "temperature": 0, "logit_bias": {lm.tokenizer.eos_token_id: -1000}}
     run = stream(lm, "x", **options)
     chunks = list(run)
     assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (run.result().text, reason)

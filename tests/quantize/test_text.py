@@ -17,7 +17,7 @@ def test_calibration_and_evaluation_never_share_text(model, tmp_path, tiny_token
         tail = ids[:40]
         there = first.tokens.tolist()
         assert not any(there[i : i + 40] == tail for i in range(len(there)))
-        predicted = ids if ids[0] == tiny_tokenizer.bos_id else ids[1:]
+        predicted = ids if ids[0] == tiny_tokenizer.bos_token_id else ids[1:]
         assert second.bytes == len(tiny_tokenizer.decode(predicted).encode())
     whole = text.calibration_text(None, tiny_tokenizer, texts[0], whole=True)
     assert len(whole.tokens) > len(first.tokens)

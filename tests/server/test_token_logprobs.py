@@ -40,7 +40,7 @@ def test_the_end_token_is_left_out():
 
 
 def test_special_tokens_have_their_name_and_no_infinity(lm):
-    eos = lm.tokenizer.eos_id
+    eos = lm.tokenizer.eos_token_id
     entry = TokenLogprobs(20, -math.inf, (TokenLogprob(eos, -1.5, b""),), b"a")
     [described] = chat_logprobs([entry], lm.tokenizer)["content"]
     assert described["logprob"] == -9999.0 and described["bytes"] == [97]

@@ -27,7 +27,11 @@ def test_save_and_load(trained, saved, sample):
         assert loaded.fingerprint == trained.fingerprint
         assert loaded.special_tokens == trained.special_tokens
         assert loaded.special_token_names == trained.special_token_names
-        assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (trained.bos_id, trained.eos_id, trained.pad_id)
+        assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (
+            trained.bos_token_id,
+            trained.eos_token_id,
+            trained.pad_token_id,
+        )
         assert loaded.encode(sample) == trained.encode(sample)
         assert loaded.chat_template is None
 
@@ -61,17 +65,17 @@ def test_named_chat_templates(saved):
 def test_special_tokens_of_the_configuration(saved):
     change(saved / "tokenizer_config.json", bos_token=None, eos_token={"content": "<|end|>"})
     tokenizer = load(saved)
-    assert tokenizer.bos_id is None
-    assert tokenizer.eos_id == tokenizer.special_tokens["<|end|>"]
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.eos_token_id == tokenizer.special_tokens["<|end|>"]
 
 
 def test_special_tokens_of_the_map_and_usual_names(saved):
     (saved / "tokenizer_config.json").unlink()
     (saved / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
     tokenizer = load(saved)
-    assert tokenizer.eos_id == tokenizer.special_tokens["<|user|>"]
-    assert tokenizer.bos_id == tokenizer.encode("")[0]
-    assert tokenizer.pad_id == tokenizer.special_tokens["<|pad|>"]
+    assert tokenizer.eos_token_id == tokenizer.special_tokens["<|user|>"]
+    assert tokenizer.bos_token_id == tokenizer.encode("")[0]
+    assert tokenizer.pad_token_id == tokenizer.special_tokens["<|pad|>"]
 
 
 def test_truncation_and_padding_of_a_file_are_ignored(trained, saved):
@@ -86,14 +90,14 @@ def test_truncation_and_padding_of_a_file_are_ignored(trained, saved):
 
 def test_gpt2(gpt2, gpt2_folder):
     assert gpt2.vocab_size == 50257
-    assert gpt2.bos_id == gpt2.eos_id == gpt2.special_tokens["<|endoftext|>"] == 50256
+    assert gpt2.bos_token_id == gpt2.eos_token_id == gpt2.special_tokens["<|endoftext|>"] == 50256
     assert gpt2.encode("Hello world") == [15496, 995]
     assert load(gpt2_folder / "merges.txt").fingerprint == gpt2.fingerprint
 
 
 def test_llama2(llama2, llama2_folder):
     assert llama2.vocab_size == 32000
-    assert (llama2.unk_id, llama2.bos_id, llama2.eos_id, llama2.pad_id) == (0, 1, 2, None)
+    assert (llama2.unk_token_id, llama2.bos_token_id, llama2.eos_token_id, llama2.pad_token_id) == (0, 1, 2, None)
     assert llama2.encode("Hello world") == [1, 15043, 3186]
     assert llama2.adds_dummy_prefix
     assert load(llama2_folder / "tokenizer.model").fingerprint == llama2.fingerprint
@@ -212,7 +216,7 @@ def test_transformers_and_mlx_lm_agree(name, request, tmp_path, sample):
         tokenizer.encode(plain)
     )
     assert len(reference) == tokenizer.vocab_size
-    assert (reference.bos_token_id, reference.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
-    assert (reference.pad_token_id, reference.unk_token_id) == (tokenizer.pad_id, tokenizer.unk_id)
+    assert (reference.bos_token_id, reference.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert (reference.pad_token_id, reference.unk_token_id) == (tokenizer.pad_token_id, tokenizer.unk_token_id)
     assert wrapper.encode(sample) == ids
-    assert wrapper.eos_token_ids == {tokenizer.eos_id}
+    assert wrapper.eos_token_ids == {tokenizer.eos_token_id}

@@ -15,7 +15,12 @@ def test_special_tokens_of_byte_level(byte_level):
     assert tokenizer.tokenizer_type == "byte-level"
     assert tokenizer.vocab_size == 420
     assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *COMMON_TOKENS]
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id) == (0, 1, 2, None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id) == (
+        0,
+        1,
+        2,
+        None,
+    )
 
 
 def test_special_tokens_of_sentencepiece(sentencepiece_bpe):
@@ -23,7 +28,12 @@ def test_special_tokens_of_sentencepiece(sentencepiece_bpe):
     assert tokenizer.tokenizer_type == "sentencepiece"
     assert tokenizer.vocab_size == 420
     assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *COMMON_TOKENS]
-    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, 3)
+    assert (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        0,
+        1,
+        2,
+        3,
+    )
 
 
 def test_the_same_text_gives_the_same_tokenizer_without_output_or_files(trained, corpus, tmp_path, monkeypatch, capfd):
@@ -37,7 +47,7 @@ def test_the_same_text_gives_the_same_tokenizer_without_output_or_files(trained,
 
 def test_bos_comes_first(trained):
     ids = trained.encode("water")
-    assert ids[0] == trained.bos_id
+    assert ids[0] == trained.bos_token_id
     assert ids[1:] == trained.encode("water", add_special_tokens=False)
 
 

@@ -76,7 +76,7 @@ def new_run(tmp_path, base, talks):
         settings = {k: v for k, v in {**QUICK, **changes}.items() if v is not None}
         budget = Budget(**{k: options.pop(k) for k in ("epochs", "minutes") if k in options})
         opened, tokenizer = open_base_model(model)
-        encoder = SFTEncoder(tokenizer, opened.config.eos_ids | {tokenizer.eos_id})
+        encoder = SFTEncoder(tokenizer, opened.config.eos_token_ids | {tokenizer.eos_token_id})
         data = DataOptions(sources, **options)
         return start_finetune(tmp_path / name, opened, tokenizer, encoder, data, budget=budget, settings=settings)
 
@@ -88,7 +88,7 @@ def test_first_checkpoint_is_the_base_model(new_run, base, tiny_tokenizer):
     found, wanted = load_weights(run.path / "checkpoints/step-0"), load_weights(base)
     assert set(found) == set(wanted) and all(mx.array_equal(found[name], wanted[name]) for name in wanted)
     end = tiny_tokenizer.special_tokens["<|end|>"]
-    assert run.config.eos_token_id == [tiny_tokenizer.eos_id, end] or run.config.eos_token_id == end
+    assert run.config.eos_token_id == [tiny_tokenizer.eos_token_id, end] or run.config.eos_token_id == end
     assert run.config.max_position_embeddings == 128  # the model's own
     tuned = load(run.path)
     assert end in tuned.eos_token_ids and "<|{{ message.role }}|>" in tuned.tokenizer.chat_template

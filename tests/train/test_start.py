@@ -86,7 +86,7 @@ def test_conversations_make_a_chat_model(tmp_path, tiny_config, tokenizer_folder
     )
     tokenizer = load(run.path)
     assert "<|assistant|>" in tokenizer.chat_template
-    assert run.config.eos_token_id == [tokenizer.eos_id, tokenizer.special_tokens["<|end|>"]]
+    assert run.config.eos_token_id == [tokenizer.eos_token_id, tokenizer.special_tokens["<|end|>"]]
 
 
 @pytest.mark.parametrize("documents", [60, 1])

@@ -202,9 +202,9 @@ def _token_lists(model: Mapping[str, Any], pieces: Pieces, rows: int, scored: bo
 
 def _special_ids(tokenizer: Tokenizer, config: ModelConfig) -> Metadata:
     """Ids of the special tokens, with up to three end-of-text tokens as eos, eot and eom."""
-    bos = tokenizer.bos_id if tokenizer.bos_id is not None else config.bos_token_id
-    pad = tokenizer.pad_id if tokenizer.pad_id is not None else config.pad_token_id
-    ids = {"bos": bos, "padding": pad, "unknown": tokenizer.unk_id}
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else config.bos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else config.pad_token_id
+    ids = {"bos": bos, "padding": pad, "unknown": tokenizer.unk_token_id}
     ids |= dict(zip(("eos", "eot", "eom"), _eos_ids(tokenizer, config), strict=False))
     return {
         f"tokenizer.ggml.{role}_token_id": id
@@ -216,9 +216,9 @@ def _special_ids(tokenizer: Tokenizer, config: ModelConfig) -> Metadata:
 def _eos_ids(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     """The end-of-text tokens: the tokenizer's, then those of the model."""
     ids = token_id_list(config.eos_token_id)
-    if tokenizer.eos_id is None:
+    if tokenizer.eos_token_id is None:
         return ids
-    return [tokenizer.eos_id, *(id for id in ids if id != tokenizer.eos_id)]
+    return [tokenizer.eos_token_id, *(id for id in ids if id != tokenizer.eos_token_id)]
 
 
 def _added_bos_eos(tokenizer: Tokenizer) -> tuple[bool, bool]:
@@ -226,7 +226,7 @@ def _added_bos_eos(tokenizer: Tokenizer) -> tuple[bool, bool]:
     without = tokenizer.encode("a", add_special_tokens=False)
     encoded = tokenizer.encode("a")
     for bos, eos in itertools.product((False, True), repeat=2):
-        front, back = [tokenizer.bos_id] * bos, [tokenizer.eos_id] * eos
+        front, back = [tokenizer.bos_token_id] * bos, [tokenizer.eos_token_id] * eos
         if encoded == [*front, *without, *back]:
             return bos, eos
     raise TokenizerError("this tokenizer adds other tokens to a text than BOS and EOS, which llama.cpp doesn't support")

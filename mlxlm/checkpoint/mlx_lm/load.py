@@ -34,7 +34,7 @@ class MlxLmConfig:
     model_type: str
     vocab_size: int
     max_position_embeddings: int
-    eos_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
 
 
 def load_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, MlxLmConfig]:
@@ -60,7 +60,7 @@ def load_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, MlxLmConfi
         model_type=str(values.get("model_type")),
         vocab_size=_count(values, model, "vocab_size"),
         max_position_embeddings=min(context, limit[0]) if limit else context,
-        eos_ids=frozenset(eos_ids),
+        eos_token_ids=frozenset(eos_ids),
     )
 
 

@@ -61,7 +61,11 @@ MODELS = {
 
 
 def random_model(name: str, tokenizer) -> Decoder:
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     decoder = Decoder(config_from_hf({**MODELS[name], **ids}))
     decoder.init_weights(0)
     rng = np.random.default_rng(1)

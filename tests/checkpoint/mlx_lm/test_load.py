@@ -39,13 +39,13 @@ def test_cohere_logits_are_those_of_mlx_lm(tmp_path):
     model, config = load_model(tmp_path)
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(np.array(model(tokens)), np.array(original(tokens)), atol=1e-5)
-    assert (config.model_type, config.eos_ids, config.max_position_embeddings) == ("cohere", {3, 4}, 77)
+    assert (config.model_type, config.eos_token_ids, config.max_position_embeddings) == ("cohere", {3, 4}, 77)
     halves = {name: value.astype(mx.bfloat16) for name, value in tree_flatten(original.parameters())}
     save_weights(tmp_path, halves)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
     model, config = load_model(tmp_path)
     types = {value.dtype for _, value in tree_flatten(model.parameters())}
-    assert types == {mx.float32 if ON_CPU else mx.bfloat16} and config.eos_ids == {3, 4, 5}
+    assert types == {mx.float32 if ON_CPU else mx.bfloat16} and config.eos_token_ids == {3, 4, 5}
     odd = {**values, "eos_token_id": "x", "vocab_size": 50}
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(odd))
