@@ -173,20 +173,10 @@ class Context:
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
     ) -> None:
-        """Append `ids` to the context, as `read_chunks`.
+        """Append `ids` to the context, in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
 
         `on_prefill` is called after each chunk with the number of tokens in the context. If it raises, the chunks read
         so far stay.
-        """
-        for num_tokens in self.read_chunks(ids, prefill_step_size):
-            if on_prefill is not None:
-                on_prefill(num_tokens)
-
-    def read_chunks(self, ids: Sequence[int], prefill_step_size: int = PREFILL_STEP_SIZE) -> Iterator[int]:
-        """Append `ids` in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
-
-        Yields:
-            After each chunk, the number of tokens in the context.
         """
         done = 0
         while done < len(ids):
@@ -199,7 +189,8 @@ class Context:
                 eval_caches(self.caches)
                 held_ids.extend(chunk)
             done += size
-            yield len(self)
+            if on_prefill is not None:
+                on_prefill(len(self))
 
     def save(self, path: Path | str, lm: LoadedModel, *, replace: bool = False) -> None:
         """Write caches and ids to a safetensors file, for `load` in another process.

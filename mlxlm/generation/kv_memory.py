@@ -16,22 +16,26 @@ _UNKNOWN_BYTES_PER_TOKEN = 1 << 17  # of models that mlx_lm runs: as for 8B para
 
 def default_max_kv_bytes(lm: LoadedModel) -> int:
     """What three quarters of the memory leave beside the weights."""
-    weights = sum(array.nbytes for array in _weights(lm))
     total = platform.total_memory()
     if mx.metal.is_available():
         total = min(total, int(mx.device_info()["max_recommended_working_set_size"] / _SHARE))
-    return max(_MIN_BYTES, int(_SHARE * total) - weights)
+    return max(_MIN_BYTES, int(_SHARE * total) - _weight_bytes(lm))
 
 
 class KVMemory:
     """Bytes of keys and values.
 
     All rows of a batch take as many positions as the longest.
+
+    Attributes:
+        max_bytes: How many there may be.
+        weight_bytes: Bytes of the model's weights.
     """
 
     def __init__(self, lm: LoadedModel, kv: KVOptions, max_bytes: int):
         """For a model, and its caches of the options `kv`."""
         self._config, self._kv, self.max_bytes = lm.config, kv, max_bytes
+        self.weight_bytes = _weight_bytes(lm)
         self._itemsize = max((array.itemsize for array in _weights(lm) if array.ndim == 1), default=4)  # of norms
 
     def bytes_for(self, num_tokens: int, num_rows: int = 1) -> int:
@@ -55,6 +59,10 @@ class KVMemory:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.reserved_bytes(middle) <= self.max_bytes else (low, middle - 1)
         return low
+
+
+def _weight_bytes(lm: LoadedModel) -> int:
+    return sum(array.nbytes for array in _weights(lm))
 
 
 def _weights(lm: LoadedModel) -> list[mx.array]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.generation.chunk_size import chunk_size
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import eval_caches
@@ -28,17 +29,23 @@ class Prefill:
     """Reads the tokens of rows, except for the last ones, which the first decoding step reads.
 
     What the prefix cache holds is restored, and what was read is added to it.
+
+    Args:
+        lm: The model.
+        kv: Options of the caches.
+        prefix_cache: Keys and values of earlier texts.
+        step: Decodes the tokens after the prompts.
+        is_busy: Whether other texts wait for their next token, so that chunks should be small.
     """
 
-    def __init__(self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep):
+    def __init__(
+        self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep, is_busy: Callable[[], bool]
+    ):
         self._lm, self._model, self._kv, self._prefix_cache, self._step = lm, lm.model, kv, prefix_cache, step
+        self._is_busy = is_busy
 
-    def read(self, rows: Sequence[Row], max_chunk_tokens: int = MAX_BATCH_TOKENS) -> Iterator[Group | None]:
+    def read(self, rows: Sequence[Row]) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
-
-        Args:
-            rows: The rows.
-            max_chunk_tokens: The maximum number of tokens of all rows in one forward pass.
 
         Yields:
             None after each chunk, and each group of rows that is ready, with its caches.
@@ -50,8 +57,8 @@ class Prefill:
             if prefix:
                 yield from self._read_prefix(prefix)
             cached = {ids: self._match(ids) for ids in prompts}
-            for group in _split_by_length(prompts, cached, max_chunk_tokens):
-                caches = yield from self._read_group(group, cached, max_chunk_tokens)
+            for group in _split_by_length(prompts, cached, self._max_chunk_tokens(0)):
+                caches = yield from self._read_group(group, cached)
                 if len(group) > 1:
                     for i, ids in enumerate(group):
                         self._insert(ids, [cache.row(i) for cache in caches])
@@ -91,12 +98,18 @@ class Prefill:
 
     def _read_chunks(self, context: Context, ids: Sequence[int], row: Row | None = None) -> Iterator[None]:
         """Read `ids`; yields after each chunk but the last."""
-        end = len(context) + len(ids)
-        for num_read in context.read_chunks(ids):
+        while ids:
+            size = min(PREFILL_STEP_SIZE, self._max_chunk_tokens(len(context)))
+            context.read(ids[:size])
+            ids = ids[size:]
             if row is not None:
-                row.channel.push(num_read)
-            if num_read < end:
+                row.channel.push(len(context))
+            if ids:
                 yield
+
+    def _max_chunk_tokens(self, num_read: int) -> int:
+        """The maximum number of tokens of all rows in one forward pass, after `num_read` tokens of each row."""
+        return chunk_size(self._lm.config, num_read) if self._is_busy() else MAX_BATCH_TOKENS
 
     def _log_match(self, ids: Sequence[int], n: int, group: bool) -> None:
         """Log how much of a prompt is in the cache, and where it leaves the text that begins most like it."""
@@ -153,9 +166,7 @@ class Prefill:
             context.set(self._prefix_cache.restore(ids, n, False), ids[:n])
         return context
 
-    def _read_group(
-        self, prompts: Sequence[Tokens], cached: dict[Tokens, int], max_chunk_tokens: int
-    ) -> Generator[None, None, list[Any]]:
+    def _read_group(self, prompts: Sequence[Tokens], cached: dict[Tokens, int]) -> Generator[None, None, list[Any]]:
         """Read `prompts` from where the cache ends; returns stacked caches, and updates `cached`."""
         cached.update((ids, self._match(ids)) for ids in prompts)  # something may have been evicted since
         length = max(len(ids) - cached[ids] for ids in prompts)
@@ -181,12 +192,15 @@ class Prefill:
         if any(padding):
             for cache in caches:
                 cache.set_left_padding(padding)
-        step_size = min(PREFILL_STEP_SIZE, max(max(padding) + 1, max_chunk_tokens // len(prompts)))
-        for start in range(0, length, step_size):
-            # As in Context.read_chunks, the logits are never evaluated.
+        start = 0
+        while start < length:
+            max_tokens = self._max_chunk_tokens(max(reused) + start)
+            step_size = min(PREFILL_STEP_SIZE, max(max(padding) + 1 - start, max_tokens // len(prompts), 1))
+            # As in Context.read, the logits are never evaluated.
             self._model(mx.array([row[start : start + step_size] for row in tokens]), cache=caches)
             eval_caches(caches)
-            if start + step_size < length:
+            start += step_size
+            if start < length:
                 yield
         return caches
 

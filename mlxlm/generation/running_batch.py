@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from mlxlm.backend.mlx import mx
@@ -27,6 +28,7 @@ class Row:
         idle_steps: Steps since then.
         is_read: Whether the token that the next step feeds is already part of the text or its prompt.
         is_counted: Whether the statistics include its prompt.
+        number: Later requests have larger numbers.
     """
 
     channel: Channel
@@ -35,6 +37,7 @@ class Row:
     idle_steps: int = 0
     is_read: bool = True
     is_counted: bool = False
+    number: int = field(default_factory=count().__next__)
 
     def set_num_cached(self, num_cached: int) -> None:
         """Note how many tokens of the prompt didn't have to be read, unless the text was only interrupted."""
@@ -79,6 +82,15 @@ class _Draw:
     margins: mx.array | None
     snapshots: list[SamplerSnapshot | None]
 
+    def append(self, other: _Draw) -> None:
+        if self.margins is not None or other.margins is not None:
+            self.margins = mx.concatenate([self._all_margins(), other._all_margins()])
+        self.tokens = mx.concatenate([self.tokens, other.tokens])
+        self.snapshots = [*self.snapshots, *other.snapshots]
+
+    def _all_margins(self) -> mx.array:
+        return mx.full(len(self.snapshots), mx.inf) if self.margins is None else self.margins
+
     def select(self, rows: Sequence[int]) -> None:
         index = mx.array(rows)
         self.tokens = self.tokens[index]
@@ -106,20 +118,24 @@ class RunningBatch:
         """
         self._step, self._context_length, self._margins = step, context_length, margins
         self.rows: list[Row] = []
-        self.num_redecoded = 0
         self._caches: list[Any] = []
         self._drawn = _Draw(mx.zeros(0, mx.int32), None, [])
         self._num_steps = 0
 
     @property
-    def num_active(self) -> int:
-        """The number of unfinished rows."""
-        return sum(not row.finished for row in self.rows)
+    def active_rows(self) -> list[Row]:
+        """The unfinished rows."""
+        return [row for row in self.rows if not row.finished]
 
     @property
     def mostly_active(self) -> bool:
         """Whether fewer than a quarter of the rows have finished."""
-        return self.num_active * 4 > len(self.rows) * 3
+        return len(self.active_rows) * 4 > len(self.rows) * 3
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest unfinished text."""
+        return max((len(row.text) for row in self.active_rows), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -131,13 +147,20 @@ class RunningBatch:
         tokens = mx.array([row.text.last_token for row in rows], mx.int32)
         for row in rows:
             row.is_read = True
+        self._append(rows, caches, _Draw(tokens, None, [None] * len(rows)))
+
+    def merge(self, other: RunningBatch) -> None:
+        """Add the rows of another batch, whose last token may not have been read. It must not be used afterwards."""
+        self.remove_finished()
+        other.remove_finished()
+        self._append(other.rows, other._caches, other._drawn)
+
+    def _append(self, rows: Sequence[Row], caches: list[Any], drawn: _Draw) -> None:
         if self.rows:
             caches = [type(old).merge([old, new]) for old, new in zip(self._caches, caches, strict=True)]
-            tokens = mx.concatenate([self._drawn.tokens, tokens])
-        margins = self._drawn.margins
-        if margins is not None:
-            margins = mx.concatenate([margins, mx.full(len(rows), mx.inf)])
-        self._drawn = _Draw(tokens, margins, [*self._drawn.snapshots, *([None] * len(rows))])
+            self._drawn.append(drawn)
+        else:
+            self._drawn = drawn
         self.rows, self._caches = [*self.rows, *rows], caches
 
     def remove_finished(self) -> None:
@@ -259,7 +282,6 @@ class RunningBatch:
         sampler = row.text.sampler
         trial = sampler.fork()
         trial.restore(before)
-        self.num_redecoded += 1
         if trial(logits).item() == token:
             return token, []
         sampler.restore(before)

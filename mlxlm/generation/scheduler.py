@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
+from mlxlm.generation.batches import Batches
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.prefill import MAX_BATCH_TOKENS, Group, Prefill
+from mlxlm.generation.prefill import Group, Prefill
 from mlxlm.generation.rounding import margins_for
 from mlxlm.generation.row_queue import take_similar
 from mlxlm.generation.running_batch import Row, RunningBatch
@@ -23,7 +25,6 @@ from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.utils.errors import GenerationError
 
 MAX_SINGLE_ROWS = 4  # texts that are decoded one by one in turn: speculative ones, and of models without batches
-_BUSY_CHUNK_TOKENS = 512  # of prompts, in one forward pass, while other texts wait for their next token
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,12 @@ class Scheduler:
         self._prefix_cache, self._memory = prefix_cache, memory
         self._drops_tokens = Context(lm.model, kv).drops_tokens
         self._step = DecodeStep(lm.model)
-        self._prefill = Prefill(lm, kv, prefix_cache, self._step)
+        self._prefill = Prefill(lm, kv, prefix_cache, self._step, lambda: bool(self._batches.rows or self._singles))
         self.waiting: list[Row] = []
         self.paused: list[Row] = []
         self._reading: list[_Reading] = []
         self._singles: list[_SingleRow] = []
-        self._batch = self._new_batch()
+        self._batches = self._new_batches()
         self._while_busy = ExitStack()
         self._busy = False
         self.num_generated = self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -97,7 +98,7 @@ class Scheduler:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of running texts."""
-        return self._batch.nbytes + sum(c.nbytes for single in self._singles for c in single.context.caches)
+        return self._batches.nbytes + sum(c.nbytes for single in self._singles for c in single.context.caches)
 
     def step(self, on_resume: Callable[[], None] = lambda: None) -> bool:
         """Read one chunk and decode one token of every text.
@@ -118,7 +119,7 @@ class Scheduler:
         was_active = self.num_active > 0
         if self._reading:
             self._read_chunk(self._reading[0])
-        self._decode_batch()
+        self.num_generated += self._batches.step(self._keep_prefix)
         self._decode_singles()
         # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
         self._busy = self.num_active > 0 or bool(self.waiting) and (was_active or not self._singles)
@@ -131,16 +132,18 @@ class Scheduler:
         for row in [*self.waiting, *self.paused, *self._running()]:
             row.fail(error)
         self.waiting, self.paused, self._singles, self._reading = [], [], [], []
-        self._batch, self._busy = self._new_batch(), False
+        self._batches, self._busy = self._new_batches(), False
         self._end_work()
 
-    def _new_batch(self) -> RunningBatch:
-        return RunningBatch(self._step, self._lm.config.max_position_embeddings, margins_for(self._kv))
+    def _new_batches(self) -> Batches:
+        context_length, margins = self._lm.config.max_position_embeddings, margins_for(self._kv)
+        return Batches(partial(RunningBatch, self._step, context_length, margins), self._memory)
 
     def _running(self) -> list[Row]:
-        reading = [row for reading in self._reading for row in reading.rows]
-        rows = [*self._batch.rows, *reading, *(single.row for single in self._singles)]
-        return [row for row in rows if not row.finished]
+        return [*self._batches.rows, *self._reading_rows(), *(s.row for s in self._singles if not s.row.finished)]
+
+    def _reading_rows(self) -> list[Row]:
+        return [row for reading in self._reading for row in reading.rows if not row.finished]
 
     def _begin_work(self) -> None:
         self._busy = True
@@ -148,17 +151,16 @@ class Scheduler:
         self._while_busy.enter_context(wired_limit())
 
     def _end_work(self) -> None:
-        if self._batch.rows:
-            self._batch.remove_finished()
         self._while_busy.close()
         clear_memory_cache()
 
     def _drop_cancelled(self) -> None:
         self.waiting = [row for row in self.waiting if not row.channel.cancelled]
+        in_batches = set(self._batches.rows)
         for row in self._running():
             if row.channel.cancelled:
                 row.finished = True
-                if row in self._batch.rows:
+                if row in in_batches:
                     self._keep_prefix(row)
         self._reading = [r for r in self._reading if not all(row.finished for row in r.rows)]
         for single in [s for s in self._singles if s.row.finished]:
@@ -170,35 +172,35 @@ class Scheduler:
 
     def _pause_texts(self, on_resume: Callable[[], None]) -> None:
         """Pause the texts whose readers are far behind. What is kept of a row's cache needn't be read again."""
-        for row in self._batch_rows():
+        for row in self._batches.rows:
             if row.channel.pause_if_full(on_resume):
                 self._keep_prefix(row)
-                self.paused.append(self._batch.take_out(row))
+                self.paused.append(self._batches.take_out(row))
         for single in self._singles:
             single.row.channel.pause_if_full(on_resume)
 
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again."""
-        while (rows := self._batch_rows()) and not self._fits(rows):
-            if len(rows) == 1 and not self._singles:
+        while (rows := self._batches.rows) and not self._fits():
+            if len(self._running()) == 1:
                 limit = self._memory.max_tokens()
                 rows[0].fail(
                     GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
                 )
-                self._batch.remove_finished()
                 return
-            self.waiting.insert(0, self._batch.take_out(rows[-1]))
+            self.waiting.insert(0, self._batches.take_out(rows[-1]))
 
-    def _fits(self, rows: list[Row]) -> bool:
-        needed = self._memory.reserved_bytes(max(len(row.text) for row in rows), len(rows)) if rows else 0
-        needed += sum(self._memory.reserved_bytes(len(single.row.text)) for single in self._singles)
-        if needed > self._memory.max_bytes:
+    def _fits(self, more: Sequence[Row] = ()) -> bool:
+        """Whether memory has room for the running texts and `more`; makes that room in the prefix cache."""
+        if (free := self._free_bytes(more)) < 0:
             return False
-        self._prefix_cache.evict(min(self._prefix_cache.max_bytes, self._memory.max_bytes - needed))
+        self._prefix_cache.evict(min(self._prefix_cache.max_bytes, free))
         return True
 
-    def _batch_rows(self) -> list[Row]:
-        return [row for row in self._batch.rows if not row.finished]
+    def _free_bytes(self, more: Sequence[Row] = ()) -> int:
+        rows = [*more, *self._reading_rows(), *(single.row for single in self._singles)]
+        needed = sum(self._memory.reserved_bytes(len(row.text)) for row in rows)
+        return self._memory.max_bytes - needed - self._batches.reserved_bytes
 
     def _admit(self) -> None:
         num_running, num_active = len(self._running()), self.num_active
@@ -206,12 +208,11 @@ class Scheduler:
         if not count:
             return
         rows, self.waiting = take_similar(self.waiting, count)
-        beside = self._batch_rows() + [row for reading in self._reading for row in reading.rows]
-        while rows and not self._fits(beside + rows) and (num_running or len(rows) > 1):
+        while rows and not self._fits(rows) and (num_running or len(rows) > 1):
             self.waiting.insert(0, rows.pop())
         single = not self._lm.supports_batching
         if self._speculation is not None and num_running + len(rows) <= MAX_SINGLE_ROWS:
-            single = single or not self._batch_rows()
+            single = single or not self._batches.rows
         together = []
         for row in rows:
             row.text.start()
@@ -222,8 +223,7 @@ class Scheduler:
         if len(together) == 1:
             self._reading.append(_Reading(together, self._read_single(together[0], False)))
         elif together:
-            chunk = _BUSY_CHUNK_TOKENS if num_running else MAX_BATCH_TOKENS
-            self._reading.append(_Reading(together, self._prefill.read(together, chunk)))
+            self._reading.append(_Reading(together, self._prefill.read(together)))
 
     def _read_single(self, row: Row, single: bool) -> Iterator[Group | None]:
         """Read the prompt of one row, and decode the text by itself or in the batch."""
@@ -252,9 +252,8 @@ class Scheduler:
         if len(active) < len(rows) and active:
             for cache in caches:
                 cache.select(active)
-        self._batch.remove_finished()
         if active:
-            self._batch.join([rows[i] for i in active], caches)
+            self._batches.join([rows[i] for i in active], caches, self._free_bytes())
         reading.rows = [row for row in reading.rows if row not in rows]
         for row in rows:
             self._count_prompt(row)
@@ -265,20 +264,8 @@ class Scheduler:
             self.num_prompt_tokens += len(row.text.prompt)
             self.num_cached_tokens += row.text.num_cached
 
-    def _decode_batch(self) -> None:
-        batch = self._batch
-        if not batch.mostly_active:
-            batch.remove_finished()
-        if batch.num_active:
-            try:
-                self.num_generated += batch.step(self._keep_prefix)
-            except Exception as error:
-                for row in batch.rows:
-                    row.fail(error)
-                self._batch = self._new_batch()
-
     def _keep_prefix(self, row: Row) -> None:
-        ids, caches = self._batch.row_caches(row)
+        ids, caches = self._batches.row_caches(row)
         if ids and caches:
             self._prefix_cache.insert(ids, caches, False)
 

@@ -1,11 +1,13 @@
 """Reading prompts: what the prefix cache has isn't read again, and long prompts are read between decoding steps."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
-from mlxlm.cache import KVOptions
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, Request
+from mlxlm.generation.chunk_size import MIN_CHUNK_TOKENS, _token_cost, chunk_size
 from tests.generation.recording_model import recording
 from tests.generation.test_batching import alone, same
 
@@ -83,7 +85,7 @@ def test_long_prompts_are_read_between_steps(lm):
     engine = Engine(model, prefix_cache_bytes=0)
     pause = model.model.pause_at(5)
     running = engine.submit(request([5, 6], 60))
-    long = [request([100 + i, *[7] * 2000], 4) for i in range(2)]
+    long = [request([100 + i, *[7] * 1000], 4) for i in range(2)]
     pause.reach()
     streams = [engine.submit(long[0])]
     second = model.model.pause_at(8)
@@ -92,11 +94,24 @@ def test_long_prompts_are_read_between_steps(lm):
     streams.append(engine.submit(long[1]))
     second.resume()
     found = [stream.result() for stream in streams]
-    assert running.result().tokens == alone(model, request([5, 6], 60)).tokens
+    result = running.result()
+    sizes = [columns for _, columns in model.model.calls]
+    chunks = [i for i, size in enumerate(sizes) if size > 1]
+    assert all(after - before > 1 for before, after in pairwise(chunks)), "a step between any two chunks"
+    assert len(chunks) > 8 and sizes[chunks[0]] == 512 > sizes[chunks[2]] > sizes[chunks[6]]
+    assert result.tokens == alone(model, request([5, 6], 60)).tokens
     for one, result in zip(long, found, strict=True):
         same(result, alone(model, one))
-    chunks = [columns > 1 for _, columns in model.model.calls[: model.model.calls.index((3, 1))]]
-    assert sum(chunks) >= 8 and not any(a and b for a, b in zip(chunks, chunks[1:], strict=False))
+
+
+@pytest.mark.parametrize("num_read", [0, 100, 1000, 10_000, 1_000_000])
+def test_all_chunks_take_about_as_long(lm, num_read):
+    def cost(first, count):
+        return sum(_token_cost(lm.config, n) for n in range(first, first + count))
+
+    size = chunk_size(lm.config, num_read)
+    assert size == MIN_CHUNK_TOKENS or 0.7 < cost(num_read, size) / cost(0, chunk_size(lm.config, 0)) < 1.1
+    assert chunk_size(object(), num_read) == chunk_size(lm.config, 0) == PREFILL_STEP_SIZE
 
 
 def test_a_prompt_that_fails_to_be_read_fails_alone(lm):
