@@ -137,7 +137,7 @@ def test_errors_are_results(run, requests):
     assert "a larger max_tokens or other stop strings for a constraint_error" in err
     assert oops["id"] is None and oops["line"] == 2 and oops["error"].startswith("the line is not JSON")
     assert bad == {"id": "bad", "line": 3, "error": 'there is no field "temprature" (try: temperature)'}
-    assert long["id"] == "long" and "context of 128" in long["error"]
+    assert long["id"] == "long" and "context length is 128" in long["error"]
     assert again == {"id": "a", "line": 5, "error": 'line 1 has the id "a", too (try: an id for each request)'}
 
 

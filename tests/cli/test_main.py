@@ -159,7 +159,7 @@ def test_wrong_models_and_paths(tmp_path, text_file, run_folder, capsys):
     assert "there is no model folder" in error_line(capsys, "convert", tmp_path / "none", "--out", tmp_path / "y")
     assert "is not a run" in error_line(capsys, "pretrain", "--resume", tmp_path)
     line = error_line(capsys, "generate", run_folder, "-p", "The cat sat. " * 2000)
-    assert "context of 32 " in line and "(try: " in line
+    assert "context length is 32 " in line and "(try: " in line
     damaged = tmp_path / "damaged"
     shutil.copytree(run_folder, damaged)
     checkpoint = next((damaged / "checkpoints").iterdir()) / "model.safetensors"

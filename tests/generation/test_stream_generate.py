@@ -116,7 +116,7 @@ def test_a_cancelled_text_is_what_was_iterated(lm):
     ("prompt", "options", "message"),
     [
         ([], {}, "the prompt is empty"),
-        ([1] * 128, {}, "128 tokens.*context of 128.*at most 127"),
+        ([1] * 128, {}, "128 tokens.*context length is 128.*at most 127"),
         ([10**6], {}, "ids from 0 to"),
         ("x", {"max_tokens": 0}, "max_tokens is 0"),
         ("x", {"stop": ["a", ""]}, "stop string is empty"),
