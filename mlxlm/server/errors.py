@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -96,7 +97,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return _http_error(error)
     if isinstance(error, GenerationError | TokenizerError):
-        return invalid(str(error))
+        is_option = re.search(r"(^|\s)--\w", error.hint or "")  # of the command line, which a client can't change
+        return invalid(error.message if is_option else str(error))
     logger.error("internal error", exc_info=error)
     if isinstance(error, MlxlmError | MemoryError | RuntimeError):
         return ApiError(500, describe_error(error))

@@ -60,16 +60,17 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
-        loaded = self._models.loaded
+        stats = {model.name: model.engine.stats for model in self._models.loaded}
         for name, text in (
             ("running", "Texts that are being generated"),
-            ("waiting", "Texts that wait"),
+            ("waiting", "Texts that wait for others"),
+            ("paused", "Texts that wait for slow clients"),
             ("kv_bytes", "Memory of the key-value caches"),
             ("prefix_cache_bytes", "Memory of the prefix cache"),
         ):
             gauge = GaugeMetricFamily(f"mlxlm_{name}", text, labels=["model"])
-            for model in loaded:
-                gauge.add_metric([model.name], getattr(model.engine.stats, name))
+            for model_name, values in stats.items():
+                gauge.add_metric([model_name], getattr(values, name))
             yield gauge
         memory = psutil.Process().memory_info().rss
         yield GaugeMetricFamily("mlxlm_process_resident_memory_bytes", "Memory of the process", memory)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
+from mlxlm.generation import EngineStats
+from mlxlm.server.metrics import Metrics
 from tests.server.conftest import CONTEXT, HELLO
 
 
@@ -33,3 +38,17 @@ def test_metrics(client):
     assert float(lines["mlxlm_process_resident_memory_bytes"]) > 1e6
     assert {'mlxlm_kv_bytes{model="tiny"}', 'mlxlm_prefix_cache_bytes{model="tiny"}'} <= set(lines)
     assert 'mlxlm_cached_tokens_total{model="tiny"}' in lines
+
+
+def test_gauges_of_an_engine():
+    stats = EngineStats(1, 2, 3, generated_tokens=0, prompt_tokens=0, cached_tokens=0, kv_bytes=4, prefix_cache_bytes=5)
+    models = SimpleNamespace(loaded=[SimpleNamespace(name="m", engine=SimpleNamespace(stats=stats))])
+    text = Metrics(models).render().decode()
+    found = dict(re.findall(r'^mlxlm_(\w+){model="m"} (\S+)$', text, re.M))
+    assert found == {
+        "running": "1.0",
+        "waiting": "2.0",
+        "paused": "3.0",
+        "kv_bytes": "4.0",
+        "prefix_cache_bytes": "5.0",
+    }

@@ -11,7 +11,9 @@ from starlette.testclient import TestClient
 
 from mlxlm.server import request_body
 from mlxlm.server.app import make_app
+from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings
+from mlxlm.utils.errors import GenerationError
 from tests.server.conftest import HELLO
 
 POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
@@ -72,6 +74,11 @@ def test_large_body(client, monkeypatch):
 def test_errors_dont_repeat_huge_values(client):
     error = client.post("/v1/completions", json={"prompt": "a", "temperature": "x" * 100_000, "y" * 100_000: 1})
     assert len(error.text) < 5000
+
+
+def test_hints_are_for_clients():
+    assert to_api_error(GenerationError("memory has room for 10 tokens", "--kv-bits 8")).message.endswith("10 tokens")
+    assert to_api_error(GenerationError("the prompt is empty", "some text")).message.endswith("(try: some text)")
 
 
 def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatch):
