@@ -253,6 +253,12 @@ class ChatMessage(Fields):
     function_call: None = None
     provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
 
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "a message with the role {role} needs content", {"role": self.role})
+        return self
+
 
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 

@@ -14,7 +14,7 @@ from mlxlm.server.app import make_app
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings
 from mlxlm.utils.errors import GenerationError
-from tests.server.conftest import HELLO
+from tests.server.conftest import CONTEXT, HELLO
 
 POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 POSTS += ["/v1/embeddings", "/tokenize", "/detokenize"]
@@ -69,6 +69,23 @@ def test_large_body(client, monkeypatch):
             yield b"x" * 100
 
     check_error(client.post("/tokenize", content=parts()), 413)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/completions", "prompt", [20] * CONTEXT),
+        ("/v1/completions", "prompt", ["a", [20] * (CONTEXT + 5)]),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "fox " * CONTEXT}]),
+        ("/v1/responses", "input", "fox " * CONTEXT),
+        ("/v1/messages", "messages", [{"role": "user", "content": "fox " * CONTEXT}]),
+    ],
+)
+def test_a_prompt_longer_than_the_context(client, path, field, value, stream):
+    error = check_error(client.post(path, json={**VALID[path], field: value, "stream": stream}), 400)
+    assert "prompt is too long" in error["message"] and f"maximum context length is {CONTEXT}" in error["message"]
+    assert error.get("code") == (None if path == "/v1/messages" else "context_length_exceeded")
 
 
 def test_errors_dont_repeat_huge_values(client):

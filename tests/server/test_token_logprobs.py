@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
+from tests.server.conftest import events
 
 
 def push(buffer, content, text, finish_reason=None):
@@ -46,3 +49,17 @@ def test_special_tokens_have_their_name_and_no_infinity(lm):
     assert described["logprob"] == -9999.0 and described["bytes"] == [97]
     [top] = described["top_logprobs"]
     assert top["token"] == lm.tokenizer.special_token_names["eos"] and top["bytes"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_those_of_a_response_add_up_to_the_text(client, stream):
+    body = {"input": "Hello!", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "seed": 3}
+    response = client.post("/v1/responses", json={**body, "max_output_tokens": 40, "stream": stream})
+    if stream:
+        parts = [event for event in events(response.text) if event["type"] == "response.output_text.delta"]
+        text, entries = "".join(part["delta"] for part in parts), [e for part in parts for e in part["logprobs"]]
+    else:
+        [part] = response.json()["output"][0]["content"]
+        text, entries = part["text"], part["logprobs"]
+    assert len(entries) == 40 and all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode("utf-8", "replace") == text
