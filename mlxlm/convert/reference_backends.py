@@ -142,9 +142,10 @@ def _transformers(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]
 def _llama_cpp(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
     import llama_cpp
 
-    options = {"n_ctx": len(ids) + 8, "n_batch": len(ids) + 8, "n_gpu_layers": 0, "logits_all": True}
-    kv_type = llama_cpp.GGML_TYPE_F32
-    model = llama_cpp.Llama(path, type_k=kv_type, type_v=kv_type, **options)
+    size, kv_type = len(ids) + 8, llama_cpp.GGML_TYPE_F32
+    model = llama_cpp.Llama(
+        path, n_ctx=size, n_batch=size, n_gpu_layers=0, logits_all=True, type_k=kv_type, type_v=kv_type
+    )
     model.eval(ids)
     text_ids = model.tokenize(SAMPLE_TEXT.encode(), add_bos=True, special=False)
     return np.array(model.scores[: len(ids)]), {"text_ids": text_ids}

@@ -22,6 +22,7 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     import io
 
     import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -29,7 +30,7 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
         hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
         remove_extra_whitespaces=False, user_defined_symbols=["▁▁", "▁▁▁", "<table>"], minloglevel=2,
     )  # fmt: skip
-    proto = sentencepiece.sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
     writer = gguf_package.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.piece for piece in proto.pieces])
