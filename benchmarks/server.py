@@ -67,11 +67,12 @@ def main() -> None:
                 with serving(peer.command, model) as server:
                     results[peer.name].append(asyncio.run(measure(server, Texts(model, n), sizes)))
                 print(f"{peer.name}, load {os.getloadavg()[0]:.1f}: {results[peer.name][-1]}", file=sys.stderr)
-    names = list(results[peers[0].name][0])
-    columns = {peer: {name: [r[name] for r in rounds] for name in names} for peer, rounds in results.items()}
-    width = 2 + max(len(spread(values)) for column in columns.values() for values in column.values())
-    rows = [("", "".join(f"{peer:<{width}}" for peer in columns))]
-    rows += [(name, "".join(f"{spread(column[name]):<{width}}" for column in columns.values())) for name in names]
+    columns = {peer: {name: [r[name] for r in rounds] for name in rounds[0]} for peer, rounds in results.items()}
+    cells = {peer: {name: spread(values) for name, values in column.items()} for peer, column in columns.items()}
+    width = 2 + max(len(cell) for column in cells.values() for cell in column.values())
+    rows = [("", "".join(f"{peer:<{width}}" for peer in cells))]
+    names = max(cells.values(), key=len)
+    rows += [(name, "".join(f"{column.get(name, ''):<{width}}" for column in cells.values())) for name in names]
     medians = {peer: {name: round(median(v), 4) for name, v in column.items()} for peer, column in columns.items()}
     report("servers", rows, {"benchmark": "server", "quick": options.quick, "peers": medians})
 
@@ -101,7 +102,7 @@ def llama_cpp_command(folder: Path, model: Path, port: int) -> list[str]:
 
     path = folder / "model.gguf"
     if not path.exists():
-        convert(model, path, outtype="f32", verify_output=False)
+        convert(model, path, outtype="F32", verify_output=False)
     command = [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--port", str(port)]
     return [*command, "--n_ctx", "8192", "--n_threads", str(os.cpu_count()), "--interrupt_requests", "false"]
 
@@ -162,21 +163,22 @@ async def measure_second_turn(client: Client, texts: Texts, history: int) -> dic
 
 
 async def measure_joining(client: Client, texts: Texts, sizes: Sizes) -> dict[str, float]:
-    """How long streams stand still while a prompt is read."""
+    """How long streams stand still while a prompt is read; nothing for a server that runs one request at a time."""
     chunk = await client.ask([user(texts(CHUNK))], 1)
     streams = [Answer(time.perf_counter()) for _ in range(sizes.streams)]
     tasks = [asyncio.create_task(client.ask([user(texts(PROMPT))], 4000, answer)) for answer in streams]
     while min(len(answer.times) for answer in streams) < 10:
         await asyncio.sleep(0.01)
+        if any(len(answer.times) > 500 for answer in streams) and not all(answer.times for answer in streams):
+            await cancel(tasks)
+            return {}
         if any(task.done() for task in tasks):
             raise SystemExit("the answers are too short for streams that another prompt joins")
     joining = await client.ask([user(texts(sizes.joining))], 1)
     end = joining.times[0]
     while min(answer.times[-1] for answer in streams) <= end and not any(task.done() for task in tasks):
         await asyncio.sleep(0.01)  # the first chunk after the join ends the last gap
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(tasks)
     during, before = [], []
     for answer in streams:
         for a, b in zip(answer.times, answer.times[1:], strict=False):
@@ -191,6 +193,12 @@ async def measure_joining(client: Client, texts: Texts, sizes: Sizes) -> dict[st
         f"{sizes.streams} streams, a prompt of {sizes.joining} joins: longest gap, s": max(during),
         f"the same, in chunks of {CHUNK}": max(during) / chunk.first,
     }
+
+
+async def cancel(tasks: list[asyncio.Task[Answer]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 if __name__ == "__main__":
