@@ -17,7 +17,7 @@ from mlxlm.server.conversation import AnswerParser, Conversation, Delta, answeri
 from mlxlm.server.errors import invalid
 from mlxlm.server.reply import FINISH_REASONS, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
-from mlxlm.server.schemas import ChatCompletionRequest, ChatMessage
+from mlxlm.server.schemas import ChatCompletionRequest, ChatMessage, ResponseFormat
 from mlxlm.server.state import ServerState
 from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
 from mlxlm.server.tool_use import ToolUse
@@ -64,27 +64,15 @@ def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> Genera
         raise invalid("max_tokens and max_completion_tokens differ (try: one of them)", "max_completion_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    form = body.response_format or ResponseFormat(type="text")
+    schema = form.json_schema.json_schema if form.json_schema else None
     return body.options(
         defaults,
         stop=body.stop,
         max_tokens=limits.pop() if limits else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=_response_schema(body),
+        json_schema=body.schema_of_format(form.type, schema, "response_format"),
     )
-
-
-def _response_schema(body: ChatCompletionRequest) -> dict[str, Any] | bool | str | None:
-    """The JSON schema that the answer must match, if any."""
-    form = body.response_format
-    if form is None or form.type == "text":
-        return body.json_schema
-    if any(value is not None for value in (body.json_schema, body.regex, body.choice, body.grammar)):
-        raise invalid("response_format and another constraint (try: one of them)", "response_format")
-    if form.type == "json_object":
-        return {"type": "object"}
-    if form.json_schema is None or form.json_schema.json_schema is None:
-        raise invalid("response_format has no schema", "response_format.json_schema.schema")
-    return form.json_schema.json_schema
 
 
 def _template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.server.anthropic_schemas import ConversationFields, CountTokensRequest, MessagesRequest, to_messages
 from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
-from mlxlm.server.errors import invalid, to_api_error
+from mlxlm.server.errors import to_api_error
 from mlxlm.server.events import data_event
 from mlxlm.server.reply import FINISH_REASONS, Event, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
@@ -41,17 +41,13 @@ async def count_tokens(request: Request) -> Response:
 
 @asynccontextmanager
 async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[Reply]:
-    schema: dict[str, Any] | bool | str | None = body.json_schema
-    if (config := body.output_config) is not None and config.format is not None:
-        if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
-            raise invalid("output_config.format and another constraint (try: one of them)", "output_config.format")
-        schema = config.format.json_schema
-    stops = body.stop_sequences or []
-    options = body.options(
-        state.models.settings.defaults, max_tokens=body.max_tokens, stop=stops or None, json_schema=schema
-    )
+    form, schema = body.output_config.format if body.output_config else None, body.json_schema
+    if form is not None:
+        schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
+    limits = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+    options = body.options(state.models.settings.defaults, json_schema=schema, **limits)
     async with answering(state, body.model, _conversation(body), options) as answers:
-        yield _Message(answers, stops)
+        yield _Message(answers, body.stop_sequences or [])
 
 
 def _conversation(body: ConversationFields) -> Conversation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -22,12 +21,12 @@ class InputItem(Fields):
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     phase: str | None = None
-    content: Any = None
+    content: Text | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: Text | None = None
-    summary: list[Any] | None = None
+    summary: Text | None = None
     encrypted_content: str | None = None
 
 
@@ -41,7 +40,7 @@ class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -115,7 +114,7 @@ def to_messages(body: ResponseRequest) -> list[Message]:
     for index, item in enumerate(body.input):
         where = f"input.{index}"
         if item.type == "reasoning":
-            reasoning = "\n".join(_texts(item.content or item.summary or [], where)) or None
+            reasoning = item.content or item.summary or None
         elif item.type == "function_call_output":
             if item.call_id is None or item.output is None:
                 raise invalid("an output needs call_id and output", where)
@@ -124,11 +123,10 @@ def to_messages(body: ResponseRequest) -> list[Message]:
             _add_call(messages, item, reasoning, where)
             reasoning = None
         else:
-            if item.role is None:
-                raise invalid("a message needs a role", f"{where}.role")
-            content = item.content if isinstance(item.content, str) else "\n".join(_texts(item.content, where))
+            if item.role is None or item.content is None:
+                raise invalid("a message needs role and content", where)
             kept = reasoning if item.role == "assistant" else None
-            messages.append(Message(item.role, content, reasoning_content=kept))
+            messages.append(Message(item.role, item.content, reasoning_content=kept))
             reasoning = None
     return messages
 
@@ -144,16 +142,3 @@ def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, w
     else:
         kept = last.reasoning_content or reasoning
         messages[-1] = Message("assistant", last.content, tool_calls=(*last.tool_calls, call), reasoning_content=kept)
-
-
-def _texts(parts: Any, where: str) -> Sequence[str]:
-    """The texts of content parts."""
-    texts = []
-    for n, part in enumerate(parts if isinstance(parts, list) else [None]):
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            kind = str(part.get("type"))[:40] if isinstance(part, dict) else "unknown"
-            problem = f"part {n} is of the type {kind}, and this server only reads text"
-            raise invalid(problem if isinstance(parts, list) else "a message needs content", f"{where}.content")
-        texts.append(text)
-    return texts

@@ -18,7 +18,7 @@ from mlxlm.server.events import data_event
 from mlxlm.server.reply import FINISH_REASONS, Event, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
 from mlxlm.server.response_items import OutputItems
-from mlxlm.server.response_schemas import ResponseRequest, to_messages
+from mlxlm.server.response_schemas import ResponseRequest, TextFormat, to_messages
 from mlxlm.server.state import ServerState
 from mlxlm.server.token_logprobs import LogprobBuffer
 from mlxlm.server.tool_use import ToolUse
@@ -47,15 +47,13 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
 
 def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOptions:
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
-    schema: dict[str, Any] | bool | str | None = body.json_schema
-    form = body.text.format if body.text else None
-    if form is not None and form.type != "text":
-        if any(value is not None for value in (schema, body.regex, body.choice, body.grammar)):
-            raise invalid("text.format and another constraint (try: one of them)", "text.format")
-        schema = {"type": "object"} if form.type == "json_object" else form.json_schema
-        if schema is None:
-            raise invalid("text.format has no schema", "text.format.schema")
+    form = _format(body)
+    schema = body.schema_of_format(form.type, form.json_schema, "text.format")
     return body.options(defaults, max_tokens=body.max_output_tokens, logprobs=logprobs, json_schema=schema)
+
+
+def _format(body: ResponseRequest) -> TextFormat:
+    return body.text.format if body.text and body.text.format else TextFormat(type="text")
 
 
 class _Response(Reply):
@@ -122,7 +120,6 @@ class _Response(Reply):
     def _fields(self, status: str) -> dict[str, Any]:
         """The response without its output."""
         body, options = self._body, self._options
-        form = body.text.format if body.text else None
         return {
             **self._head,
             "status": status,
@@ -137,7 +134,7 @@ class _Response(Reply):
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": options.temperature,
-            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "text": {"format": _format(body).model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": options.top_p,

@@ -1,14 +1,13 @@
-"""The fields of OpenAI's requests for completions, and of ours.
+"""The fields of requests for completions and chat completions: those of OpenAI's API, and our own.
 
-A field that isn't listed is refused, since a client that sends it expects something of it. Fields of OpenAI's API that
-don't change the text are accepted and have no effect: `_Ignored`.
+An unknown field is an error, since a client that sends one expects it to have an effect. Fields of OpenAI's API that
+don't change the text are accepted and ignored: see `IgnoredFields`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -42,29 +41,31 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def join_text_parts(content: Any) -> Any:
-    """The text of a message: a string, or parts of which every one is text. Parts are separate paragraphs."""
+_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal", None)
+
+
+def _join_text_parts(content: Any) -> Any:
+    """Join content that is a list of text parts to one text, with line breaks."""
     if not isinstance(content, list):
         return content
     texts = []
     for n, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text") if isinstance(part, dict) else None
-        if kind in ("text", "input_text", "output_text", None) and isinstance(text, str):
-            texts.append(text)
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
-        elif kind in ("text", "input_text", "output_text", None):
-            raise PydanticCustomError("text_part", "part {n} has no text", {"n": n})
-        else:
+        fields = part if isinstance(part, dict) else {}
+        kind = fields.get("type")
+        if kind not in _TEXT_PARTS:
             shown = kind[:40] if isinstance(kind, str) else "unknown"
             problem = "part {n} is of the type {kind}, and this server only reads text"
             raise PydanticCustomError("text_part", problem, {"n": n, "kind": shown})
+        text = fields.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise PydanticCustomError("text_part", "part {n} has no text", {"n": n})
+        texts.append(text)
     return "\n".join(texts)
 
 
+Schema = dict[str, Any] | bool | str | None
 Strings = Annotated[list[str], BeforeValidator(_as_list)]
-Text = Annotated[str, BeforeValidator(join_text_parts)]
+Text = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
 class SamplingFields(Fields):
@@ -88,7 +89,7 @@ class SamplingFields(Fields):
     dry_sequence_breakers: Strings | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    json_schema: dict[str, Any] | bool | str | None = None
+    json_schema: Schema = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -107,17 +108,29 @@ class SamplingFields(Fields):
         if values["choice"] == []:
             raise invalid("choice is an empty list (try: one text or more)", "choice")
         values = {name: value for name, value in values.items() if value is not None}
-        with option_errors():
+        try:
             return replace(defaults, **values)
+        except GenerationError as error:
+            raise invalid(str(error), option_in(error.message)) from None
 
+    def schema_of_format(self, type: str, schema: Schema, field: str) -> Schema:
+        """The JSON schema of the text: that of the API's own `field`, or else `json_schema`.
 
-@contextmanager
-def option_errors() -> Iterator[None]:
-    """Turn the GenerationError of invalid options into a 400 that names the field."""
-    try:
-        yield
-    except GenerationError as error:
-        raise invalid(str(error), option_in(error.message)) from None
+        Args:
+            type: The field's type, "text", "json_object" or "json_schema".
+            schema: The field's schema, if any.
+            field: Its path in the request.
+
+        Raises:
+            ApiError: If the field lacks its schema, or the request has another constraint, too.
+        """
+        if type == "text":
+            return self.json_schema
+        if any(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)):
+            raise invalid(f"{field} and another constraint (try: one of them)", field)
+        if type == "json_schema" and schema is None:
+            raise invalid(f"{field} has no schema", field)
+        return {"type": "object"} if type == "json_object" else schema
 
 
 def option_in(message: str) -> str | None:
@@ -258,9 +271,6 @@ class ChatMessage(Fields):
         if self.content is None and self.role != "assistant":
             raise PydanticCustomError("content", "a message with the role {role} needs content", {"role": self.role})
         return self
-
-
-ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 
 
 class ChatCompletionRequest(TextRequest):

@@ -207,7 +207,7 @@ def test_constrained_answers_have_no_reasoning(thinking):
         ({"temprature": 1}, "temprature"),
         ({"seed": -1}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities.0"),
     ],
 )
