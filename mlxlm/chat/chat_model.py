@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.chat.chat_prompts import answer_eos_token_ids
 from mlxlm.chat.chat_template import chat_encoder
 from mlxlm.chat.messages import Message
 from mlxlm.chat.plain_text import PLAIN
@@ -38,8 +39,7 @@ class ChatModel:
         self.limit = 1 + max_new_tokens_for(lm, [0], kv)
         self.engine = Engine(lm, kv=kv, speculation=speculation)
         self._drops_tokens = Context(lm.model, kv).drops_tokens
-        template_eos = {id for id in self.chat_encoder.eos_token_ids if id < lm.config.vocab_size}
-        self.eos_token_ids = lm.eos_token_ids | template_eos
+        self.eos_token_ids = answer_eos_token_ids(lm, self.chat_encoder)
         self.defaults = GenerationOptions()
         if self.chat_encoder.name != PLAIN:
             self.defaults = replace(self.defaults, max_tokens=None)

@@ -34,6 +34,11 @@ def parse_messages(messages: Messages) -> list[Message]:
     return parsed
 
 
+def answer_eos_token_ids(lm: LoadedModel, encoder: ChatEncoder) -> frozenset[int]:
+    """The tokens that end an answer: those of the model, and that of its chat template."""
+    return lm.eos_token_ids | {id for id in encoder.eos_token_ids if id < lm.config.vocab_size}
+
+
 def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_now: bool = False) -> MessageEncoder:
     """A function that encodes conversations, up to where the answer begins.
 
@@ -61,8 +66,7 @@ def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_n
         if not parsed:
             raise GenerationError("there are no messages", f"[{EXAMPLE_MESSAGE}]")
         check_is_question(parsed[-1].role)
-        template_eos = {token for token in encoder().eos_token_ids if token < lm.config.vocab_size}
-        return encoder().encode(parsed), lm.eos_token_ids | template_eos
+        return encoder().encode(parsed), answer_eos_token_ids(lm, encoder())
 
     if compile_now:
         encoder()

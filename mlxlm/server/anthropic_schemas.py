@@ -1,4 +1,4 @@
-"""The fields of requests to Anthropic's Messages API, and the conversation that they describe."""
+"""The fields of requests to Anthropic's Messages API, and their conversion to messages for the chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxlm.server.schemas import MAX_MESSAGES, Fields, SamplingFields, Text
 
 
 class Block(Fields):
-    """A content block of a message. Its type decides what it needs."""
+    """A content block of a message. Its type decides which fields it needs."""
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
@@ -26,7 +26,7 @@ class Block(Fields):
     thinking: str | None = None
     signature: str | None = None
     data: str | None = None
-    # Without effect: prompts are always cached, and nothing is quoted or called by others.
+    # No effect: prompts are always cached, and there are no citations or server tools.
     cache_control: dict[str, Any] | None = None
     citations: Any = None
     caller: Any = None
@@ -36,7 +36,7 @@ _NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result"
 
 
 def _as_blocks(value: Any) -> Any:
-    """Blocks from text, with a clear error for those that this server can't read."""
+    """Convert text to a block, and check what each type of block needs."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     for n, block in enumerate(value if isinstance(value, list) else ()):
@@ -69,17 +69,17 @@ class AnthropicTool(Fields):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
+    eager_input_streaming: bool | None = None  # no effect: arguments are always streamed
 
     def to_chat(self) -> dict[str, Any]:
-        """The tool in the form of chat completions."""
+        """The tool as in chat completions."""
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         given = {name: value for name, value in function.items() if value is not None}
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
 
 
 class Thinking(Fields):
-    """`thinking`. A budget has no effect: the model decides how long it thinks."""
+    """`thinking`. `budget_tokens` has no effect: the model decides how long it thinks."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -103,17 +103,17 @@ class OutputConfig(Fields):
 def _check_edit(value: Any) -> Any:
     if isinstance(value, dict) and str(value.get("type")).startswith("clear_thinking_"):
         return value
-    raise PydanticCustomError("edit", "this server drops nothing from a conversation but earlier thinking")
+    raise PydanticCustomError("edit", "this server can only clear earlier thinking from a conversation")
 
 
 class ContextManagement(Fields):
-    """`context_management`. About earlier thinking the chat template decides; other edits are refused."""
+    """`context_management`. It can only clear earlier thinking, which is up to the chat template."""
 
     edits: list[Annotated[dict[str, Any], BeforeValidator(_check_edit)]] | None = None
 
 
-class ConversationFields(Fields):
-    """What messages and the count of their tokens share."""
+class CountTokensRequest(Fields):
+    """The body of /v1/messages/count_tokens, whose fields /v1/messages also has."""
 
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -122,28 +122,24 @@ class ConversationFields(Fields):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # prompts are always cached
+    cache_control: dict[str, Any] | None = None  # no effect: prompts are always cached
     context_management: ContextManagement | None = None
 
 
-class CountTokensRequest(ConversationFields):
-    """The body of /v1/messages/count_tokens."""
-
-
-class MessagesRequest(ConversationFields, SamplingFields):
+class MessagesRequest(CountTokensRequest, SamplingFields):
     """The body of /v1/messages."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    # Without effect on the text.
+    # No effect.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
 
 
-def to_messages(body: ConversationFields) -> list[Message]:
-    """The conversation. The results of calls are messages of their own, before the other text of their message."""
+def to_messages(body: CountTokensRequest) -> list[Message]:
+    """The messages for the chat template. Tool results become messages before the text beside them."""
     messages = [Message("system", body.system)] if body.system else []
     for message in body.messages:
         results = [block for block in message.content if block.type == "tool_result"]

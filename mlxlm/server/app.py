@@ -30,7 +30,7 @@ from mlxlm.server.tokens import detokenize, tokenize
 
 
 def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
-    """The application that serves `models`. By default it may be used by anyone who can reach it."""
+    """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
     rules = rules or AccessRules()
     routes = [
         *_both("/chat/completions", chat_completions, "POST"),
@@ -59,7 +59,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
             "allow_methods": ["GET", "POST"],
             "allow_headers": ["*"],
         }
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # also for the errors of the others
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # outermost: error responses need its headers, too
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -75,34 +75,34 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
 
 
 def _both(path: str, endpoint: Any, method: str) -> list[Route]:
-    """An endpoint with and without the prefix /v1."""
+    """The routes of an endpoint, with and without the prefix /v1."""
     return [Route(prefix + path, endpoint, methods=[method]) for prefix in ("/v1", "")]
 
 
 async def list_models(request: Request) -> JSONResponse:
-    """The models that requests can name."""
+    """List the models that requests can name."""
     models: Models = request.app.state.server.models
     return JSONResponse({"object": "list", "data": [_describe(models, name) for name in models.names]})
 
 
 async def get_model(request: Request) -> JSONResponse:
-    """One model."""
+    """Describe one model."""
     models: Models = request.app.state.server.models
     return JSONResponse(_describe(models, models.find(request.path_params["id"])))
 
 
 def _describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields, and whether the model is loaded; its context length if so."""
+    """OpenAI's fields, whether the model is loaded, and its context length if it is."""
     values = {"id": name, "object": "model", "created": models.created, "owned_by": "mlxlm"}
     found = next((model for model in models.loaded if model.name == name), None)
     return {**values, "loaded": found is not None, "context_length": found and found.context_length}
 
 
 async def health(_request: Request) -> JSONResponse:
-    """That the server runs."""
+    """Say that the server is running."""
     return JSONResponse({"status": "ok"})
 
 
 async def render_metrics(request: Request) -> Response:
-    """The metrics in Prometheus' format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(request.app.state.server.metrics.render(), media_type=CONTENT_TYPE_LATEST)

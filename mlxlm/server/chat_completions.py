@@ -35,7 +35,7 @@ async def chat_completions(request: Request) -> Response:
 async def _generate(state: ServerState, body: ChatCompletionRequest) -> AsyncIterator[Reply]:
     options = _options(body, state.models.settings.defaults)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    tool_use = ToolUse.of(tools, body.tool_choice, body.parallel_tool_calls)
+    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body), tool_use)
     async with answering(state, body.model, conversation, options, body.n) as answers:
         tokenizer = answers.model.lm.tokenizer

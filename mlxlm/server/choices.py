@@ -1,4 +1,4 @@
-"""The reply of OpenAI's chat completions and completions: a list of `choices`, one for each text."""
+"""The reply of chat completions and completions: `choices`, one for each text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mlxlm.server.texts import Texts
 
 
 class Choice(Protocol):
-    """A text that is being generated, as an entry of `choices`."""
+    """Builds an entry of `choices` from the chunks of a text."""
 
     reasoning_tokens: int
 
     def start(self) -> dict[str, Any] | None:
-        """Return what a stream has before the first chunk, if anything."""
+        """Return the entry of the event before the first chunk, if there is one."""
 
     def push(self, chunk: GenerationChunk) -> list[dict[str, Any]]:
-        """Add a chunk; return what it adds."""
+        """Add a chunk, and return the entries of its events."""
 
     def complete(self) -> dict[str, Any]:
-        """Return the whole text."""
+        """Return the entry of a response that isn't streamed."""
 
 
 class ChoicesReply(Reply):
-    """A list of choices; in a stream, one for each event.
+    """A response with all choices, or a stream whose events have one choice each.
 
     Args:
         texts: The texts that are being generated.
@@ -50,35 +50,35 @@ class ChoicesReply(Reply):
         self._head = {**head, "created": int(time.time())}
 
     def start(self) -> list[Event]:
-        """The roles of messages, or the prompts that are echoed."""
+        """Return the role of each message, or each prompt that is echoed."""
         return [self._event(first) for choice in self._choices if (first := choice.start()) is not None]
 
     def push(self, index: int, chunk: GenerationChunk) -> list[Event]:
-        """What the chunk adds to its choice."""
+        """Add a chunk, and return its events."""
         return [self._event(part) for part in self._choices[index].push(chunk)]
 
     def finish(self, results: Sequence[GenerationResult]) -> list[Event]:
-        """The numbers of tokens, if the request asks for them."""
+        """Return the usage, if the request asks for it."""
         return [{"choices": [], "usage": self._usage(results)}] if self._body.include_usage else []
 
     def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The whole texts."""
+        """Return the response."""
         choices = [choice.complete() for choice in self._choices]
         return {**self._head, "choices": choices, "usage": self._usage(results)}
 
     def encode(self, event: Event) -> bytes:
-        """An event with the fields that all have."""
+        """Encode an event."""
         return data_event(self._head | event)
 
     def encode_error(self, error: Exception) -> bytes:
-        """OpenAI's error object."""
+        """Encode an error."""
         return data_event(to_api_error(error).body())
 
     def _event(self, choice: dict[str, Any]) -> Event:
         return {"choices": [choice], **({"usage": None} if self._body.include_usage else {})}
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The numbers of tokens; a prompt of several texts counts once."""
+        """Count the tokens. The prompt of several samples counts once."""
         completion_tokens = sum(len(result.tokens) for result in results)
         cached_tokens = sum(result.cached_tokens for result in results[:: self._body.n])
         reasoning_tokens = sum(choice.reasoning_tokens for choice in self._choices)

@@ -1,4 +1,4 @@
-"""Answers to conversations: encodes the prompt, and splits each answer into reasoning and text."""
+"""Answers to conversations: the prompt, and the parts of an answer (reasoning, text, tool calls)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mlxlm.server.tool_use import ToolUse
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a model answers.
+    """A conversation that a model answers.
 
     Attributes:
-        messages: The messages; if the last one is the assistant's, the answer continues it.
-        template_kwargs: More variables of the chat template.
-        tool_use: The tools that it may call.
+        messages: The messages. If the last one is the assistant's, the answer continues it.
+        template_kwargs: Further variables of the chat template.
+        tool_use: The tools that the answer may call.
     """
 
     messages: Sequence[Message]
@@ -35,7 +35,7 @@ class Conversation:
     tool_use: ToolUse = field(default_factory=ToolUse)
 
     async def encode(self, model: ServedModel) -> list[int]:
-        """The ids of the prompt.
+        """Encode the prompt.
 
         Raises:
             TokenizerError: The chat template refuses the conversation.
@@ -54,8 +54,8 @@ class Delta:
     """A piece of an answer.
 
     Attributes:
-        kind: What the text is part of; "call" for the arguments of a tool call.
-        text: The piece, which may be "" for the beginning of a call.
+        kind: The part that it belongs to; "call" for the arguments of a tool call.
+        text: The piece; "" at the beginning of a call.
         call_id: The id of the call, in the first piece of a call.
         name: The function, in the first piece of a call.
     """
@@ -73,7 +73,7 @@ class Answers:
     Attributes:
         model: The model.
         texts: Their texts.
-        parsers: Split them.
+        parsers: One for each text.
     """
 
     model: ServedModel
@@ -85,7 +85,7 @@ class Answers:
 async def answering(
     state: ServerState, model_name: str | None, conversation: Conversation, options: GenerationOptions, n: int = 1
 ) -> AsyncIterator[Answers]:
-    """Generate `n` answers, until the end of the block at the latest.
+    """Generate `n` answers. At the end of the block, unfinished ones are cancelled.
 
     Raises:
         ApiError: As `Models.use` and `generate`.
@@ -106,14 +106,14 @@ async def answering(
 
 
 async def check_constraint(model: ServedModel, options: GenerationOptions) -> None:
-    """Raise GenerationError for a constraint that isn't supported. It is compiled once, also for the engine."""
+    """Raise GenerationError for a constraint that isn't supported. The compiled grammar is cached for the engine."""
     if options.constraint is not None:
         lm = model.lm
         await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, model.eos_token_ids)
 
 
 def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
-    """End a block of reasoning that the template has opened, for a constrained answer, which can't have one."""
+    """End the <think> block if the template opens one: a constrained answer can't have reasoning."""
     if not model.encoder.generation_prefix_of(prompt):
         return list(prompt)
     encode = model.lm.tokenizer.encode
@@ -121,24 +121,26 @@ def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
 
 
 class AnswerParser:
-    """Splits the text of an answer, as it comes.
+    """Splits the streamed text of an answer into reasoning, text and tool calls.
 
     Attributes:
-        reasoning_tokens: How many tokens were reasoning, its tags included.
-        has_calls: Whether there was a tool call.
+        reasoning_tokens: The number of tokens of the reasoning, its tags included.
+        has_calls: Whether the answer has a tool call.
     """
 
     def __init__(self, generation_prefix: str | None, tool_format: ToolFormat | None):
-        """Prepare for one answer.
+        """Create a parser for one answer.
 
         Args:
-            generation_prefix: What the template put at its start; None for an answer without reasoning.
-            tool_format: How the model writes calls; None for an answer without.
+            generation_prefix: What the template has put at the start of the answer, such as "<think>"; None for an
+                answer without reasoning.
+            tool_format: The markup of tool calls; None for an answer without calls.
         """
         self.reasoning_tokens, self.has_calls = 0, False
-        self._reasoning = None if generation_prefix is None else ReasoningParser()
-        if self._reasoning is not None:
-            self._reasoning.push(generation_prefix or "")
+        self._reasoning: ReasoningParser | None = None
+        if generation_prefix is not None:
+            self._reasoning = ReasoningParser()
+            self._reasoning.push(generation_prefix)
         self._calls = None if tool_format is None else ToolCallParser(tool_format)
 
     def push(self, chunk: GenerationChunk) -> list[Delta]:
@@ -176,7 +178,7 @@ class AnswerParser:
 
 
 def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:
-    """Variables of the chat template for OpenAI's hints; templates that don't know them pay no attention to them."""
+    """`reasoning_effort` and `verbosity` as variables of the chat template. Most templates ignore them."""
     values: dict[str, Any] = {"reasoning_effort": effort, "verbosity": verbosity}
     if effort == "none":
         values["enable_thinking"] = False

@@ -31,7 +31,7 @@ class EmbeddingRequest(IgnoredFields):
 
 
 async def embeddings(request: Request) -> Response:
-    """Return a vector of length 1 for each text."""
+    """Return an embedding of each text, a vector of length 1."""
     body = await read_body(request, EmbeddingRequest)
     state: ServerState = request.app.state.server
     return await json_response(request, _embed(state, body))
@@ -44,7 +44,7 @@ async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
             if not text:
                 raise invalid("a text is empty", f"input.{index}")
             ids = await asyncio.to_thread(encode_prompt, lm, text)
-            # One text at a time, so that the engines take turns with them.
+            # One text at a time, so that requests for text needn't wait for all of them.
             vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
             if body.dimensions not in (None, len(vector)):
                 raise invalid(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
@@ -56,5 +56,5 @@ async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
 
 
 def _to_base64(vector: list[float]) -> str:
-    """Little-endian float32."""
+    """Encode as little-endian float32, in base64."""
     return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

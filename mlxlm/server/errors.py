@@ -1,4 +1,4 @@
-"""Errors of the API: OpenAI's error object, or Anthropic's for its endpoints."""
+"""Error responses: OpenAI's error object, or Anthropic's in the endpoints of its API."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ApiError(Exception):
     """An error response.
 
     Attributes:
-        status: The HTTP status.
-        message: What was wrong, and what would work.
-        param: Path of the field in the request, such as "messages.2.content", or None.
-        code: OpenAI's code, such as "model_not_found", or None.
-        headers: Further headers of the response.
+        status: The HTTP status code.
+        message: What is wrong, and what would work.
+        param: The path of the field in the request, such as "messages.2.content", or None.
+        code: An error code such as OpenAI's "model_not_found", or None.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -54,44 +54,41 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's type of the error."""
+        """The type in OpenAI's error object."""
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The JSON of the error for an endpoint: Anthropic's form for /v1/messages."""
+        """The error object of an endpoint."""
         if is_anthropic(path):
-            error = {"type": _ANTHROPIC_TYPES.get(self.status, self._anthropic_fallback), "message": self.message}
+            fallback = "invalid_request_error" if self.status < 500 else "api_error"
+            error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
             return {"type": "error", "error": error}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    @property
-    def _anthropic_fallback(self) -> str:
-        return "invalid_request_error" if self.status < 500 else "api_error"
-
     def response(self, path: str = "") -> JSONResponse:
-        """The response for an endpoint."""
+        """The response of an endpoint."""
         return JSONResponse(self.body(path), self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400."""
+    """A 400, for an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
 def stopping() -> ApiError:
-    """The 503 for requests that didn't finish in time."""
+    """The 503 for requests that are cut off at shutdown."""
     return ApiError(503, "the server is stopping")
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether an endpoint is one of Anthropic's API."""
+    """Whether a path is one of Anthropic's API."""
     return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The response for any exception. What isn't an error of the request is logged with its traceback."""
+    """Convert any exception. Those that aren't the request's fault are logged with their traceback."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -106,7 +103,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 class ErrorMiddleware:
-    """Answers every exception of the endpoints with an error object."""
+    """Turns exceptions of the endpoints into error responses."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -115,25 +112,25 @@ class ErrorMiddleware:
         """Handle one request."""
         started = False
 
-        async def noting_send(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, noting_send)
+            await self._app(scope, receive, watched_send)
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # closes the connection
             await to_api_error(error).response(scope["path"])(scope, receive, send)
-        except asyncio.CancelledError:  # by the server, when it doesn't wait any longer
+        except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
             if started:
                 raise
             await stopping().response(scope["path"])(scope, receive, send)
 
 
 async def error_response(request: Request, error: Exception) -> JSONResponse:
-    """The handler of Starlette's own exceptions: 404 and 405."""
+    """Handle Starlette's own exceptions: 404 and 405."""
     found = to_api_error(error)
     if found.status == 404 and found.code is None:
         found = ApiError(404, f"there is no endpoint {request.method} {request.url.path[:200]}", code="not_found")
@@ -141,7 +138,6 @@ async def error_response(request: Request, error: Exception) -> JSONResponse:
 
 
 def _http_error(error: HTTPException) -> ApiError:
-    """Starlette's own errors: 404 and 405."""
     headers = dict(error.headers or {})
     if error.status_code == 405:
         return ApiError(405, f"this endpoint only accepts {headers.get('Allow', 'another method')}", headers=headers)

@@ -1,4 +1,4 @@
-"""Server-sent events, and what happens when a client leaves."""
+"""Server-sent events, and cancellation when a client disconnects."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Value = TypeVar("Value")
 
 
 def data_event(value: Any, name: str | None = None) -> bytes:
-    """One event with JSON data."""
+    """An event with JSON data."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {data}\n\n".encode()
 
 
 def comment(text: str) -> bytes:
-    """A line that clients ignore, so that nobody on the way closes a connection for its silence."""
+    """A comment, which clients ignore. It keeps proxies from closing an idle connection."""
     return f": {text}\n\n".encode()
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:
-    """Run `work`, and cancel it if the client leaves; then return None."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request.receive))
+    """Run `work`. If the client disconnects first, cancel it and return None."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -45,26 +45,26 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Value]) ->
 
 
 class EventResponse(Response):
-    """A stream of events. It is closed, and with it what makes the events, when the client leaves."""
+    """A response that streams events. Their generator is closed when the client disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes]):
-        """`first` is the first of the events, which its caller has waited for."""
+        """`first` is an event that comes before those of the generator."""
         super().__init__(status_code=200, headers=_HEADERS)
         del self.headers["content-length"]
         self._first, self._events = first, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_left(receive))
+        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
             else:
                 scope["mlxlm.client_left"] = True
-        except asyncio.CancelledError:  # by the server, when it doesn't wait any longer
+        except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
             await _cancel(sending, leaving)
             last = data_event(stopping().body(scope["path"]), "error" if is_anthropic(scope["path"]) else None)
             with suppress(TimeoutError):
@@ -84,7 +84,7 @@ class EventResponse(Response):
 
 
 async def stream_response(request: Request, events: AsyncGenerator[bytes]) -> Response:
-    """The response for events. Errors that come before the first one are raised, for a response with their status."""
+    """The response with events. An error before the first one is raised, so that the response has its status."""
     try:
         first = await while_connected(request, _first(events))
     except BaseException:
@@ -97,7 +97,7 @@ async def stream_response(request: Request, events: AsyncGenerator[bytes]) -> Re
 
 
 async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    """The response with the result of `work`, which is cancelled if the client leaves."""
+    """The response with the result of `work`, which is cancelled if the client disconnects."""
     result = await while_connected(request, work)
     return Response(status_code=499) if result is None else JSONResponse(result)
 
@@ -106,8 +106,8 @@ async def _first(events: AsyncGenerator[bytes]) -> bytes:
     return await anext(events)
 
 
-async def _left(receive: Receive) -> None:
-    """Return when the client has closed the connection."""
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxlm.generation import GenerationChunk, GenerationResult
-from mlxlm.server.anthropic_schemas import ConversationFields, CountTokensRequest, MessagesRequest, to_messages
+from mlxlm.server.anthropic_schemas import CountTokensRequest, MessagesRequest, to_messages
 from mlxlm.server.conversation import Answers, Conversation, Delta, answering, reasoning_kwargs
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.events import data_event
@@ -32,7 +32,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """Return the number of tokens of a conversation, as the model gets it."""
+    """Count the tokens of a conversation, including those of the chat template."""
     body = await read_body(request, CountTokensRequest)
     state: ServerState = request.app.state.server
     async with state.models.use(body.model) as model:
@@ -50,12 +50,12 @@ async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[
         yield _Message(answers, body.stop_sequences or [])
 
 
-def _conversation(body: ConversationFields) -> Conversation:
+def _conversation(body: CountTokensRequest) -> Conversation:
     kwargs = reasoning_kwargs(body.output_config.effort if body.output_config else None)
     if body.thinking is not None and body.thinking.type != "adaptive":
         kwargs["enable_thinking"] = body.thinking.type == "enabled"
     tools = [tool.to_chat() for tool in body.tools or ()]
-    return Conversation(to_messages(body), kwargs, ToolUse.of_anthropic(tools, body.tool_choice or {"type": "auto"}))
+    return Conversation(to_messages(body), kwargs, ToolUse.from_anthropic(tools, body.tool_choice or {"type": "auto"}))
 
 
 class _Message(Reply):
@@ -148,7 +148,7 @@ class _Message(Reply):
 
 
 def _parsed(arguments: str) -> Any:
-    """The arguments of a call; none of one that was cut off."""
+    """The arguments of a call; {} if they were cut off."""
     try:
         return json.loads(arguments)
     except ValueError:

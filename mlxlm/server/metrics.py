@@ -1,11 +1,11 @@
-"""Metrics in Prometheus' format."""
+"""Metrics for Prometheus, and the log of requests."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from functools import partial
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,37 +23,32 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """What a server has done. Names begin with mlxlm_."""
+    """The metrics of a server. Their names begin with mlxlm_."""
 
     def __init__(self, models: Models):
         self.registry = CollectorRegistry()
-        own: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("mlxlm_requests", "Requests", ["endpoint", "status"], **own)
-        self.prompt_tokens = Counter("mlxlm_prompt_tokens", "Tokens of prompts", ["model"], **own)
-        self.cached_tokens = Counter("mlxlm_cached_tokens", "Tokens of prompts found in the cache", ["model"], **own)
-        self.generated_tokens = Counter("mlxlm_generated_tokens", "Tokens of texts", ["model"], **own)
-        self.first_token = Histogram(
-            "mlxlm_time_to_first_token_seconds",
-            "Until the first token",
-            ["model"],
-            buckets=_SECONDS,
-            **own,
-        )
+        counter = partial(Counter, registry=self.registry)
+        self.requests = counter("mlxlm_requests", "Requests", ["endpoint", "status"])
+        self.prompt_tokens = counter("mlxlm_prompt_tokens", "Tokens of prompts", ["model"])
+        self.cached_tokens = counter("mlxlm_cached_tokens", "Tokens of prompts found in the prefix cache", ["model"])
+        self.generated_tokens = counter("mlxlm_generated_tokens", "Generated tokens", ["model"])
+        name, text = "mlxlm_time_to_first_token_seconds", "Time to the first token"
+        self.first_token = Histogram(name, text, ["model"], buckets=_SECONDS, registry=self.registry)
         self.registry.register(_Gauges(models))
 
     def add_result(self, model: str, result: GenerationResult) -> None:
-        """Count a text that has ended or was cancelled."""
+        """Count the tokens of a text that has ended or was cancelled."""
         self.prompt_tokens.labels(model).inc(result.prompt_tokens)
         self.cached_tokens.labels(model).inc(result.cached_tokens)
         self.generated_tokens.labels(model).inc(len(result.tokens))
 
     def render(self) -> bytes:
-        """The metrics as text."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Gauges(Collector):
-    """The state of the engines, and the memory of the process, when they are asked for."""
+    """The state of the engines and the memory of the process, read whenever the metrics are rendered."""
 
     def __init__(self, models: Models):
         self._models = models
@@ -77,7 +72,7 @@ class _Gauges(Collector):
 
 
 class RequestCounter:
-    """Counts requests by endpoint and status, and logs a line for each, without their content."""
+    """Counts requests by endpoint and status, and logs one line per request, without its content."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
         self._app, self._metrics, self._endpoints = app, metrics, frozenset(endpoints)
@@ -87,7 +82,7 @@ class RequestCounter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, start = 499, time.monotonic()  # 499: the client left before there was a response
+        status, start = 499, time.monotonic()  # 499: the client disconnected before the response
 
         async def counting_send(message: Message) -> None:
             nonlocal status
@@ -101,6 +96,6 @@ class RequestCounter:
             path, known = scope["path"], scope["path"] in self._endpoints
             self._metrics.requests.labels(path if known else "other", str(status)).inc()
             level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
-            left = ", the client left" if scope.get("mlxlm.client_left") else ""
+            left = ", the client disconnected" if scope.get("mlxlm.client_left") else ""
             seconds = time.monotonic() - start
             logger.log(level, "%s %s %d, %.2f s%s", scope["method"], one_line(path[:200]), status, seconds, left)

@@ -1,4 +1,4 @@
-"""The models of a server: loaded when they are first used, and unloaded when memory is needed for another."""
+"""The models of a server: loaded when first used, unloaded when another model needs the memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
+from mlxlm.chat.chat_prompts import answer_eos_token_ids
 from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, device_thread, load
 from mlxlm.generation.speculative import SpeculativeDecoder
@@ -29,18 +30,18 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How every model of a server is run.
+    """Settings that all models of a server share.
 
     Attributes:
-        defaults: Generation options that requests don't set.
+        defaults: Generation options, for what a request doesn't set.
         chat_template: See `chat_encoder`.
         kv: Options of the key-value caches.
         batch_size: Texts that are generated at once, per model.
         max_waiting: Texts that may wait, per model.
-        prefix_cache_bytes: Memory for the beginnings of prompts, per model; None for the engine's default.
-        prefix_cache_dir: Folder to keep them in, or None.
-        make_speculation: Makes the decoder for speculative decoding, or None.
-        max_memory: Bytes that weights and caches of all models may take together; None for no limit besides the
+        prefix_cache_bytes: Size of the prefix cache, per model; None for the engine's default.
+        prefix_cache_dir: Folder that keeps the prefix cache across restarts, or None.
+        make_speculation: Returns the decoder for speculative decoding; None for no speculation.
+        max_memory: Bytes that the weights and caches of all models may take together; None for no limit besides the
             engine's.
     """
 
@@ -59,16 +60,17 @@ class ServedModel:
     """A loaded model with its engine and chat template.
 
     Attributes:
-        name: What requests call it.
+        name: The `model` of requests.
         lm: The model.
+        settings: The server's settings.
         engine: Generates its texts.
-        encoder: Encodes conversations.
+        encoder: Its chat template.
         eos_token_ids: Tokens that end an answer.
         num_bytes: Size of the weights.
     """
 
     def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings):
-        """Make the engine of a model.
+        """Create the engine of a model.
 
         Raises:
             ConfigError: The weights leave no memory for caches.
@@ -76,16 +78,15 @@ class ServedModel:
         """
         self.name, self.lm, self.settings = name, lm, settings
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
-        ends = {id for id in self.encoder.eos_token_ids if id < lm.config.vocab_size}
-        self.eos_token_ids = lm.eos_token_ids | ends
+        self.eos_token_ids = answer_eos_token_ids(lm, self.encoder)
         self.num_bytes = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
-        room = None if settings.max_memory is None else settings.max_memory - self.num_bytes
-        if room is not None and room <= 0:
+        max_kv_bytes = None if settings.max_memory is None else settings.max_memory - self.num_bytes
+        if max_kv_bytes is not None and max_kv_bytes <= 0:
             sizes = f"takes {human_bytes(self.num_bytes)}, and --max-memory is {human_bytes(settings.max_memory or 0)}"
             raise ConfigError(f"the model {name} {sizes}", "a smaller or quantized model")
         self.engine = Engine(
             lm,
-            max_kv_bytes=room,
+            max_kv_bytes=max_kv_bytes,
             kv=settings.kv,
             batch_size=settings.batch_size,
             max_waiting=settings.max_waiting,
@@ -96,19 +97,29 @@ class ServedModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and text that the model can see."""
+        """The maximum number of tokens of a prompt and its text."""
         length: int = self.lm.config.max_position_embeddings
         return min(length, self.settings.kv.size or length)
 
     @property
     def memory(self) -> int:
-        """Bytes of weights and caches."""
+        """Bytes of its weights and caches."""
         stats = self.engine.stats
         return self.num_bytes + stats.kv_bytes + stats.prefix_cache_bytes
 
 
 @dataclass
 class _Entry:
+    """A model that requests can name.
+
+    Attributes:
+        path: Where to load it from.
+        model: The model, while it is loaded.
+        users: Requests that use it.
+        last_used: The time when the last of them ended.
+        loading: The task that loads it.
+    """
+
     path: str
     model: ServedModel | None = None
     users: int = 0
@@ -121,15 +132,15 @@ class Models:
 
     Args:
         paths: {name: path or hub id}. The first is the one of requests that name none.
-        settings: How they are run. If `max_memory` has no room for another model, models that nobody uses are unloaded,
-            the least recently used first.
+        settings: Settings of all models. If a model doesn't fit into `max_memory` beside the others, idle models are
+            unloaded, the least recently used first.
     """
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
         self.settings, self.created = settings, int(time.time())
         self._entries = {name: _Entry(path) for name, path in paths.items()}
         self._max_memory = settings.max_memory
-        self._making_room = asyncio.Lock()
+        self._load_lock = asyncio.Lock()
 
     @property
     def names(self) -> list[str]:
@@ -142,7 +153,7 @@ class Models:
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
     def find(self, name: str | None) -> str:
-        """The name of the model that a request asks for. Raises ApiError 404 for one that there isn't."""
+        """The name of the model of a request, by default the first one. Raises ApiError 404 for an unknown name."""
         if name is None:
             return self.names[0]
         if name not in self._entries:
@@ -165,35 +176,35 @@ class Models:
                 if entry.loading is None:
                     entry.loading = asyncio.create_task(self._load(name, entry))
                     entry.loading.add_done_callback(_ignore_error)
-                await asyncio.shield(entry.loading)  # goes on if this client leaves
+                await asyncio.shield(entry.loading)  # goes on if this client disconnects
             yield entry.model
         finally:
             entry.users -= 1
             entry.last_used = time.monotonic()
 
     async def close(self) -> None:
-        """Close the engines of all models, at the end of the process."""
+        """Close the engines of all models."""
         for entry in self._entries.values():
             if entry.model is not None:
                 await asyncio.to_thread(entry.model.engine.close)
 
     def add(self, model: ServedModel) -> None:
-        """Serve a model that is loaded already, under its name."""
+        """Add a model that is loaded already."""
         self._entries[model.name].model = model
 
     async def _load(self, name: str, entry: _Entry) -> None:
         try:
-            async with self._making_room:
+            async with self._load_lock:
                 await self._make_room(name, size_on_disk(entry.path))
-                entry.model = await self._loaded(name, entry.path)
+                entry.model = await self._read(name, entry.path)
         finally:
             entry.loading = None
 
-    async def _loaded(self, name: str, path: str) -> ServedModel:
+    async def _read(self, name: str, path: str) -> ServedModel:
         start = time.monotonic()
         try:
             model = await asyncio.to_thread(load_model, name, path, self.settings)
-        except Exception as error:  # whatever is wrong with its files, the other models are served
+        except Exception as error:  # whatever is wrong with its files, the other models go on
             logger.error("%s can't be loaded: %s", name, describe_error(error))
             raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
         logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
@@ -230,7 +241,7 @@ class Models:
 
 
 def _ignore_error(task: asyncio.Task[None]) -> None:
-    """Keep asyncio from reporting an error for which no client has waited; it is in the log."""
+    """Mark an error as seen: if all clients have left, asyncio would report it a second time."""
     if not task.cancelled():
         task.exception()
 
@@ -241,7 +252,7 @@ def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
 
 
 def size_on_disk(path: str) -> int:
-    """Bytes of the weights at a path; 0 if it isn't one, as for a hub id."""
+    """Bytes of the weight files at a path; 0 for a hub id."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     files = Path(path).glob("*") if os.path.isdir(path) else ()

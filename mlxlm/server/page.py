@@ -1,4 +1,4 @@
-"""The chat page: routes that serve the files of `page/`, and a policy under which nothing else can run in it."""
+"""The chat page: routes for the files of `page/`, and their content security policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 
-# The page shows what a model wrote. Should any of that get past the sanitizer, it can neither run nor load anything.
+# The page shows what a model has written. If something gets past the sanitizer, it can't run or load anything.
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -32,7 +32,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, but compared by ETag each time: the files of one version belong together
+    "Cache-Control": "no-cache",  # cached, but revalidated by ETag: a page must not mix files of two versions
 }
 _MEDIA_TYPES = {
     ".css": "text/css",
@@ -46,14 +46,14 @@ _MEDIA_TYPES = {
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of the chat page: `/`, and `/page/...` for the files that it consists of."""
+    """The routes of the chat page: `/`, and `/page/...` for its other files."""
     files = sorted(path for path in PAGE_FOLDER.rglob("*") if path.suffix in _MEDIA_TYPES)
     return [_route(path) for path in files]
 
 
 def _route(path: Path) -> Route:
     content = path.read_bytes()
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # by content: installers give files any time
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # of the content: installers change modification times
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:

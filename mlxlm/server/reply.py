@@ -1,4 +1,4 @@
-"""Sends what is generated for a request: as one JSON object, or as a stream of events."""
+"""The reply to a request for text: one JSON object, or a stream of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxlm.server.texts import Texts
 
 Event = dict[str, Any]
 
-# OpenAI's finish reasons. A constraint that no token can continue leaves a text incomplete, as a limit does.
+# OpenAI's finish reasons. If no token can continue a constraint, the text is incomplete, as with a length limit.
 FINISH_REASONS: dict[FinishReason, str] = {
     "eos": "stop",
     "stop": "stop",
@@ -33,11 +33,11 @@ def new_id(prefix: str) -> str:
 
 
 class Reply(ABC):
-    """The texts of a request in the format of one API.
+    """Builds the reply of one API from generated chunks.
 
     Attributes:
         texts: The texts that are being generated.
-        last_line: What ends a stream, after its last event.
+        last_line: The line after the last event of a stream.
     """
 
     last_line = b""
@@ -47,31 +47,31 @@ class Reply(ABC):
 
     @abstractmethod
     def start(self) -> Iterable[Event]:
-        """The events before the first text."""
+        """Return the events before the first chunk."""
 
     @abstractmethod
     def push(self, index: int, chunk: GenerationChunk) -> Iterable[Event]:
-        """Add a chunk of the text `index`; return its events."""
+        """Add a chunk of the text `index`, and return its events."""
 
     @abstractmethod
     def finish(self, results: Sequence[GenerationResult]) -> Iterable[Event]:
-        """The events after all texts."""
+        """Return the events after the last chunk."""
 
     @abstractmethod
     def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
-        """The JSON object of a request that isn't streamed."""
+        """Return the JSON object of a request that isn't streamed."""
 
     @abstractmethod
     def encode(self, event: Event) -> bytes:
-        """An event as a stream has it."""
+        """Encode an event for the stream."""
 
     @abstractmethod
     def encode_error(self, error: Exception) -> bytes:
-        """The event for an error after the first event."""
+        """Encode the event for an error after the first event."""
 
 
 async def respond(request: Request, replying: AbstractAsyncContextManager[Reply], stream: bool | None) -> Response:
-    """The response to a request, whose texts are generated while `replying` is entered."""
+    """Send a reply. Entering `replying` starts generation, and leaving it cancels unfinished texts."""
     if stream:
         return await stream_response(request, _stream(replying))
     return await json_response(request, _complete(replying))

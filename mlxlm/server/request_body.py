@@ -1,4 +1,4 @@
-"""Reads the JSON of a request, within limits of size, time and nesting."""
+"""Reads and validates the JSON body of a request, within limits of size, time and nesting."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from mlxlm.utils.json_files import parse_json_object
 
-MAX_BODY_BYTES = 16 << 20  # far more text than any context holds
-BODY_TIMEOUT = 30.0  # seconds to send a body
-MAX_DEPTH = 64  # levels of JSON
+MAX_BODY_BYTES = 16 << 20  # far more text than fits into any context
+BODY_TIMEOUT = 30.0  # seconds
+MAX_DEPTH = 64  # of nested objects and arrays
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -31,11 +31,6 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     """
     content = await _read_bytes(request)
     value = await asyncio.to_thread(_parse, content) if len(content) > 1 << 16 else _parse(content)
-    return validate(value, model)
-
-
-def validate(value: Any, model: type[Body]) -> Body:
-    """Validate parsed JSON. Raises ApiError for the first problem."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -72,16 +67,15 @@ def _too_large() -> ApiError:
 def _parse(content: bytes) -> dict[str, Any]:
     try:
         value = parse_json_object(content, "the body of the request", GenerationError, "a JSON object")
-        check_depth(value)
-        if b"\\u" in content:  # escaped surrogates are the only way to text that isn't UTF-8
+        _check_depth(value)
+        if b"\\u" in content:  # only an escape can write a lone surrogate, which UTF-8 doesn't have
             check_unicode(json.dumps(value, ensure_ascii=False))
     except MlxlmError as error:
         raise invalid(str(error)) from None
     return value
 
 
-def check_depth(value: Any) -> None:
-    """Raise GenerationError for JSON with more than MAX_DEPTH levels."""
+def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [item for part in level for item in _items(part)]
@@ -91,13 +85,13 @@ def check_depth(value: Any) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    """The containers directly inside a container."""
+    """The objects and arrays directly inside a value."""
     inside = value.values() if isinstance(value, dict) else value
     return [item for item in inside if isinstance(item, dict | list)]
 
 
 def _validation_error(problems: list[ErrorDetails], model: type[BaseModel]) -> ApiError:
-    """The 400 for the first of pydantic's problems, without the invalid value, which may be huge."""
+    """A 400 for the first problem that pydantic reports, without the invalid value, which may be huge."""
     problem = problems[0]
     path = ".".join(str(part)[:100] for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

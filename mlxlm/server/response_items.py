@@ -1,4 +1,4 @@
-"""The output items of a response, and the events in which they are streamed (OpenAI's Responses API)."""
+"""The output items of OpenAI's Responses API, and their events in a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PART_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
 
 
 class OutputItems:
-    """Builds the items from the pieces of an answer: reasoning, a message, and calls, in their order.
+    """Builds the items (reasoning, a message, tool calls) from the pieces of an answer.
 
     Attributes:
         items: The items so far. The last one may be unfinished.
@@ -99,7 +99,7 @@ def _new_part(kind: str) -> dict[str, Any]:
 
 
 def _copy(value: dict[str, Any]) -> dict[str, Any]:
-    """A copy that later pieces don't change."""
+    """A copy, because later pieces change the original."""
     copied = {key: list(part) if isinstance(part, list) else part for key, part in value.items()}
     if isinstance(content := copied.get("content"), list):
         copied["content"] = [_copy(part) for part in content]

@@ -1,4 +1,4 @@
-"""The fields of requests to OpenAI's Responses API, and the conversation that they describe."""
+"""The fields of requests to OpenAI's Responses API, and their conversion to messages for the chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 
 
 class InputItem(Fields):
-    """An item of the input: a message, a call, its output, or earlier reasoning. Its type decides what it needs."""
+    """An item of the input. Its type decides which fields it needs."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
@@ -52,7 +52,7 @@ class TextSettings(Fields):
 
 
 class Reasoning(Fields):
-    """`reasoning`. The reasoning is always returned, as it is."""
+    """`reasoning`. The reasoning itself is always returned; there are no summaries."""
 
     effort: str | None = None
     summary: str | None = None
@@ -69,7 +69,7 @@ class ResponseTool(Fields):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """The tool in the form of chat completions."""
+        """The tool as in chat completions."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -92,22 +92,24 @@ class ResponseRequest(SamplingFields, IgnoredFields):
     include: list[_INCLUDES] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    max_tool_calls: int | None = None  # of tools that OpenAI runs
+    max_tool_calls: int | None = None  # no effect: it is about tools that OpenAI runs
     previous_response_id: str | None = None
     conversation: None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Whether the request asks for log-probabilities."""
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
 
 
 def to_messages(body: ResponseRequest) -> list[Message]:
-    """The conversation: the instructions, then the items. Reasoning and calls become part of one answer.
+    """The messages for the chat template: the instructions, then the items.
+
+    Reasoning and calls become part of the answer that they belong to.
 
     Raises:
-        ApiError: For an item without what its type needs.
+        ApiError: An item lacks a field that its type needs.
     """
     messages = [Message("system", body.instructions)] if body.instructions else []
     reasoning: str | None = None

@@ -39,7 +39,8 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
     options = _options(body, state.models.settings.defaults)
     effort = body.reasoning.effort if body.reasoning else None
     kwargs = reasoning_kwargs(effort, body.text.verbosity if body.text else None)
-    tool_use = ToolUse.of([tool.to_chat() for tool in body.tools or ()], body.tool_choice, body.parallel_tool_calls)
+    tools = [tool.to_chat() for tool in body.tools or ()]
+    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
     async with answering(state, body.model, conversation, options) as answers:
         yield _Response(body, answers, options)
@@ -62,7 +63,7 @@ class _Response(Reply):
         self._body, self._options, self._parser = body, options, answers.parsers[0]
         self._items = OutputItems(answers.model.lm.tokenizer)
         self._logprobs = LogprobBuffer() if body.wants_logprobs else None
-        self._entries: list[TokenLogprobs] = []  # of tokens whose text is held back
+        self._entries: list[TokenLogprobs] = []  # for the next piece of text
         self._sequence_number = 0
         self._head = {
             "id": new_id("resp_"),
@@ -81,7 +82,7 @@ class _Response(Reply):
         for delta in self._parser.push(chunk):
             yield from self._items.push(delta, self._entries)
             if delta.text:
-                self._entries = []  # those of reasoning and calls have no place in a response
+                self._entries = []  # a response has no log-probabilities of reasoning and calls
         if chunk.finish_reason is not None:
             if not self._items.items:
                 yield from self._items.push(Delta("text", ""))  # an empty answer is one, too

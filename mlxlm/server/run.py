@@ -1,4 +1,4 @@
-"""Runs the application with uvicorn: the socket, limits of connections, signals."""
+"""Runs the application with uvicorn: its socket, timeouts and signals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mlxlm.server.errors import invalid
 from mlxlm.utils.errors import ConfigError
 
 HEADER_TIMEOUT = 10.0  # seconds to send the headers of a request
-WRITE_TIMEOUT = 30.0  # seconds in which a client must read something, once its connection's buffers are full
+WRITE_TIMEOUT = 30.0  # seconds to read something when the write buffer is full
 MAX_HEADER_BYTES = 1 << 16
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind and listen. Port 0 takes a free one.
+    """Return a listening socket. Port 0 takes a free port.
 
     Raises:
         ConfigError: The address can't be used.
@@ -48,7 +48,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket, host: str) -> str:
-    """The URL of a listening socket that was bound to `host`, for a client on this machine."""
+    """The URL of a socket that listens on `host`, for a client on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
@@ -60,12 +60,12 @@ class Connection(H11Protocol):
     _write_timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time of the headers."""
+        """Start the timer for the headers."""
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT, transport.abort)
 
     def handle_events(self) -> None:
-        """Stop the time when the headers are complete; start it for the next request on the connection."""
+        """Cancel the timer when the headers are complete; start it for the next request on the connection."""
         super().handle_events()
         if self.conn.their_state is not h11.IDLE:
             self._cancel_header_timer()
@@ -73,12 +73,12 @@ class Connection(H11Protocol):
             self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """The buffers are full: start the time of the reader."""
+        """Start the timer for the reader: the write buffer is full."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read something."""
+        """Cancel the timer: the client has read something."""
         super().resume_writing()
         self._cancel_write_timer()
 
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what isn't HTTP, or has too large headers, with the error object of the API."""
+        """Answer invalid HTTP, or headers that are too large, with the API's error object."""
         problem = f"this is not a valid HTTP request, or its headers have more than {MAX_HEADER_BYTES >> 10} KiB"
         body = json.dumps(invalid(problem).body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
@@ -110,11 +110,11 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that ends without an exception at a signal, once what runs has finished.
+    """A uvicorn server that returns after SIGINT or SIGTERM; uvicorn's own raises the signal again.
 
     Args:
         config: uvicorn's settings.
-        on_signal: Called with 1 at the first signal, with 2 at the second one, and so on.
+        on_signal: Called at each signal with the number of signals so far.
     """
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]):
@@ -123,7 +123,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM, in the main thread."""
+        """Install the signal handlers, if this is the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -135,14 +135,14 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop accepting requests; at the second signal don't wait for those that run."""
+        """Stop accepting connections; at the second signal, don't wait for running requests either."""
         self.force_exit, self.should_exit = self.should_exit, True
         self._num_signals += 1
         self._on_signal(self._num_signals)
 
 
 def make_server(app: ASGIApp, shutdown_timeout: int, on_signal: Callable[[int], None] = lambda number: None) -> Server:
-    """A server for the application.
+    """Create the server of an application.
 
     Args:
         app: The application.

@@ -24,7 +24,7 @@ MAX_N = 128
 
 
 class Fields(BaseModel):
-    """An object of a request: no conversions between types, no unknown fields unless they are null, no NaN."""
+    """Base class of the objects in a request: strict types, no NaN, and no unknown fields unless they are null."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
@@ -33,7 +33,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        """Drop fields that are null: clients send what they know, and what they got, back."""
+        """Drop fields that are null: some clients send every field they know, or send back what they received."""
         return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -69,7 +69,7 @@ Text = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
 class SamplingFields(Fields):
-    """The options of `GenerationOptions` that every kind of request may set; None for the server's defaults."""
+    """The fields of `GenerationOptions` that every request for text may set; None for the server's default."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -95,14 +95,14 @@ class SamplingFields(Fields):
     grammar: str | None = None
 
     def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
-        """The options of the request.
+        """The generation options of the request.
 
         Args:
-            defaults: Options that the request doesn't set.
-            others: Further options; None for the defaults.
+            defaults: The options that it doesn't set.
+            others: Options from fields that are specific to an API; None for the default.
 
         Raises:
-            ApiError: For invalid values.
+            ApiError: For an invalid value.
         """
         values = {name: getattr(self, name) for name in SamplingFields.model_fields} | others
         if values["choice"] == []:
@@ -134,7 +134,7 @@ class SamplingFields(Fields):
 
 
 def option_in(message: str) -> str | None:
-    """The first option that an error message names."""
+    """The first option that the text of an error names."""
     names = [f.name for f in fields(GenerationOptions) if re.search(rf"\b{f.name}\b", message)]
     return min(names, key=message.index, default=None)
 
@@ -143,11 +143,11 @@ class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # random padding against listeners, for OpenAI's own servers
+    include_obfuscation: bool | None = None  # no effect: random padding that hides the lengths of tokens
 
 
 class IgnoredFields(Fields):
-    """What OpenAI's API knows and doesn't change the text: accounting, storage and speed on its own servers."""
+    """Fields of OpenAI's API without effect here: they are about its own accounting, storage and speed."""
 
     user: str | None = None
     metadata: Mapping[str, Any] | None = None
@@ -161,7 +161,7 @@ class IgnoredFields(Fields):
 
 
 class TextRequest(SamplingFields, IgnoredFields):
-    """What requests for chat completions and for completions share."""
+    """The fields that chat completions and completions share."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
@@ -172,12 +172,12 @@ class TextRequest(SamplingFields, IgnoredFields):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def _as_prompts(value: Any) -> Any:
-    """A list of prompts from one prompt or several: texts, or lists of token ids."""
+    """A list of prompts, from one or several; a prompt is a text or a list of token ids."""
     is_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
     return [value] if isinstance(value, str) or is_ids else value
 
@@ -208,7 +208,7 @@ class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # the schema always holds
+    strict: bool | None = None  # no effect: the schema is always enforced
 
 
 class ResponseFormat(Fields):
@@ -246,7 +246,7 @@ class MessageToolCall(Fields):
 
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # as in the deltas of a stream, which some clients send back
+    index: int | None = None  # of a streamed delta, which some clients send back
     function: CalledFunction
 
 
@@ -259,7 +259,7 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    # Parts of an answer that clients send back.
+    # Fields of an answer, which clients send back.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None

@@ -1,4 +1,4 @@
-"""Who may use the server: API keys, the Host header, the pages of browsers."""
+"""Access control: API keys, allowed Host headers, and web pages of other origins."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class AccessRules:
     """Who may use the server.
 
     Attributes:
-        api_keys: Keys of which a request must have one; empty for none.
-        allowed_hosts: Names that the Host header may have; empty for any. They stop a web page whose own name was
-            pointed at this machine ("DNS rebinding"), which for a browser makes the server part of that page.
-        allow_ip_hosts: Whether it may also be any IP address, which can't be pointed elsewhere.
-        cors_origins: Origins of web pages that may use the API, besides the server's own; "*" for any.
+        api_keys: The valid keys; if empty, requests need none.
+        allowed_hosts: The valid Host headers; if empty, all are. This stops DNS rebinding: a web page whose domain
+            points to this machine has the server's origin for a browser.
+        allow_ip_hosts: Whether any IP address is also a valid Host header. DNS can't rebind one.
+        cors_origins: Origins of other web pages that may use the API; "*" for all.
     """
 
     api_keys: Sequence[str] = ()
@@ -36,10 +36,10 @@ class AccessRules:
 
     @classmethod
     def for_host(cls, host: str, api_keys: Sequence[str], hosts: Sequence[str], origins: Sequence[str]) -> AccessRules:
-        """Rules for a server at the address `host`, which may also be called one of `hosts`.
+        """The rules of a server that listens on `host`, and whose other names are `hosts`.
 
-        A server that others can reach doesn't know all its names. With a key any name will do, since a page of
-        somebody else doesn't have the key.
+        A server that other machines can reach doesn't know all its names. With a key it accepts any name, since a
+        page that uses DNS rebinding doesn't have the key.
         """
         local = is_loopback(host)
         bound = f"[{host}]" if ":" in host else host
@@ -62,7 +62,7 @@ class AccessRules:
             self._check_key(headers)
 
     def _check_origin(self, origin: str | None, scheme: str, host: str) -> None:
-        """Refuse other web pages. Browsers send some of their requests without asking first."""
+        """Refuse other web pages. Browsers send simple requests without a preflight."""
         if origin is None or "*" in self.cors_origins or origin in self.cors_origins:
             return
         parts = urlsplit(origin)
@@ -74,7 +74,7 @@ class AccessRules:
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        # Every key is compared, so that the time doesn't tell which one is right.
+        # All keys are compared, so that the time doesn't depend on which one matches.
         matches = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in self.api_keys]
         if not any(matches):
             problem = "the API key is wrong" if given else "there is no API key (header Authorization: Bearer KEY)"
@@ -82,7 +82,7 @@ class AccessRules:
 
 
 class AccessMiddleware:
-    """Answers requests that `rules` don't allow with an error."""
+    """Answers requests that the rules don't allow with an error."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules):
         self._app, self._rules = app, rules
@@ -100,12 +100,12 @@ class AccessMiddleware:
 
 
 def is_public(method: str, path: str) -> bool:
-    """Whether a request needs no key: the chat page, which asks for it, the health check, and CORS preflights."""
+    """Whether a request needs no key: the files of the chat page, the health check, and CORS preflights."""
     return method == "OPTIONS" or path in ("/", "/health") or path.startswith("/page/")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is only reachable from this machine.
+    """Whether only this machine can reach an address or name.
 
     Raises:
         OSError: The name is unknown.
@@ -118,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """The lower-case name of a Host header."""
+    """The name in a Host header, in lower case."""
     name, colon, port = host.lower().rpartition(":")
     return name if colon and port.isdecimal() else host.lower()
 

@@ -1,4 +1,4 @@
-"""The texts of one request: submitted to the engine, merged into one stream, cancelled at the end."""
+"""The texts of a request: submitted to the engine, and merged into one stream of chunks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import option_in
 from mlxlm.utils.errors import GenerationError
 
-KEEP_ALIVE_SECONDS = 1.0  # without a chunk, after which a stream gets a comment
-_QUEUE_SIZE = 64  # chunks; the others wait in their streams, which pause if a client reads slowly
+KEEP_ALIVE_SECONDS = 1.0  # after so long without a chunk, a stream gets a comment
+_QUEUE_SIZE = 64  # chunks; further ones wait in their TextStream, which pauses generation if there are too many
 
 
 def sample_requests(
     prompts: Sequence[Sequence[int]], options: GenerationOptions, eos_token_ids: frozenset[int], n: int
 ) -> list[Request]:
-    """`n` requests for each prompt, with seeds of their own; a single text has the seed of the options unchanged."""
+    """`n` requests for each prompt, with a different seed each. A single request keeps the seed of the options."""
     if options.seed is None:
         options = replace(options, seed=random_seed())
     requests = [Request(prompt, options, eos_token_ids) for prompt in prompts]
@@ -46,7 +46,7 @@ class Texts:
         self._model, self.prompt_tokens, self._metrics = model, prompt_tokens, metrics
 
     async def chunks(self) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
-        """Yield the number of a text, from 0, with its next chunk; None if there was none for a while."""
+        """Yield (index of a text, its next chunk), or None after `KEEP_ALIVE_SECONDS` without a chunk."""
         start, first = monotonic(), True
         async for item in _merge(self.streams, KEEP_ALIVE_SECONDS):
             if item is not None and first:
@@ -55,20 +55,20 @@ class Texts:
             yield item
 
     def progress(self) -> bytes:
-        """A comment for a stream on which nothing else happens."""
+        """A comment on the progress, for a stream without chunks."""
         read = sum(stream.num_read for stream in self.streams)
         if read < self.prompt_tokens:
             return comment(f"reading the prompt, {read} of {self.prompt_tokens} tokens")
         return comment("generating")
 
     async def results(self) -> list[GenerationResult]:
-        """The finished texts."""
+        """Wait for the results of all texts."""
         return [await stream.wait() for stream in self.streams]
 
 
 @asynccontextmanager
 async def generate(model: ServedModel, requests: Sequence[Request], metrics: Metrics) -> AsyncIterator[Texts]:
-    """Generate texts, until the end of the block at the latest.
+    """Generate texts. At the end of the block, unfinished ones are cancelled.
 
     Raises:
         ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
@@ -78,13 +78,13 @@ async def generate(model: ServedModel, requests: Sequence[Request], metrics: Met
     streams: list[TextStream] = []
     try:
         for request in requests:
-            streams.append(_submit(model, request))  # noqa: PERF401 - if the next one fails, it is cancelled
+            streams.append(_submit(model, request))  # noqa: PERF401 - so that it is cancelled if the next one fails
         yield Texts(model, streams, sum(len(request.prompt) for request in requests), metrics)
     finally:
         for stream in streams:
             stream.cancel()
         for stream in streams:
-            with suppress(Exception):  # the error of a text that has failed, which its reader has seen
+            with suppress(Exception):  # the error of a text, which its reader has raised
                 metrics.add_result(model.name, stream.result())
 
 
@@ -100,8 +100,8 @@ def _submit(model: ServedModel, request: Request) -> TextStream:
 
 
 async def _merge(streams: Sequence[TextStream], seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:
-    """The chunks of all streams as they come, and None after `seconds` without any. An error of one ends all."""
-    # None: a stream has ended.
+    """Yield (index, chunk) of all streams as they come, and None after `seconds` without any. Raise their errors."""
+    # A None in the queue is the end of a stream.
     queue: asyncio.Queue[tuple[int, GenerationChunk] | Exception | None] = asyncio.Queue(_QUEUE_SIZE)
 
     async def read(number: int, stream: TextStream) -> None:

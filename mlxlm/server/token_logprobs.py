@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's API has them, in step with a streamed text."""
+"""Log-probabilities in the formats of OpenAI's API, in step with the streamed text."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mlxlm.generation import FinishReason
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # OpenAI's value for a token that is ruled out; JSON has no infinity
+_NEGATIVE_INFINITY = -9999.0  # as in OpenAI's API: JSON has no infinity
 
 
 class LogprobBuffer:
-    """Holds back the log-probabilities of tokens whose text is held back.
+    """Holds back the log-probabilities of tokens until their text is streamed.
 
-    Drops those of a stop string, and that of the end token, which is no part of the text.
+    Those of a stop string and of the EOS token, which are not part of the text, are dropped.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # where in the text, in bytes, a token starts
+        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # with the byte offset of each token
         self._token_bytes = self._text_bytes = 0
 
     def push(self, logprob: TokenLogprobs | None, text: str, finish_reason: FinishReason | None) -> list[TokenLogprobs]:
-        """Add a token and the text that came with it; return the tokens whose text has begun."""
+        """Add a token and the text that was streamed with it; return the tokens whose text has begun."""
         if logprob is not None:
             self._waiting.append((self._token_bytes, logprob))
             self._token_bytes += len(logprob.bytes or b"")
@@ -52,14 +52,14 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dic
 
 
 def completion_logprobs(entries: Sequence[TokenLogprobs], offset: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `logprobs` of completions; `offset` is where their text starts, in characters.
+    """The `logprobs` of completions. `offset` is where the text of the entries starts, in characters.
 
-    An entry with the log-probability NaN is a token that has nothing before it to be predicted from.
+    The log-probability of a text's first token, which nothing predicts, is NaN.
     """
     offsets = []
     for entry in entries:
         offsets.append(offset)
-        offset += len(token_text(entry, tokenizer)) if entry.bytes != b"" else 0  # special tokens are no text
+        offset += len(token_text(entry, tokenizer)) if entry.bytes != b"" else 0  # special tokens have no text
     tops = [
         None
         if math.isnan(entry.logprob)
@@ -83,11 +83,11 @@ def _entry(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> dict[st
 
 
 def token_text(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> str:
-    """The text of a token: its name if it is a special one, and � for a part of a character."""
+    """The text of a token: a special token's name, and � for a part of a character."""
     content = entry.bytes or tokenizer.token_bytes(entry.token, skip_special_tokens=False)
     return content.decode("utf-8", "replace")
 
 
 def finite(logprob: float) -> float:
-    """The log-probability as JSON can have it."""
-    return round(logprob, 6) if math.isfinite(logprob) else _LEAST
+    """Round a log-probability for JSON, and replace infinity."""
+    return round(logprob, 6) if math.isfinite(logprob) else _NEGATIVE_INFINITY

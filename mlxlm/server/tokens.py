@@ -43,7 +43,7 @@ class DetokenizeRequest(Fields):
 
 
 async def tokenize(request: Request) -> JSONResponse:
-    """Return the ids of a text as in /v1/completions, or of a conversation as in /v1/chat/completions."""
+    """Return the ids of a text, as for /v1/completions, or of a conversation, as for /v1/chat/completions."""
     body = await read_body(request, TokenizeRequest)
     state: ServerState = request.app.state.server
     async with state.models.use(body.model) as model:
@@ -58,7 +58,7 @@ async def tokenize(request: Request) -> JSONResponse:
 
 
 async def detokenize(request: Request) -> JSONResponse:
-    """Return the text of ids, special tokens included."""
+    """Return the text of ids, including special tokens."""
     body = await read_body(request, DetokenizeRequest)
     state: ServerState = request.app.state.server
     async with state.models.use(body.model) as model:

@@ -1,4 +1,4 @@
-"""The tools of a request: which ones there are, and which the answer may or must call."""
+"""The tools of a request, and the grammar that makes an answer call them correctly."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ToolUse:
     """The tools of a request.
 
     Attributes:
-        tools: The functions, in the form of chat completions.
-        choice: "auto", "none", "required", or {"type": "function", "function": {"name": NAME}}.
-        parallel: Whether there may be several calls.
-        allowed: The names of those that may be called; None for all.
+        tools: The functions, as in chat completions.
+        choice: `tool_choice` of chat completions: "auto", "none", "required", or a function.
+        parallel: Whether an answer may have several calls.
+        allowed: The names of the functions that may be called; None for all.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -40,8 +40,8 @@ class ToolUse:
             raise invalid(str(error), "tools") from None
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-        """From `tools`, `tool_choice` and `parallel_tool_calls` of one of OpenAI's APIs.
+    def from_openai(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
+        """From tools as in chat completions, and `tool_choice` and `parallel_tool_calls` of OpenAI's APIs.
 
         Raises:
             ApiError: For an invalid `tool_choice`.
@@ -65,8 +65,8 @@ class ToolUse:
         return replace(use, choice=settings["mode"], allowed=names)
 
     @classmethod
-    def of_anthropic(cls, tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]) -> ToolUse:
-        """From `tools`, in the form of chat completions, and `tool_choice` of Anthropic's API."""
+    def from_anthropic(cls, tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]) -> ToolUse:
+        """From tools as in chat completions, and `tool_choice` of Anthropic's API."""
         choices = {"auto": "auto", "any": "required", "none": "none", "tool": _named(choice.get("name"))}
         kind = choice.get("type")
         if not isinstance(kind, str) or kind not in choices:
@@ -76,15 +76,15 @@ class ToolUse:
     async def constrain(
         self, model: ServedModel, options: GenerationOptions, generation_prefix: str
     ) -> GenerationOptions:
-        """The options with a grammar of the answer, if there are tools.
+        """Add the grammar of tool calls to the options, if there are tools.
 
         Args:
             model: The model.
-            options: The options. Of their constraints, only a JSON schema goes together with tools.
-            generation_prefix: What the template put at the start of the answer.
+            options: The options. A JSON schema is the only constraint that can be combined with tools.
+            generation_prefix: What the template has put at the start of the answer.
 
         Raises:
-            ApiError: For tools that this model or an answer can't use.
+            ApiError: For tools that can't be used with this model or these options.
         """
         if self.tools and options.constraint not in (None, "json_schema"):
             raise invalid(f"{options.constraint} and tools (try: one of them)", "tools")

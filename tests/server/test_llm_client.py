@@ -87,8 +87,10 @@ def test_schema(llm, name, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools(llm, name, stream, monkeypatch):
     # llm leaves it to the model whether it calls, and a random model doesn't.
-    choices, of = ["required", "none"], ToolUse.of
-    monkeypatch.setattr(ToolUse, "of", lambda tools, choice, parallel: of(tools, choice or choices.pop(0), False))
+    choices, of = ["required", "none"], ToolUse.from_openai
+    monkeypatch.setattr(
+        ToolUse, "from_openai", lambda tools, choice, parallel: of(tools, choice or choices.pop(0), False)
+    )
     asked = []
 
     def get_weather(city: Literal["Ulm", "Rome"]) -> str:
