@@ -92,7 +92,7 @@ def test_fields_of_coding_agents(api):
     }
     assert api.messages.create(**{**OPTIONS, "extra_body": extra}).content
     extra["context_management"] = {"edits": [{"type": "clear_tool_uses_20250919"}]}
-    with pytest.raises(anthropic.BadRequestError, match="drops nothing"):
+    with pytest.raises(anthropic.BadRequestError, match="can only clear earlier thinking"):
         api.messages.create(**{**OPTIONS, "extra_body": extra})
 
 
