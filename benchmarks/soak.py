@@ -3,8 +3,8 @@
     python benchmarks/soak.py [--minutes 10] [--clients 32] [--seed 0] [--model DIR]
 
 Requests are streamed or not, constrained, with tools, to several endpoints, or wrong; some clients leave in the middle.
-Prints a line per minute. Exits with 1 if a response has an unexpected status, or if memory grows by more than 10% after
-the second minute, or if texts or file descriptors are left at the end.
+Prints a line per minute, with the median of the resident memory. Exits with 1 if a status is unexpected, if
+that median grows by more than 10% after the second minute, or if texts or file descriptors are left at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import report
+from common import median, report
 from serving import Server, Texts, make_model, serve_command, serving
 
 MAX_GROWTH = 1.1
@@ -76,12 +76,14 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
         descriptors = server.process.num_fds()
         rng = random.Random(options.seed)
         clients = [asyncio.create_task(use(server.url, texts, rng, counts, end)) for _ in range(options.clients)]
-        minute, tokens = 0, 0
+        minute, tokens, samples = 0, 0, []
+        watching = asyncio.create_task(watch(server, samples))
         while minute < options.minutes:
             minute += 1
             await asyncio.sleep(max(0, min(start + 60 * minute, end) - time.monotonic()))
             values = await metrics(http)
-            memory.append(server.memory())
+            memory.append(median(samples))
+            samples.clear()
             statuses = ", ".join(f"{count} {status}" for status, count in sorted(counts.statuses.items()))
             print(
                 f"minute {minute}: {counts.statuses.total()} requests ({statuses}), "
@@ -92,6 +94,7 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
             )
             tokens = counts.tokens
         await asyncio.gather(*clients)
+        watching.cancel()
         problems = list(counts.problems)
         for _ in range(100):  # connections are closed within seconds
             values, left = await metrics(http), server.process.num_fds() - descriptors
@@ -108,8 +111,8 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
     rows = [
         ("requests", f"{counts.statuses.total():,}: {dict(sorted(counts.statuses.items()))}"),
         ("tokens of complete answers", f"{counts.tokens:,}"),
-        ("memory after each minute, MB", ", ".join(f"{value / 1e6:.0f}" for value in memory)),
-        ("memory at the end / after minute 2", "not measured" if growth is None else f"{growth:.3f}"),
+        ("memory in each minute, MB", ", ".join(f"{value / 1e6:.0f}" for value in memory)),
+        ("memory in the last minute / in minute 2", "not measured" if growth is None else f"{growth:.3f}"),
         ("problems", str(len(problems))),
     ]
     result = {
@@ -118,6 +121,13 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
     }  # fmt: skip
     report(f"{options.clients} clients for {options.minutes:g} minutes", rows, result)
     return problems
+
+
+async def watch(server: Server, samples: list[float]) -> None:
+    """Append the server's resident bytes to `samples` five times a second, until it is cancelled."""
+    while True:
+        samples.append(server.memory())
+        await asyncio.sleep(0.2)
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
@@ -129,7 +139,7 @@ async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
 async def use(url: str, texts: Texts, rng: random.Random, counts: Counts, end: float) -> None:
     """Send one request after another until `end`, on connections that last for some of them."""
     while time.monotonic() < end:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
             for _ in range(rng.randint(1, 10)):
                 if time.monotonic() < end:
                     await send(http, *random_request(texts, rng), counts, rng)
