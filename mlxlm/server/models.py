@@ -139,7 +139,6 @@ class Models:
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
         self.settings, self.created = settings, int(time.time())
         self._entries = {name: _Entry(path) for name, path in paths.items()}
-        self._max_memory = settings.max_memory
         self._load_lock = asyncio.Lock()
 
     @property
@@ -217,13 +216,14 @@ class Models:
 
     async def _make_room(self, name: str, size: int) -> None:
         """Unload idle models until `size` bytes fit."""
-        if self._max_memory is None:
+        limit = self.settings.max_memory
+        if limit is None:
             return
-        if size > self._max_memory:
-            problem = f"the model {name} takes {human_bytes(size)}, and the server may use"
-            logger.error("%s %s (--max-memory)", problem, human_bytes(self._max_memory))
-            raise ApiError(503, f"{problem} {human_bytes(self._max_memory)}")
-        while sum(model.memory for model in self.loaded) + size > self._max_memory:
+        if size > limit:
+            problem = f"the model {name} takes {human_bytes(size)}, and the server may use {human_bytes(limit)}"
+            logger.error("%s (--max-memory)", problem)
+            raise ApiError(503, problem)
+        while sum(model.memory for model in self.loaded) + size > limit:
             idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
             if not idle:
                 problem = f"there is no memory for the model {name} while others are in use; try again"
