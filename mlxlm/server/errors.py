@@ -17,6 +17,9 @@ from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_
 
 logger = logging.getLogger("mlxlm.server")
 
+# Options of the command line, and what they would set.
+_OPERATOR_HINT = re.compile(r"(^|\s)--\w|another template|quantized key-value cache")
+
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -77,6 +80,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def client_message(error: MlxlmError) -> str:
+    """The message of an error, with its hint unless that is for whoever runs the server."""
+    return error.message if _OPERATOR_HINT.search(error.hint or "") else str(error)
+
+
 def stopping() -> ApiError:
     """The 503 for requests that are cut off at shutdown."""
     return ApiError(503, "the server is stopping")
@@ -94,8 +102,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return _http_error(error)
     if isinstance(error, GenerationError | TokenizerError):
-        is_option = re.search(r"(^|\s)--\w", error.hint or "")  # of the command line, which a client can't change
-        return invalid(error.message if is_option else str(error))
+        return invalid(client_message(error))
     logger.error("internal error", exc_info=error)
     if isinstance(error, MlxlmError | MemoryError | RuntimeError):
         return ApiError(500, describe_error(error))

@@ -10,7 +10,7 @@ from time import monotonic
 
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, QueueFullError, Request, TextStream
 from mlxlm.generation.gumbel_noise import random_seed
-from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.errors import ApiError, client_message, invalid
 from mlxlm.server.events import comment
 from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import ServedModel
@@ -96,7 +96,7 @@ def _submit(model: ServedModel, request: Request) -> TextStream:
     except GenerationError as error:
         too_long = len(request.prompt) >= model.context_length
         code = "context_length_exceeded" if too_long else None
-        raise invalid(str(error), option_in(error.message), code) from None
+        raise invalid(client_message(error), option_in(error.message), code) from None
 
 
 async def _merge(streams: Sequence[TextStream], seconds: float) -> AsyncGenerator[tuple[int, GenerationChunk] | None]:

@@ -9,10 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from mlxlm.backend.mlx import tree_flatten
+from mlxlm.cache import KVOptions
+from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.server import request_body
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import to_api_error
-from mlxlm.server.models import Models, ModelSettings
+from mlxlm.server.models import Models, ModelSettings, ServedModel
 from mlxlm.utils.errors import GenerationError
 from tests.server.conftest import CONTEXT, HELLO
 
@@ -94,8 +98,27 @@ def test_errors_dont_repeat_huge_values(client):
 
 
 def test_hints_are_for_clients():
-    assert to_api_error(GenerationError("memory has room for 10 tokens", "--kv-bits 8")).message.endswith("10 tokens")
+    assert to_api_error(GenerationError("there is no memory", "--kv-bits 8")).message == "there is no memory"
     assert to_api_error(GenerationError("the prompt is empty", "some text")).message.endswith("(try: some text)")
+
+
+def test_hints_for_whoever_runs_the_server_are_left_out(lm):
+    weights = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
+    kv_bytes = KVMemory(lm, KVOptions(), 0).reserved_bytes(100)
+    model = ServedModel("tiny", lm, ModelSettings(max_memory=weights + kv_bytes))
+    template = "{{ messages[0].content }}{% if messages[0].content == 'no' %}{{ raise_exception('why') }}{% endif %}"
+    model.encoder = ChatTemplate(lm.tokenizer, template)
+    models = Models({"tiny": "unused"}, model.settings)
+    models.add(model)
+    with TestClient(make_app(models)) as client:
+
+        def message(path, **body):
+            return check_error(client.post(path, json=body), 400)["message"]
+
+        assert "the keys and values of 100" in (long := message("/v1/completions", prompt=[7] * 101))
+        assert "the keys and values of 100" in (grown := message("/v1/completions", prompt=[7] * 80, max_tokens=99))
+        refused = message("/v1/chat/completions", messages=[{"role": "user", "content": "no"}])
+        assert refused.endswith("why") and "(try:" not in long + grown
 
 
 def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatch):
