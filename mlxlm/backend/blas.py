@@ -4,7 +4,8 @@ MLX's Linux CPU wheel is linked to the reference BLAS: 7.5 GFLOP/s in a float32 
 cores, where MKL or OpenBLAS reach about 230. MLX uses the `cblas_sgemm` of a library that is loaded before it.
 
 MLX calls `cblas_sgemm` also to multiply a matrix by one row, as in decoding. MKL's then reads the matrix at half of the
-memory's bandwidth, and its `cblas_sgemv` at all of it. So the `cblas_sgemm` that MLX finds is that of blas_route.c.
+bandwidth that one core has, and its `cblas_sgemv` at all of it. So the `cblas_sgemm` that MLX finds is that of
+blas_route.c, which calls `cblas_sgemv` on two threads: a model of 38M parameters decodes 1.4 times as fast as on one.
 """
 
 from __future__ import annotations
@@ -92,8 +93,7 @@ class Blas:
                 self._saved_threads[:] = [get_threads() for _, get_threads in self._thread_functions]
                 for set_threads, _ in self._thread_functions:
                     set_threads(1)
-                if self._router is not None:
-                    self._router.mlxlm_set_min_size(_MIN_OPENBLAS_SIZE)
+                self._set_router_threads(1)
             self._single_threaded.append(None)
         try:
             yield
@@ -101,10 +101,16 @@ class Blas:
             with self._lock:
                 self._single_threaded.pop()
                 if not self._single_threaded:
-                    if self._router is not None:
-                        self._router.mlxlm_set_min_size(_NEVER_OPENBLAS)
+                    self._set_router_threads(2)
                     for (set_threads, _), number in zip(self._thread_functions, self._saved_threads, strict=True):
                         set_threads(number)
+
+    def _set_router_threads(self, number: int) -> None:
+        if self._router is None:
+            return
+        self._router.mlxlm_set_num_threads(min(number, platform.cpu_cores()))
+        if len(self._libraries) == 2:
+            self._router.mlxlm_set_min_size(_MIN_OPENBLAS_SIZE if number == 1 else _NEVER_OPENBLAS)
 
 
 _loaded: Blas | None = None
@@ -214,8 +220,10 @@ def _load_router(library: ctypes.CDLL | None, with_openblas: bool) -> Blas:
         addresses = (ctypes.cast(function, ctypes.c_void_p) for function in pair)
         getattr(router, f"mlxlm_set_library{suffix}")(*addresses)
     router.mlxlm_set_min_size(_ALWAYS_OPENBLAS if library is None else _NEVER_OPENBLAS)
+    blas = Blas(" and ".join(names), path, tuple(libraries), router)
+    blas._set_router_threads(2)
     ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)  # from here on, all of MLX's products go through the router
-    return Blas(" and ".join(names), path, tuple(libraries), router if len(libraries) == 2 else None)
+    return blas
 
 
 def _get_function(library: ctypes.CDLL, name: str) -> Any:
@@ -257,7 +265,7 @@ def _compile_router(force: bool = False) -> Path:
 
             with TemporaryDirectory() as folder:
                 output = Path(folder, library.name)
-                command = ["cc", "-x", "c", "-O2", "-shared", "-fPIC", "-o", str(output), "-"]
+                command = ["cc", "-x", "c", "-O2", "-pthread", "-shared", "-fPIC", "-o", str(output), "-"]
                 subprocess.run(command, input=source, capture_output=True, check=True)
                 library.parent.mkdir(parents=True, exist_ok=True)
                 files.write_bytes(library, output.read_bytes(), PlatformError)

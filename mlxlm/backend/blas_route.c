@@ -1,10 +1,14 @@
-/* cblas_sgemm for MLX, which calls nothing else: products with one row or column by the library's cblas_sgemv, products
- * with few rows or columns by one library, all others by another.
+/* cblas_sgemm for MLX, which calls nothing else: products with one row or column by the library's cblas_sgemv, on two
+ * threads; products with few rows or columns by one library, all others by another.
  *
  * mlxlm/backend/blas.py compiles this and sets the functions, of one library or of both. MLX finds this cblas_sgemm
  * because this library is loaded before MLX. numpy's OpenBLAS has 64-bit integers.
  */
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 
 typedef void (*Gemm)(int, int, int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
 typedef void (*Gemv)(int, int, int, int, float, const float*, int, const float*, int, float, float*, int);
@@ -35,12 +39,103 @@ void mlxlm_set_library64(Gemm64 new_gemm, Gemv64 new_gemv) {
 void mlxlm_set_min_size(int size) { min_size = size; }
 
 /* y = alpha * op(a) * x + beta * y, for a stored in `rows` rows. */
+typedef struct {
+  int trans, rows, columns, lda, incx, incy;
+  float alpha, beta;
+  const float *a, *x;
+  float* y;
+} Product;
+
+static void compute(const Product* p) {
+  if (gemv)
+    gemv(ROW_MAJOR, p->trans, p->rows, p->columns, p->alpha, p->a, p->lda, p->x, p->incx, p->beta, p->y, p->incy);
+  else
+    gemv64(ROW_MAJOR, p->trans, p->rows, p->columns, p->alpha, p->a, p->lda, p->x, p->incx, p->beta, p->y, p->incy);
+}
+
+/* A second thread, which computes half of a product: one core doesn't use all of the memory's bandwidth. For a while
+ * after each product it polls for the next, since waking a thread takes as long as a product of a small model. */
+enum { POLL_NANOSECONDS = 200000, MIN_SHARED_SIZE = 1 << 15 };
+
+static int num_threads = 1;
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER, sleeping = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t posted = PTHREAD_COND_INITIALIZER;
+static int started;
+static atomic_uint num_posted, num_done;
+static Product half;
+
+/* Large products by a vector run on this many threads, 1 or 2. Must not be called during a product. */
+void mlxlm_set_num_threads(int number) { num_threads = number; }
+
+static int64_t nanoseconds(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+static void* compute_halves(void* unused) {
+  for (;;) {
+    unsigned done = atomic_load(&num_done);
+    int64_t end = nanoseconds() + POLL_NANOSECONDS;
+    while (atomic_load(&num_posted) == done && nanoseconds() < end) sched_yield();
+    pthread_mutex_lock(&sleeping);
+    while (atomic_load(&num_posted) == done) pthread_cond_wait(&posted, &sleeping);
+    pthread_mutex_unlock(&sleeping);
+    compute(&half);
+    atomic_store(&num_done, done + 1);
+  }
+  return unused;
+}
+
+/* The thread does not exist in a forked process. */
+static void reset_thread(void) {
+  pthread_mutex_init(&in_use, 0);
+  pthread_mutex_init(&sleeping, 0);
+  pthread_cond_init(&posted, 0);
+  started = 0;
+  atomic_store(&num_done, atomic_load(&num_posted));
+}
+
+static int start_thread(void) {
+  pthread_t thread;
+  if (started) return 1;
+  started = !pthread_create(&thread, 0, compute_halves, 0) && !pthread_detach(thread);
+  return started;
+}
+
+__attribute__((constructor)) static void prepare_fork(void) { pthread_atfork(0, 0, reset_thread); }
+
 static void multiply(int trans, int rows, int columns, float alpha, const float* a, int lda, const float* x, int incx,
                      float beta, float* y, int incy) {
-  if (gemv)
-    gemv(ROW_MAJOR, trans, rows, columns, alpha, a, lda, x, incx, beta, y, incy);
-  else
-    gemv64(ROW_MAJOR, trans, rows, columns, alpha, a, lda, x, incx, beta, y, incy);
+  Product all = {trans, rows, columns, lda, incx, incy, alpha, beta, a, x, y};
+  if (trans != NO_TRANS || (int64_t)rows * columns < MIN_SHARED_SIZE) {
+    compute(&all);
+    return;
+  }
+  /* The halves are the same on one thread: a sum can depend on where its row is in a product. */
+  Product first = all, second = all;
+  first.rows = rows / 2;
+  second.rows = rows - first.rows;
+  second.a += (int64_t)first.rows * lda;
+  second.y += (int64_t)first.rows * incy;
+  if (num_threads < 2 || pthread_mutex_trylock(&in_use)) {
+    compute(&first);
+    compute(&second);
+    return;
+  }
+  if (start_thread()) {
+    half = second;
+    pthread_mutex_lock(&sleeping);
+    unsigned number = atomic_fetch_add(&num_posted, 1) + 1;
+    pthread_cond_signal(&posted);
+    pthread_mutex_unlock(&sleeping);
+    compute(&first);
+    while (atomic_load(&num_done) != number) sched_yield();
+  } else {
+    compute(&first);
+    compute(&second);
+  }
+  pthread_mutex_unlock(&in_use);
 }
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,

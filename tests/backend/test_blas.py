@@ -44,7 +44,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
 for context in (nullcontext, load_blas().single_threaded):
-    for m, n, k in ((1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (8, 8, 5), (64, 3, 9), (130, 70, 50)):
+    for m, n, k in ((1, 400, 300), (1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (8, 8, 5), (64, 3, 9), (99, 70, 50)):
         for transposed in (False, True):
             a, b = random.random((m, k), np.float32), random.random((n, k) if transposed else (k, n), np.float32)
             with context():
@@ -71,6 +71,41 @@ def test_products_by_mkl_and_openblas():
     router = f"from mlxlm.backend import blas\nblas._loaded = blas._load_library({str(MKL[0])!r}, with_openblas=True)\n"
     done = python(router + _PRODUCTS, MLXLM_BLAS="none")  # nothing is loaded with the package
     assert done.stdout == "MKL and OpenBLAS True\n", done.stderr
+
+
+# Halves of 1001 rows on two threads, from several threads at once, and in a process without the second thread.
+_CONCURRENT = """
+import ctypes, os, sys
+import numpy as np
+from concurrent.futures import ThreadPoolExecutor
+from mlxlm.backend import blas
+router = blas.load_blas()._router
+random = np.random.default_rng(0)
+b, xs = random.random((1001, 301), np.float32), random.random((64, 301), np.float32)
+pointer = lambda array: array.ctypes.data_as(ctypes.c_void_p)
+def product(x):
+    y, numbers = np.empty(1001, np.float32), (1, 1001, 301, ctypes.c_float(1))
+    router.cblas_sgemm(101, 111, 112, *numbers, pointer(x), 301, pointer(b), 301, ctypes.c_float(0), pointer(y), 1001)
+    return y
+def all_products():
+    with ThreadPoolExecutor(4) as pool:
+        return np.array(list(pool.map(product, xs)))
+router.mlxlm_set_num_threads(1)
+alone = all_products()
+assert np.allclose(alone, xs @ b.T, rtol=1e-5)
+router.mlxlm_set_num_threads(2)
+assert all((all_products() == alone).all() for _ in range(20))
+if (child := os.fork()) == 0:
+    os._exit(0 if (all_products() == alone).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+print("equal")
+"""
+
+
+@LINUX
+def test_products_on_two_threads_are_those_on_one():
+    done = python(_CONCURRENT, MLXLM_BLAS="numpy")
+    assert done.stdout == "equal\n", done.stderr
 
 
 # Takes the branch for AMD processors, with the libraries of another folder.
