@@ -6,8 +6,9 @@ Tokens per second and the time to the first token with several clients; a chat w
 turn behind a long first one; how long running streams stand still while the prompt of another is read; peak memory.
 
 Each server is started alone, in turn. mlx_lm's runs as installed and, on Linux, with the BLAS that mlxlm uses. If
-llama_cpp.server can be imported, it serves the model as a .gguf file. Without MODEL, a Llama with random weights is
-written. A random model's answers aren't the tokens that its text is encoded to, so that in a chat they are read again.
+llama_cpp.server can be imported, it serves the model as a .gguf file, with its own number of threads and one request at
+a time, so that it has no running streams. Without MODEL, a Llama with random weights is written. A random model's
+answers aren't the tokens that its text is encoded to, so that in a chat they are read again.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ def llama_cpp_command(folder: Path, model: Path, port: int) -> list[str]:
     path = folder / "model.gguf"
     if not path.exists():
         convert(model, path, outtype="F32", verify_output=False)
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", str(path), "--port", str(port)]
-    return [*command, "--n_ctx", "8192", "--n_threads", str(os.cpu_count()), "--interrupt_requests", "false"]
+    # Threads that don't spin while they wait: else anything else that runs makes prompts many times slower.
+    command = ["env", "OMP_WAIT_POLICY=passive", sys.executable, "-m", "llama_cpp.server", "--model", str(path)]
+    return [*command, "--port", str(port), "--n_ctx", "8192", "--interrupt_requests", "false"]
 
 
 async def measure(server: Server, texts: Texts, sizes: Sizes) -> dict[str, float]:

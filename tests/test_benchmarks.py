@@ -10,7 +10,7 @@ from tests.paths import ROOT
 
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
 OTHER_PROGRAMS = {"--hf-path", "--mlx-path", "--q-bits", "--model", "--make", "--step", "--one", "--serve", "--work"}
-OTHER_PROGRAMS |= {"--n_ctx", "--n_threads", "--interrupt_requests"}
+OTHER_PROGRAMS |= {"--n_ctx", "--interrupt_requests"}
 OTHER_PROGRAMS |= {"--worker", "--shard-mb", "--sizes"}  # these call themselves
 
 
