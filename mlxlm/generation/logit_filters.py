@@ -12,7 +12,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
-_TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
+TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
 # Up to this vocabulary size sorting is faster than bisection on a CPU: 0.05 ms against 0.6 for 290 tokens, 0.5 against
 # 0.7 for 8192.
 _MAX_SORTED = 8192
@@ -32,6 +32,18 @@ def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.arr
     logits = logits.astype(mx.float32)
     if options.temperature != 0:
         logits = apply_temperature(logits, options.temperature)
+    return apply_filters(logits, options, xtc_rows)[0]
+
+
+def apply_filters(
+    logits: mx.array, options: GenerationOptions, xtc_rows: mx.array | None = None
+) -> tuple[mx.array, mx.array | None]:
+    """Apply the filters to float32 logits `[B, V]` that are already divided by the temperature; see `filter_logits`.
+
+    Returns:
+        The filtered logits, which are `logits` itself if all filters are off, and the candidates of `apply_top_k`, None
+        if it is off.
+    """
     candidates = None
     if 0 < options.top_k < logits.shape[-1]:
         logits, candidates = apply_top_k(logits, options.top_k)
@@ -43,7 +55,7 @@ def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.arr
         logits = apply_min_p(logits, options.min_p)
     if xtc_rows is not None:
         logits = apply_xtc(logits, options.xtc_threshold, xtc_rows)
-    return logits
+    return logits, candidates
 
 
 def apply_temperature(logits: mx.array, temperature: float) -> mx.array:
@@ -121,7 +133,7 @@ def apply_xtc(logits: mx.array, xtc_threshold: float, rows: mx.array) -> mx.arra
 
 def _masses(probabilities: mx.array) -> mx.array:
     """Probabilities in units of 2^-31, uint32: a set of tokens can't depend on the order in which a device adds."""
-    return mx.round(probabilities * _TOTAL_MASS).astype(mx.uint32)
+    return mx.round(probabilities * TOTAL_MASS).astype(mx.uint32)
 
 
 def _target_mass(masses: mx.array, share: float) -> mx.array:

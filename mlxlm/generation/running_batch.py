@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
 from mlxlm.generation.rounding import Margins
-from mlxlm.generation.sampling import SamplerSnapshot, sample_with_margins
+from mlxlm.generation.sampling import SamplerSnapshot, sample_with_certainty
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.generation.text_stream import Channel
 from mlxlm.utils.errors import MlxlmError
@@ -74,27 +74,27 @@ class _Draw:
 
     Attributes:
         tokens: int32 `[B]`.
-        margins: How far each leads the runner-up, float32 `[B]`; None if a row was computed alone.
+        certain: Whether rounding can't change them, bool `[B]`; None if a row was computed alone.
         snapshots: The state of each row's sampler before the draw.
     """
 
     tokens: mx.array
-    margins: mx.array | None
+    certain: mx.array | None
     snapshots: list[SamplerSnapshot | None]
 
     def append(self, other: _Draw) -> None:
-        if self.margins is not None or other.margins is not None:
-            self.margins = mx.concatenate([self._all_margins(), other._all_margins()])
+        if self.certain is not None or other.certain is not None:
+            self.certain = mx.concatenate([self._all_certain(), other._all_certain()])
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.snapshots = [*self.snapshots, *other.snapshots]
 
-    def _all_margins(self) -> mx.array:
-        return mx.full(len(self.snapshots), mx.inf) if self.margins is None else self.margins
+    def _all_certain(self) -> mx.array:
+        return mx.ones(len(self.snapshots), mx.bool_) if self.certain is None else self.certain
 
     def select(self, rows: Sequence[int]) -> None:
         index = mx.array(rows)
         self.tokens = self.tokens[index]
-        self.margins = None if self.margins is None else self.margins[index]
+        self.certain = None if self.certain is None else self.certain[index]
         self.snapshots = [self.snapshots[row] for row in rows]
 
 
@@ -104,8 +104,8 @@ class RunningBatch:
     As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A finished row keeps
     computing, and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all others.
 
-    Logits of several rows differ in their last bits from those of one row. Where the drawn token leads the runner-up
-    by less than this can change, a step of that row alone decides: so a text is the one that its request gives alone.
+    Logits of several rows differ in their last bits from those of one row. Where that could change the drawn token, a
+    step of that row alone decides: so a text is the one that its request gives alone.
     """
 
     def __init__(self, step: DecodeStep, context_length: int, margins: Margins):
@@ -114,7 +114,7 @@ class RunningBatch:
         Args:
             step: The model's decoding step.
             context_length: The number of positions of the model.
-            margins: The lead that makes a token certain, per dtype of the logits.
+            margins: Twice what rounding can change a logit by, per dtype of the logits.
         """
         self._step, self._context_length, self._margins = step, context_length, margins
         self.rows: list[Row] = []
@@ -248,7 +248,7 @@ class RunningBatch:
             their own that hold all tokens but it.
         """
         num_read, alone = 0, {}
-        margins = None if drawn.margins is None else drawn.margins.tolist()
+        certain = None if drawn.certain is None else drawn.certain.tolist()
         for i, (row, token) in enumerate(zip(self.rows, drawn.tokens.tolist(), strict=True)):
             if row.finished:
                 row.idle_steps += 1
@@ -256,7 +256,7 @@ class RunningBatch:
             if row.is_read:
                 row.is_read = False
                 continue
-            if margins is not None and margins[i] < self._margin and drawn.snapshots[i] is not None:
+            if certain is not None and not certain[i] and drawn.snapshots[i] is not None:
                 token, caches = self._decide_alone(i, token, drawn.snapshots[i], fed)
                 if caches:
                     alone[row] = caches
@@ -293,16 +293,16 @@ class RunningBatch:
         snapshots: list[SamplerSnapshot | None] = [None] * len(self.rows)
         if not active:
             return _Draw(mx.zeros(len(self.rows), mx.int32), None, snapshots)
-        self._margin = self._margins[logits.dtype]
         samplers = [self.rows[i].text.sampler for i in active]
         for i, sampler in zip(active, samplers, strict=True):
             snapshots[i] = sampler.snapshot()
         everyone = len(active) == len(self.rows)
         indices = mx.array(active)
-        tokens, margins = sample_with_margins(samplers, logits if everyone else logits[indices], len(self.rows) > 1)
+        margin = self._margins[logits.dtype] if len(self.rows) > 1 else None
+        tokens, certain = sample_with_certainty(samplers, logits if everyone else logits[indices], margin)
         if not everyone:
             tokens = mx.put_along_axis(mx.zeros(len(self.rows), mx.int32), indices, tokens, axis=0)
-            if margins is not None:
-                margins = mx.put_along_axis(mx.full(len(self.rows), mx.inf), indices, margins, axis=0)
-        async_eval(tokens if margins is None else (tokens, margins))
-        return _Draw(tokens, margins, snapshots)
+            if certain is not None:
+                certain = mx.put_along_axis(mx.ones(len(self.rows), mx.bool_), indices, certain, axis=0)
+        async_eval(tokens if certain is None else (tokens, certain))
+        return _Draw(tokens, certain, snapshots)

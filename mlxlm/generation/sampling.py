@@ -5,75 +5,20 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.constraint import Grammar, apply_token_bitmask
+from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.dry import dry_breaker_mask
-from mlxlm.generation.gumbel_noise import gumbel_noise, token_noise
-from mlxlm.generation.logit_filters import filter_logits
+from mlxlm.generation.logits_processor import LogitsProcessor
 from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.penalties import PenaltyState, apply_penalties
+from mlxlm.generation.penalties import PenaltyState
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
-# Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
-_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "logit_bias", "max_tokens", "stop")
-_SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
-
-
 SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int]  # penalty state and its row, number of tokens drawn
-
-
-class LogitsProcessor:
-    """From a model's logits to the scores whose maximum is the drawn token, for all rows with the same settings.
-
-    Attributes:
-        options: The settings.
-        breakers: The mask of DRY's sequence breakers.
-        key: Equal for processors that do the same, so that their rows can be drawn together.
-    """
-
-    def __init__(self, options: GenerationOptions, breakers: mx.array | None):
-        ids = np.array(list(options.logit_bias), np.int32)
-        values = np.array(list(options.logit_bias.values()), np.float32)
-        self.options, self.breakers = options, breakers
-        self._logit_bias = (mx.array(ids), mx.array(values)) if len(ids) else None
-        shared = (getattr(options, name) for name in _SHARED)
-        self.key: Hashable = (*shared, ids.tobytes(), values.tobytes(), id(breakers))
-
-    def __call__(
-        self,
-        logits: mx.array,
-        state: PenaltyState,
-        token_bitmasks: Sequence[np.ndarray] | None,
-        steps: Sequence[tuple[int, int]],
-    ) -> mx.array:
-        """Process logits `[R, V]`.
-
-        Args:
-            logits: `[R, V]`, any float dtype.
-            state: The earlier tokens of each row.
-            token_bitmasks: The tokens that each row's constraint allows; None without constraints.
-            steps: Each row's seed and the number of its token.
-
-        Returns:
-            `[R, V]`: the logits of the distribution plus Gumbel noise; without noise at temperature 0.
-        """
-        options = self.options
-        if self._logit_bias is not None or not state.empty:
-            logits = apply_penalties(logits, options, state, self._logit_bias)
-        if token_bitmasks is not None:
-            logits = apply_token_bitmask(logits, token_bitmasks)
-        if options.temperature == 0:  # no filter removes the most likely token
-            return logits
-        noises = [token_noise(*step) for step in steps]
-        xtc_rows = [coin < options.xtc_probability for _, coin in noises]
-        filtered = filter_logits(logits, options, mx.array(xtc_rows) if any(xtc_rows) else None)
-        return filtered + gumbel_noise([key for key, _ in noises], logits.shape[-1])
 
 
 class Sampler:
@@ -177,25 +122,23 @@ class Sampler:
         self._penalty_row, self.step = snapshot
         self._logprobs.clear()
 
-    def verify_draft(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
+    def verify_draft(self, logits: mx.array, draft: mx.array, margin: float) -> tuple[mx.array, mx.array]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
-        The margin of a draw is its lead over the runner-up. It doesn't cover a token at the threshold of a filter,
-        which rounding may keep or drop. `draft` is read only with a constraint.
+        `draft` is read only with a constraint.
 
         Args:
             logits: `[k + 1, V]`.
             draft: `[k]`.
+            margin: As for `sample_with_certainty`.
 
         Returns:
-            The tokens, int32 `[k + 1]`, and their margins in units of the logits, float32 `[k + 1]`.
+            The tokens, int32 `[k + 1]`, and whether they are certain, bool `[k + 1]`.
         """
         penalty_rows = self._penalty_rows(logits.shape[-1], draft)
         bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())
         steps = [(self.seed, self.step + position) for position in range(len(logits))]
-        scores = self.processor(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps)
-        tokens = _argmax(scores)
-        return tokens, _margins(scores, tokens, self.options.temperature)
+        return self.processor.draw(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps, margin)
 
     def accept_draft(self, logits: mx.array, tokens: mx.array) -> None:
         """Take `tokens` `[n]`, the first n that `verify_draft` returned for `logits`, as drawn."""
@@ -237,42 +180,45 @@ def sample_batch(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
 
     Each row is bit for bit what its sampler draws alone. Rows with equal settings are drawn together.
     """
-    return sample_with_margins(samplers, logits, False)[0]
+    return sample_with_certainty(samplers, logits, None)[0]
 
 
-def sample_with_margins(
-    samplers: Sequence[Sampler], logits: mx.array, with_margins: bool = True
+def sample_with_certainty(
+    samplers: Sequence[Sampler], logits: mx.array, margin: float | None
 ) -> tuple[mx.array, mx.array | None]:
-    """`sample_batch`, and with `with_margins` the margins of the tokens, float32 `[R]`; see `Sampler.verify_draft`."""
+    """`sample_batch`, and which tokens are certain: those that no change of the logits by `margin` / 2 each can change.
+
+    Tokens drawn with typical sampling, or where XTC removes tokens, are never certain.
+
+    Returns:
+        The tokens, int32 `[R]`, and whether they are certain, bool `[R]`; None if `margin` is None.
+    """
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
         key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
-        return _sample_group(samplers, logits, with_margins)
-    drawn = [
-        _sample_group([samplers[i] for i in rows], logits[mx.array(rows)], with_margins) for rows in groups.values()
-    ]
-    tokens, margins = zip(*drawn, strict=True)
+        return _sample_group(samplers, logits, margin)
+    drawn = [_sample_group([samplers[i] for i in rows], logits[mx.array(rows)], margin) for rows in groups.values()]
+    tokens, certain = zip(*drawn, strict=True)
     order = mx.array(np.argsort([row for rows in groups.values() for row in rows]))
-    return mx.concatenate(tokens)[order], mx.concatenate(margins)[order] if with_margins else None
+    return mx.concatenate(tokens)[order], None if margin is None else mx.concatenate(certain)[order]
 
 
 def _sample_group(
-    samplers: Sequence[Sampler], logits: mx.array, with_margins: bool
+    samplers: Sequence[Sampler], logits: mx.array, margin: float | None
 ) -> tuple[mx.array, mx.array | None]:
-    """`sample_batch` for samplers with the same processor key and number of logprobs, all or none with a matcher."""
+    """Sample for samplers with the same processor key and number of logprobs, all or none with a matcher."""
     processor = samplers[0].processor
     state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
     matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
     bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
-    scores = processor(logits, state, bitmasks, [(sampler.seed, sampler.step) for sampler in samplers])
-    tokens = _argmax(scores)
-    margins = _margins(scores, tokens, processor.options.temperature) if with_margins else None
+    steps = [(sampler.seed, sampler.step) for sampler in samplers]
+    tokens, certain = processor.draw(logits, state, bitmasks, steps, margin)
     state = state if state.empty else state.with_tokens(tokens, processor.breakers)
     for row, sampler in enumerate(samplers):
         sampler.advance((state, row))
-    return record_logprobs(samplers, logits, tokens), margins
+    return record_logprobs(samplers, logits, tokens), certain
 
 
 def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.array) -> mx.array:
@@ -290,15 +236,3 @@ def record_logprobs(samplers: Sequence[Sampler], logits: mx.array, tokens: mx.ar
     for row in range(len(tokens)):
         samplers[row % len(samplers)].add_logprobs(sampled, row)
     return mx.depends([tokens], sampled.arrays())[0]
-
-
-def _argmax(scores: mx.array) -> mx.array:
-    """The index of the highest score of each row, int32 `[R]`; -1 if that score isn't finite."""
-    return mx.where(mx.isfinite(scores.max(axis=-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)
-
-
-def _margins(scores: mx.array, tokens: mx.array, temperature: float) -> mx.array:
-    """The lead of `tokens` `[R]` over the runner-up of `scores` `[R, V]`, in units of the logits, float32 `[R]`."""
-    best = tokens[:, None]
-    others = mx.put_along_axis(scores, mx.maximum(best, 0), mx.array(-mx.inf, scores.dtype), axis=-1)
-    return (scores.max(axis=-1) - others.max(axis=-1)).astype(mx.float32) * (temperature or 1)

@@ -31,8 +31,8 @@ class SpeculativeDecoder:
     A pass over k + 1 tokens costs little more than one over a single token, since the weights are read once either way.
     The model samples at every position with its own options and noise, and a drafted token is accepted if it equals the
     sampled one (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
-    every token, greedy or sampled, is the one of plain decoding. Rounding can't change that: where the sampled token
-    leads the runner-up by less than a margin (`MARGINS`, `QUANTIZED_MARGINS`), a plain step decides.
+    every token, greedy or sampled, is the one of plain decoding. Where rounding could change it, a plain step decides:
+    see `sample_with_certainty`, and `MARGINS` and `QUANTIZED_MARGINS`.
 
     How many tokens are drafted, and whether any, depends on measured times: see `DraftLengthController`. A drafter
     without cost (prompt lookup) is also compared with plain steps, and drafts only if its last guess was right.
@@ -93,7 +93,8 @@ class _Round:
         last_token: The last token.
         draft: `[k]`.
         logits: `[k + 1, V]`.
-        sampled: The sampled tokens and their margins, `[k + 1]` each; None if the sampler needs the last token.
+        sampled: The sampled tokens and whether they are certain, `[k + 1]` each; None if the sampler needs the last
+            token.
         timed: Whether its time counts: not if the drafter had a long text to read first.
     """
 
@@ -178,7 +179,7 @@ class _Text:
         if draft is None:
             return self._dispatch_step(mx.array([token], mx.int32), ahead=False)
         logits = self._forward(mx.concatenate([mx.array([token], mx.int32), draft]))
-        sampled = None if sampler.needs_last_token else sampler.verify_draft(logits, draft)
+        sampled = None if sampler.needs_last_token else self._verify(logits, draft)
         async_eval(logits if sampled is None else sampled)
         self._stats.rounds += 1
         self._stats.proposed += draft.size
@@ -187,13 +188,16 @@ class _Text:
     def _dispatch_step(self, token: mx.array, ahead: bool) -> _PlainStep:
         self._cache_length += 1
         logits = self._context.decode(token)
-        self._vocab_size, self._margin = logits.shape[-1], self._margins[logits.dtype]
+        self._vocab_size = logits.shape[-1]
         return _PlainStep(async_eval(logits if self._sampler.needs_last_token else self._sampler(logits)), ahead)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Logits `[T, V]` after tokens `[T]`."""
         self._cache_length += tokens.size
         return self._context.model(tokens[None], cache=self._context.caches)[0]
+
+    def _verify(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
+        return self._sampler.verify_draft(logits, draft, self._margins[logits.dtype])
 
     def _next_draft_length(self) -> int:
         """How many tokens the next draft may have."""
@@ -239,13 +243,13 @@ class _Text:
         return [value], following
 
     def _collect_round(self, round: _Round) -> tuple[list[int], _PlainStep | None]:
-        result = round.sampled or async_eval(self._sampler.verify_draft(round.logits, round.draft))
-        draft, sampled, margins = round.draft.tolist(), result[0].tolist(), result[1].tolist()
+        result = round.sampled or async_eval(self._verify(round.logits, round.draft))
+        draft, sampled, certain = round.draft.tolist(), result[0].tolist(), result[1].tolist()
         num_accepted = 0
         while num_accepted < len(draft) and draft[num_accepted] == sampled[num_accepted]:
             num_accepted += 1
         num_certain = 0
-        while num_certain <= num_accepted and margins[num_certain] >= self._margin:
+        while num_certain <= num_accepted and certain[num_certain]:
             num_certain += 1
         if num_certain:
             self._sampler.accept_draft(round.logits, result[0][:num_certain])
@@ -253,15 +257,15 @@ class _Text:
         if num_certain > num_accepted:
             self._trim(len(draft) - num_accepted)
         else:
-            # The next token is too close to the runner-up: the token before it is read again, alone.
+            # The next token isn't certain: the token before it is read again, alone.
             num_accepted = num_certain
             self._trim(len(draft) + 1 - num_certain)
             last_token = tokens[-1] if tokens else round.last_token
             following = self._dispatch_step(mx.array([last_token], mx.int32), ahead=False)
             self._stats.num_redecoded += 1
         self._stats.accepted += num_accepted
-        rejected = following is None and num_accepted < len(draft)
-        self._draft_length.record_acceptance(num_accepted, int(rejected))
+        # A token that isn't certain costs as much as a rejected one: with typical sampling, no draft pays.
+        self._draft_length.record_acceptance(num_accepted, int(num_accepted < len(draft)))
         self._draft_state.read(tokens)
         return tokens, following
 

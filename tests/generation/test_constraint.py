@@ -288,7 +288,7 @@ def test_verify_draft_equals_single_steps(lm, seed):
         draft = draft[:wrong] + [0] * (4 - min(wrong, len(draft)))
         pairs = zip(draft, wanted[done:], strict=False)
         right = next((i for i, (a, b) in enumerate(pairs) if a != b), min(4, len(wanted) - done))
-        tokens, _ = verify_draft.verify_draft(logits[done : done + 5], mx.array(draft))
+        tokens, _ = verify_draft.verify_draft(logits[done : done + 5], mx.array(draft), 0.002)
         taken = min(right + 1, len(wanted) - done)
         assert tokens.tolist()[:taken] == wanted[done : done + taken]
         verify_draft.accept_draft(logits[done : done + 5], tokens[:taken])

@@ -189,8 +189,12 @@ def test_engines_of_two_models_take_turns(lm):
 # Every text is the one generated alone, also where rounding would decide between two tokens.
 
 
-# Filters such as top_p are left out: a token on their edge is in or out, however far it leads.
-UNFILTERED = [{k: v for k, v in options.items() if k not in ("top_k", "top_p")} for options in OPTIONS]
+FILTERS = [
+    {"temperature": 1.0, "top_k": 100, "top_p": 0.5, "min_p": 0.9},
+    {"temperature": 0.7, "top_p": 0.3},
+    {"temperature": 1.0, "top_k": 50, "xtc_probability": 0.5, "xtc_threshold": 0.01},
+    {"temperature": 1.0, "typical_p": 0.5},
+]
 
 
 class ImpreciseModel(Decoder):
@@ -198,7 +202,7 @@ class ImpreciseModel(Decoder):
 
     def __call__(self, ids, cache=None):
         logits = super().__call__(ids, cache=cache)
-        return logits if ids.size == 1 else logits + mx.random.uniform(-0.0005, 0.0005, logits.shape)
+        return logits if ids.size == 1 else logits + mx.random.uniform(-0.0009, 0.0009, logits.shape)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +218,7 @@ def imprecise(lm):
 def random_request(random, seed):
     shared = SYSTEM[: random.choice([0, 0, 20, 40])]
     prompt = [*shared, *(random.randrange(1, 300) for _ in range(random.randint(1, 20)))]
-    options = {**random.choice(UNFILTERED), "seed": seed, "max_tokens": random.choice([1, 2, 9, 25, 40])}
+    options = {**random.choice(OPTIONS + FILTERS), "seed": seed, "max_tokens": random.choice([1, 2, 9, 25, 40])}
     return Request(prompt, GenerationOptions.of(**options))
 
 

@@ -37,10 +37,11 @@ def text(lm, speculation, kv=None, prompt=PROMPT, **options):
 OPTIONS = {
     "greedy": {"temperature": 0},
     "filters": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    "typical, penalties": {
-        "temperature": 1.2, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05,
+    "xtc, penalties": {
+        "temperature": 1.2, "xtc_probability": 0.3, "xtc_threshold": 0.05,
         "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.4,
     },
+    "typical": {"temperature": 1.2, "typical_p": 0.8},
     "greedy, penalties": {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {7: 3.0, 9: -50.0}},
     "dry": {"temperature": 1.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
 }  # fmt: skip
@@ -73,7 +74,8 @@ def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
             assert ours.token == theirs.token
             assert ours.logprob == pytest.approx(theirs.logprob, abs=0.02)
         if not isinstance(drafter, PromptLookup):
-            assert speculation.stats.accepted > 0
+            # Whatever typical sampling draws could be changed by rounding.
+            assert (speculation.stats.accepted > 0) == ("typical" not in name)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(mx.float16, "full"), (mx.bfloat16, "full"), (mx.bfloat16, "8 bits")])
