@@ -176,7 +176,7 @@ def test_bad_requests_are_results(lm):
 
 def test_nothing_is_computed_for_a_list_with_a_bad_prompt(lm):
     model = counting(lm)
-    with pytest.raises(GenerationError, match="prompt 3: the prompt has 128 tokens"):
+    with pytest.raises(GenerationError, match="prompt 3: the prompt is too long: 128 tokens"):
         batch(model, ["one", "two", [1] * 128])
     assert model.model.calls == []
 
