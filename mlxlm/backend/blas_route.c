@@ -55,7 +55,7 @@ static void compute(const Product* p) {
 
 /* A second thread, which computes half of a product: one core doesn't use all of the memory's bandwidth. For a while
  * after each product it polls for the next, since waking a thread takes as long as a product of a small model. */
-enum { POLL_NANOSECONDS = 200000, MIN_SHARED_SIZE = 1 << 15 };
+enum { POLL_NANOSECONDS = 200000, MIN_SHARED_SIZE = 1 << 18 };
 
 static int num_threads = 1;
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER, sleeping = PTHREAD_MUTEX_INITIALIZER;
