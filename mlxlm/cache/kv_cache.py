@@ -7,7 +7,7 @@ from copy import copy
 from itertools import chain
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cache.kv_buffer import KVBuffer, group_size
+from mlxlm.cache.kv_buffer import KVBuffer, group_size, zero_pad
 from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
@@ -309,6 +309,25 @@ class KVCache:
         sides = zip(*(cache._filled(like) for cache in rows), strict=True)
         merged._buffers = [KVBuffer.stack(side) for side in sides]
         return merged
+
+    def can_replace_rows(self, other: KVCache) -> bool:
+        """Whether `replace_rows` can take the rows of `other`: they are no longer than this cache, and not limited."""
+        fits = bool(self._buffers) and bool(other._buffers) and other.size() <= self._end
+        return fits and self.rotation is None and self._pads is None and self.expected_length == other.expected_length
+
+    def replace_rows(self, rows: Sequence[int], other: KVCache) -> None:
+        """Replace `rows` by all rows of a cache with the same settings, without copying the others."""
+        first, end = min(other._starts), other._end
+        padding = self._end - (end - first)
+        for buffer, source in zip(self._buffers, other._buffers, strict=True):
+            for array, new in zip(buffer.arrays, source.arrays, strict=True):
+                new = zero_pad(new[:, :, first:end], padding, 0)
+                for i, row in enumerate(rows):
+                    array[row : row + 1, :, : self._end] = new[i : i + 1]
+        for i, row in enumerate(rows):
+            self._starts[row] = other._starts[i] - first + padding
+            self._dropped[row] = other._dropped[i]
+        self._bound = 0  # the next update makes room
 
     def _filled(self, like: Sequence[KVBuffer] = ()) -> list[KVBuffer]:
         """The filled part of keys and values; before the first token, no positions in the form of `like`."""

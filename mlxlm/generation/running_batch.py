@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from mlxlm.backend.mlx import mx
+from mlxlm.cache import KVCache
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
 from mlxlm.generation.rounding import Margins
@@ -88,6 +89,14 @@ class _Draw:
         self.tokens = mx.concatenate([self.tokens, other.tokens])
         self.snapshots = [*self.snapshots, *other.snapshots]
 
+    def replace(self, rows: Sequence[int], other: _Draw) -> None:
+        index = mx.array(rows)
+        if self.certain is not None or other.certain is not None:
+            self.certain = mx.put_along_axis(self._all_certain(), index, other._all_certain(), axis=0)
+        self.tokens = mx.put_along_axis(self.tokens, index, other.tokens, axis=0)
+        for row, snapshot in zip(rows, other.snapshots, strict=True):
+            self.snapshots[row] = snapshot
+
     def _all_certain(self) -> mx.array:
         return mx.ones(len(self.snapshots), mx.bool_) if self.certain is None else self.certain
 
@@ -120,7 +129,7 @@ class RunningBatch:
         self.rows: list[Row] = []
         self._caches: list[Any] = []
         self._drawn = _Draw(mx.zeros(0, mx.int32), None, [])
-        self._num_steps = 0
+        self.num_steps = 0
 
     @property
     def active_rows(self) -> list[Row]:
@@ -128,9 +137,9 @@ class RunningBatch:
         return [row for row in self.rows if not row.finished]
 
     @property
-    def mostly_active(self) -> bool:
-        """Whether fewer than a quarter of the rows have finished."""
-        return len(self.active_rows) * 4 > len(self.rows) * 3
+    def idle_steps(self) -> int:
+        """Steps of finished rows since they finished, all rows together."""
+        return sum(row.idle_steps for row in self.rows if row.finished)
 
     @property
     def length(self) -> int:
@@ -150,10 +159,31 @@ class RunningBatch:
         self._append(rows, caches, _Draw(tokens, None, [None] * len(rows)))
 
     def merge(self, other: RunningBatch) -> None:
-        """Add the rows of another batch, whose last token may not have been read. It must not be used afterwards."""
-        self.remove_finished()
-        other.remove_finished()
-        self._append(other.rows, other._caches, other._drawn)
+        """Add the rows of another batch, which must not be used afterwards.
+
+        If possible they take the places of finished rows, since otherwise the caches of all rows are copied.
+        """
+        if not self.has_places_for(other):
+            self.remove_finished()
+            other.remove_finished()
+            self._append(other.rows, other._caches, other._drawn)
+            return
+        places = self._places(len(other.rows))
+        for mine, theirs in zip(self._caches, other._caches, strict=True):
+            mine.replace_rows(places, theirs)
+        self._drawn.replace(places, other._drawn)
+        for place, row in zip(places, other.rows, strict=True):
+            self.rows[place] = row
+
+    def has_places_for(self, other: RunningBatch) -> bool:
+        """Whether there are enough finished rows that the rows of `other` can replace."""
+        return len(self._places(len(other.rows))) == len(other.rows) and all(
+            isinstance(mine, KVCache) and mine.can_replace_rows(theirs)
+            for mine, theirs in zip(self._caches, other._caches, strict=True)
+        )
+
+    def _places(self, count: int) -> list[int]:
+        return [i for i, row in enumerate(self.rows) if row.finished][:count]
 
     def _append(self, rows: Sequence[Row], caches: list[Any], drawn: _Draw) -> None:
         if self.rows:
@@ -219,8 +249,8 @@ class RunningBatch:
         for row, caches in alone.items():
             if not row.finished:
                 self.join([row], caches)
-        self._num_steps += 1
-        clear_memory_cache_at(self._num_steps)
+        self.num_steps += 1
+        clear_memory_cache_at(self.num_steps)
         return num_read
 
     def _keep(self, rows: list[int]) -> None:

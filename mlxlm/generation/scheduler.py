@@ -119,7 +119,7 @@ class Scheduler:
         was_active = self.num_active > 0
         if self._reading:
             self._read_chunk(self._reading[0])
-        self.num_generated += self._batches.step(self._keep_prefix)
+        self.num_generated += self._batches.step(self._keep_prefix, self._free_bytes())
         self._decode_singles()
         # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
         self._busy = self.num_active > 0 or bool(self.waiting) and (was_active or not self._singles)
@@ -193,7 +193,9 @@ class Scheduler:
     def _fits(self, more: Sequence[Row] = ()) -> bool:
         """Whether memory has room for the running texts and `more`; makes that room in the prefix cache."""
         if (free := self._free_bytes(more)) < 0:
-            return False
+            self._batches.remove_finished()
+            if (free := self._free_bytes(more)) < 0:
+                return False
         self._prefix_cache.evict(min(self._prefix_cache.max_bytes, free))
         return True
 

@@ -136,6 +136,7 @@ moves = st.one_of(
     st.tuples(st.just("trim"), st.integers(0, 9)),
     st.tuples(st.just("select"), st.lists(st.integers(0, 7), min_size=1, max_size=4)),
     st.tuples(st.just("merge"), st.integers(0, 20)),
+    st.tuples(st.just("replace"), st.integers(0, 3), st.integers(1, 20)),
     st.tuples(st.just("fork"), st.integers(1, 5)),
     st.tuples(st.just("row"), st.integers(0, 3), st.integers(1, 5)),
     st.tuples(st.just("state")),
@@ -171,6 +172,18 @@ def test_random_operations_match_lists_of_tokens(kind, data, todo):
             merged = KVCache.merge([pair.cache, other.cache])
             pair.cache, pair.texts = merged, pair.texts + other.texts
             pair.check_counts()
+        elif move == "replace":
+            index, other = args[0] % len(pair.texts), Pair(kind)
+            other.counter = pair.counter + 2000
+            for _ in range(args[1]):
+                other.add(1)
+            if pair.cache.can_replace_rows(other.cache):
+                pair.cache.replace_rows([index], other.cache)
+                pair.texts[index] = other.texts[0]
+                pair.check_counts()
+                pair.add(1)
+            else:
+                assert pair.rotation is not None or other.cache.size() > max(len(text.tokens) for text in pair.texts)
         elif move == "fork":  # whatever is written to a copy, this one is unchanged
             other = Pair(kind, [text.copy() for text in pair.texts], pair.cache.copy())
             other.counter = pair.counter + 77

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlxlm.cache import KVOptions
-from mlxlm.generation import Engine, GenerationOptions, Request
+from mlxlm.cache import KVCache, KVOptions
+from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.running_batch import RunningBatch
 from tests.generation.recording_model import recording
@@ -26,7 +26,9 @@ def submit_all(model, wanted, **options):
 
 
 @pytest.fixture
-def model(lm):
+def model(lm, monkeypatch):
+    monkeypatch.setattr("mlxlm.generation.batches._OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 0)
     return recording(lm, max_position_embeddings=8192)
 
 
@@ -86,3 +88,53 @@ def test_an_error_ends_only_the_texts_of_its_batch(model, monkeypatch, long):
         failing.result()
     assert failing.num_generated == 5
     same(short.result(), alone(model, wanted[0]))
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """One entry for each time that the caches of a batch are copied."""
+    copies, append, keep = [], RunningBatch._append, RunningBatch._keep
+    monkeypatch.setattr(
+        RunningBatch, "_append", lambda self, *args: (self.rows and copies.append("merge"), append(self, *args))
+    )
+    monkeypatch.setattr(
+        RunningBatch,
+        "_keep",
+        lambda self, rows: (0 < len(rows) < len(self.rows) and copies.append("select"), keep(self, rows)),
+    )
+    return copies
+
+
+def test_a_text_takes_the_place_of_one_that_has_finished(model, rows, copies, monkeypatch):
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 1000)
+    replaced, replace_rows = [], KVCache.replace_rows
+    monkeypatch.setattr(KVCache, "replace_rows", lambda self, *args: replaced.append(1) or replace_rows(self, *args))
+    wanted = [request(30, 1, 60), request(30, 2, 5), request(10, 3, 5), request(12, 4, 30)]
+    engine = Engine(model, prefix_cache_bytes=0)
+    streams = device_thread.run(lambda: [engine.submit(one) for one in wanted[:2]])
+    for one in wanted[2:]:
+        next(stream for stream in streams[::-1] if stream.result())
+        streams.append(engine.submit(one))
+    for one, stream in zip(wanted, streams, strict=True):
+        same(stream.result(), alone(model, one))
+    assert max(map(len, rows)) == 2 and not copies
+    assert len(replaced) == 2 * model.config.num_hidden_layers
+
+
+def test_finished_rows_are_removed_when_they_have_taken_long_enough(model, rows, copies, monkeypatch):
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 8)
+    wanted = [request(10, n, 60 if n < 2 else 5) for n in range(4)]
+    engine = Engine(model, prefix_cache_bytes=0)
+    streams = device_thread.run(lambda: [engine.submit(one) for one in wanted])
+    for one, stream in zip(wanted, streams, strict=True):
+        same(stream.result(), alone(model, one))
+    sizes = [len(step) for step in rows]
+    assert sizes.count(4) in range(12, 18) and sizes.count(2) > 40 and copies == ["select"]
+
+
+def test_batches_are_merged_when_they_were_apart_for_long(model, rows, copies, monkeypatch):
+    memory = KVMemory(model, KVOptions(), 0)
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 5 * memory.weight_bytes / memory.bytes_for(512))
+    check(model, [request(10, max_tokens=60), request(14, 1, 60)])
+    sizes = [len(step) for step in rows]
+    assert 8 <= sizes.index(2) <= 20 and copies[0] == "merge"
