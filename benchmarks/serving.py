@@ -111,20 +111,17 @@ class Server:
     Attributes:
         url: Its address.
         process: The process.
-        peak_memory: The most resident bytes it had while `watch_memory` ran.
+        memory: Its resident bytes, 20 times a second while `watch_memory` ran.
     """
 
     def __init__(self, url: str, process: subprocess.Popen):
-        self.url, self.process, self.peak_memory = url, psutil.Process(process.pid), 0
-
-    def memory(self) -> int:
-        """Resident bytes."""
-        return self.process.memory_info().rss
+        self.url, self.process = url, psutil.Process(process.pid)
+        self.memory: list[float] = []
 
     async def watch_memory(self) -> None:
-        """Update `peak_memory` 20 times a second, until it is cancelled."""
+        """Append to `memory`, until it is cancelled."""
         while True:
-            self.peak_memory = max(self.peak_memory, self.memory())
+            self.memory.append(self.process.memory_info().rss)
             await asyncio.sleep(0.05)
 
 

@@ -76,14 +76,14 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
         descriptors = server.process.num_fds()
         rng = random.Random(options.seed)
         clients = [asyncio.create_task(use(server.url, texts, rng, counts, end)) for _ in range(options.clients)]
-        minute, tokens, samples = 0, 0, []
-        watching = asyncio.create_task(watch(server, samples))
+        minute, tokens = 0, 0
+        watching = asyncio.create_task(server.watch_memory())
         while minute < options.minutes:
             minute += 1
             await asyncio.sleep(max(0, min(start + 60 * minute, end) - time.monotonic()))
             values = await metrics(http)
-            memory.append(median(samples))
-            samples.clear()
+            memory.append(median(server.memory))
+            server.memory.clear()
             statuses = ", ".join(f"{count} {status}" for status, count in sorted(counts.statuses.items()))
             print(
                 f"minute {minute}: {counts.statuses.total()} requests ({statuses}), "
@@ -121,13 +121,6 @@ async def soak(server: Server, texts: Texts, options: argparse.Namespace) -> lis
     }  # fmt: skip
     report(f"{options.clients} clients for {options.minutes:g} minutes", rows, result)
     return problems
-
-
-async def watch(server: Server, samples: list[float]) -> None:
-    """Append the server's resident bytes to `samples` five times a second, until it is cancelled."""
-    while True:
-        samples.append(server.memory())
-        await asyncio.sleep(0.2)
 
 
 async def metrics(http: httpx.AsyncClient) -> dict[str, float]:
