@@ -118,12 +118,8 @@ static void multiply(int trans, int rows, int columns, float alpha, const float*
   second.rows = rows - first.rows;
   second.a += (int64_t)first.rows * lda;
   second.y += (int64_t)first.rows * incy;
-  if (num_threads < 2 || pthread_mutex_trylock(&in_use)) {
-    compute(&first);
-    compute(&second);
-    return;
-  }
-  if (start_thread()) {
+  int acquired = num_threads > 1 && !pthread_mutex_trylock(&in_use);
+  if (acquired && start_thread()) {
     half = second;
     pthread_mutex_lock(&sleeping);
     unsigned number = atomic_fetch_add(&num_posted, 1) + 1;
@@ -135,7 +131,7 @@ static void multiply(int trans, int rows, int columns, float alpha, const float*
     compute(&first);
     compute(&second);
   }
-  pthread_mutex_unlock(&in_use);
+  if (acquired) pthread_mutex_unlock(&in_use);
 }
 
 void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,
