@@ -47,18 +47,11 @@ class Batches:
         """Bytes that the rows need, with padding, finished rows and the next tokens."""
         return sum(self._memory.reserved_bytes(batch.length, len(batch.rows)) for batch in self._batches)
 
-    def join(self, rows: Sequence[Row], caches: list[Any], max_padding: int) -> None:
-        """Add rows, with stacked caches that hold all of their tokens but the last.
-
-        Args:
-            rows: The rows.
-            caches: One per layer.
-            max_padding: Bytes that are left for padding.
-        """
+    def join(self, rows: Sequence[Row], caches: list[Any]) -> None:
+        """Add rows, with stacked caches that hold all of their tokens but the last."""
         batch = self._new_batch()
         batch.join(rows, caches)
         self._batches.append(batch)
-        self._merge(max_padding)
 
     def remove_finished(self) -> None:
         """Free the memory of finished rows."""
@@ -77,7 +70,7 @@ class Batches:
         return self._batch_of(row).row_caches(row)
 
     def step(self, on_finish: Callable[[Row], None], max_padding: int) -> int:
-        """Decode one token of every row. An error ends the rows of its batch.
+        """Merge batches, and decode one token of every row. An error ends the rows of its batch.
 
         Args:
             on_finish: Called with each row that finishes, before its caches change.

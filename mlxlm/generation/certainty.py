@@ -44,9 +44,9 @@ def certain_filtered_draws(
 ) -> mx.array:
     """Whether draws with top-k, top-p and min-p are certain. With typical sampling, none is.
 
-    Without filters, some tokens would lead the drawn one, or follow it by less than the margin; the rival is the
-    likeliest of them. A draw is certain if every filter surely keeps its token, and one surely removes the rival, and
-    so all that are less likely.
+    Without filters, some tokens would lead the drawn one, or follow it by less than the margin; the rival is the most
+    likely of them. A draw is certain if every filter surely keeps its token, and one surely removes the rival, and so
+    all that are less likely.
 
     Args:
         logits: What is filtered, float32 `[R, V]`; the highest of a row is 0.
@@ -90,12 +90,12 @@ def _verdicts(
         log_odds = math.log(options.top_p) - math.log1p(-options.top_p)
         rounding = 1e-6 + 2 * logits.shape[-1] / TOTAL_MASS  # of the masses in `apply_top_p`
         low, high = _sigmoid(log_odds - margin) - rounding, _sigmoid(log_odds + margin) + rounding
-        likeliest = logits if candidates is None else candidates  # enough, where top-k alone doesn't decide
-        weights = exp_nonpositive(likeliest)
+        top = logits if candidates is None else candidates  # enough, where top-k alone doesn't decide
+        weights = exp_nonpositive(top)
         total = weights.sum(axis=-1, keepdims=True)
-        above_token = mx.where(likeliest > token - margin, weights, 0).sum(axis=-1, keepdims=True)
-        above_rival = mx.where(likeliest > rival + margin, weights, 0).sum(axis=-1, keepdims=True)
-        # The likeliest token is kept however low top_p is: nothing is above it.
+        above_token = mx.where(top > token - margin, weights, 0).sum(axis=-1, keepdims=True)
+        above_rival = mx.where(top > rival + margin, weights, 0).sum(axis=-1, keepdims=True)
+        # The most likely token is kept for any top_p: no mass is above it.
         surely_kept = above_token - mx.exp(token) <= max(low, 0) * total
         yield surely_kept, above_rival >= high * (total + ties)
     if options.min_p > 0:

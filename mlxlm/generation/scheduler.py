@@ -255,7 +255,7 @@ class Scheduler:
             for cache in caches:
                 cache.select(active)
         if active:
-            self._batches.join([rows[i] for i in active], caches, self._free_bytes())
+            self._batches.join([rows[i] for i in active], caches)
         reading.rows = [row for row in reading.rows if row not in rows]
         for row in rows:
             self._count_prompt(row)
@@ -303,5 +303,5 @@ class Scheduler:
 
 
 def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:
-    """How many texts start now: since a start copies the caches of all rows, a backlog starts several at a time."""
+    """How many texts start now: a backlog starts several at a time, whose prompts are read together."""
     return 0 if num_free < num_waiting and num_free * 4 < batch_size else max(0, min(num_free, num_waiting))
