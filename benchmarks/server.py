@@ -113,7 +113,7 @@ async def measure(server: Server, texts: Texts, sizes: Sizes) -> dict[str, float
     watching = asyncio.create_task(server.watch_memory())
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
-        client = Client(http, texts.has_template)
+        client = Client(http, texts)
         results = {}
         for n in sizes.clients:
             results |= await measure_clients(client, texts, n, sizes.answer)

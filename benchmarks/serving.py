@@ -65,7 +65,11 @@ def make_model(folder: Path) -> Path:
 
 
 class Texts:
-    """Random words for prompts, which no two prompts share."""
+    """Random words for prompts, which no two prompts share.
+
+    Attributes:
+        special_ids: The special tokens; without them an answer doesn't end by itself.
+    """
 
     def __init__(self, model: Path, seed: int = 0):
         """Take the words from the tokens of a model."""
@@ -74,6 +78,7 @@ class Texts:
         self._tokenizer = tokenizer.load(model)
         ids = range(self._tokenizer.vocab_size)
         self._ids = [n for n in ids if re.fullmatch(rb" [a-zA-Z]+", self._tokenizer.token_bytes(n))]
+        self.special_ids = [n for n in ids if not self._tokenizer.token_bytes(n)]
         self._random = random.Random(seed)
 
     @property
@@ -184,16 +189,17 @@ class Client:
 
     Args:
         http: The connection.
-        chat: Whether the model has a chat template; else its messages are the prompt.
+        texts: For the model's special tokens, and whether it has a chat template; else its messages are the prompt.
     """
 
-    def __init__(self, http: httpx.AsyncClient, chat: bool):
-        self._http, self._chat = http, chat
+    def __init__(self, http: httpx.AsyncClient, texts: Texts):
+        self._http, self._chat = http, texts.has_template
+        self._logit_bias = {str(n): -100 for n in texts.special_ids}
 
     async def ask(self, messages: list[dict[str, str]], max_tokens: int, answer: Answer | None = None) -> Answer:
         """Stream an answer to its end. `answer` can be read while it grows."""
         body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": True}
-        body["stream_options"] = {"include_usage": True}
+        body |= {"stream_options": {"include_usage": True}, "logit_bias": self._logit_bias}
         if self._chat:
             path, body["messages"] = "/v1/chat/completions", messages
         else:
