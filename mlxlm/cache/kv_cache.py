@@ -317,15 +317,14 @@ class KVCache:
 
     def replace_rows(self, rows: Sequence[int], other: KVCache) -> None:
         """Replace `rows` by all rows of a cache with the same settings, without copying the others."""
-        first, end = min(other._starts), other._end
-        padding = self._end - (end - first)
-        for buffer, source in zip(self._buffers, other._buffers, strict=True):
+        padding = self._end - other.size()
+        for buffer, source in zip(self._buffers, other._filled(), strict=True):
             for array, new in zip(buffer.arrays, source.arrays, strict=True):
-                new = zero_pad(new[:, :, first:end], padding, 0)
+                new = zero_pad(new, padding, 0)
                 for i, row in enumerate(rows):
                     array[row : row + 1, :, : self._end] = new[i : i + 1]
         for i, row in enumerate(rows):
-            self._starts[row] = other._starts[i] - first + padding
+            self._starts[row] = self._end - (other._end - other._starts[i])
             self._dropped[row] = other._dropped[i]
         self._bound = 0  # the next update makes room
 

@@ -60,11 +60,7 @@ SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("--min-lr-ratio", float, "Final learning rate, as a fraction of the peak.  [default: 0.1]"),
         ("--decay-fraction", float, "With --lr-schedule wsd: fraction of the steps that decay.  [default: 0.2]"),
         ("--weight-decay", float, "Decoupled weight decay of matrices.  [default: by optimizer and epochs]"),
-        (
-            "--beta1",
-            float,
-            "Decay rate of the average gradient; with muon, AdamW's.  [default: by optimizer]",
-        ),
+        ("--beta1", float, "Decay rate of the average gradient; with muon, AdamW's.  [default: by optimizer]"),
         ("--beta2", float, "Decay rate of the average squared gradient, or lion's momentum.  [default: by optimizer]"),
         ("--grad-clip", float, "Clip the gradient to this global norm; 0 disables it.  [default: 1.0]"),
         ("--dropout", float, "Dropout rate of embeddings and sublayer outputs.  [default: 0.0]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.config import ModelConfig, counts
 from mlxlm.generation.loaded_model import LoadedModel
@@ -19,7 +19,7 @@ def default_max_kv_bytes(lm: LoadedModel) -> int:
     total = platform.total_memory()
     if mx.metal.is_available():
         total = min(total, int(mx.device_info()["max_recommended_working_set_size"] / _SHARE))
-    return max(_MIN_BYTES, int(_SHARE * total) - _weight_bytes(lm))
+    return max(_MIN_BYTES, int(_SHARE * total) - lm.weight_bytes)
 
 
 class KVMemory:
@@ -35,8 +35,8 @@ class KVMemory:
     def __init__(self, lm: LoadedModel, kv: KVOptions, max_bytes: int):
         """For a model, and its caches of the options `kv`."""
         self._config, self._kv, self.max_bytes = lm.config, kv, max_bytes
-        self.weight_bytes = _weight_bytes(lm)
-        self._itemsize = max((array.itemsize for array in _weights(lm) if array.ndim == 1), default=4)  # of norms
+        self.weight_bytes = lm.weight_bytes
+        self._itemsize = max((array.itemsize for array in lm.weights if array.ndim == 1), default=4)  # of norms
 
     def bytes_for(self, num_tokens: int, num_rows: int = 1) -> int:
         """Bytes of `num_rows` texts, the longest of which has `num_tokens` tokens."""
@@ -59,11 +59,3 @@ class KVMemory:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.reserved_bytes(middle) <= self.max_bytes else (low, middle - 1)
         return low
-
-
-def _weight_bytes(lm: LoadedModel) -> int:
-    return sum(array.nbytes for array in _weights(lm))
-
-
-def _weights(lm: LoadedModel) -> list[mx.array]:
-    return [array for _, array in tree_flatten(lm.model.parameters())] if isinstance(lm.model, nn.Module) else []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import checkpoint, tokenizer
-from mlxlm.backend.mlx import eval_arrays, nn
+from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.utils.errors import CheckpointError
@@ -38,6 +38,17 @@ class LoadedModel:
         eos = self.tokenizer.eos_token_id
         ends = self.config.eos_token_ids | (frozenset() if eos is None else {eos})
         return frozenset(id for id in ends if id < self.config.vocab_size)
+
+    @property
+    def weights(self) -> list[mx.array]:
+        """The arrays of the model; none if it isn't an MLX module."""
+        is_module = isinstance(self.model, nn.Module)
+        return [array for _, array in tree_flatten(self.model.parameters())] if is_module else []
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return sum(array.nbytes for array in self.weights)
 
     @property
     def supports_batching(self) -> bool:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Collection, Iterator
 from functools import partial
 
-import psutil
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxlm.backend import platform
 from mlxlm.generation import GenerationResult
 from mlxlm.server.models import Models
 from mlxlm.utils.errors import one_line
@@ -67,7 +67,7 @@ class _Gauges(Collector):
             for model_name, values in stats.items():
                 gauge.add_metric([model_name], getattr(values, name))
             yield gauge
-        memory = psutil.Process().memory_info().rss
+        memory = platform.process_memory()
         yield GaugeMetricFamily("mlxlm_process_resident_memory_bytes", "Memory of the process", memory)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxlm.backend.error_text import describe_error
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_prompts import answer_eos_token_ids
 from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
@@ -79,7 +79,7 @@ class ServedModel:
         self.name, self.lm, self.settings = name, lm, settings
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
         self.eos_token_ids = answer_eos_token_ids(lm, self.encoder)
-        self.num_bytes = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
+        self.num_bytes = lm.weight_bytes
         max_kv_bytes = None if settings.max_memory is None else settings.max_memory - self.num_bytes
         if max_kv_bytes is not None and max_kv_bytes <= 0:
             sizes = f"takes {human_bytes(self.num_bytes)}, and --max-memory is {human_bytes(settings.max_memory or 0)}"
