@@ -40,7 +40,7 @@ class ChatModel:
         self.engine = Engine(lm, kv=kv, speculation=speculation)
         self._drops_tokens = Context(lm.model, kv).drops_tokens
         self.eos_token_ids = answer_eos_token_ids(lm, self.chat_encoder)
-        self.defaults = GenerationOptions()
+        self.defaults = lm.generation_options()
         if self.chat_encoder.name != PLAIN:
             self.defaults = replace(self.defaults, max_tokens=None)
 

@@ -54,8 +54,8 @@ class Chat(ChatHistory):
             prompt stays. A rotating cache (`kv`) bounds memory by itself and never overflows.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
-        **options: Fields of GenerationOptions. Unlike there, `max_tokens` has no limit by default if there is a chat
-            template.
+        **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
+            elsewhere, `max_tokens` has no limit by default if there is a chat template.
 
     Raises:
         TokenizerError: The chat template is broken or missing.
@@ -77,7 +77,7 @@ class Chat(ChatHistory):
         super().__init__(system_prompt, parse_messages(messages))
         self._options: GenerationOptions
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation)
-        self.options = GenerationOptions.of(**{"max_tokens": self.defaults.max_tokens, **options})
+        self.options = lm.generation_options(**{"max_tokens": self.defaults.max_tokens, **options})
         self.context_overflow = check_context_overflow(context_overflow)
         self._speculation = speculation
         self.notes: list[str] = []  # what to tell the user after opening a session file
@@ -95,7 +95,7 @@ class Chat(ChatHistory):
         """The model.
 
         A new model reads the conversation as text, with its own template. It keeps the options, except a `logit_bias`
-        for another tokenizer and a `max_tokens` that was the default. If it raises as `Chat` does, the old model stays.
+        for another tokenizer and what was a default of the old model. If it raises as `Chat` does, the old model stays.
         """
         return self._chat_model.lm
 
@@ -106,8 +106,8 @@ class Chat(ChatHistory):
         options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         if not same_tokenizer:
             options = replace(options, logit_bias={})
-        if options.max_tokens == self.defaults.max_tokens:
-            options = replace(options, max_tokens=chat_model.defaults.max_tokens)
+        unchanged = [name for name, value in vars(self.defaults).items() if getattr(options, name) == value]
+        options = replace(options, **{name: getattr(chat_model.defaults, name) for name in unchanged})
         chat_model.check(options)
         self._chat_model, self._options = chat_model, options
         if not same_tokenizer:

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.backend import platform
-from mlxlm.cli.generation_options import kv_options, load_model, sampling_options, speculation_options
+from mlxlm.cli.generation_options import given_options, kv_options, load_model, sampling_options, speculation_options
 from mlxlm.cli.options import SectionedCommand, given_values, is_given, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.utils.errors import GenerationError
@@ -67,7 +66,8 @@ def chat(
 
     Ctrl-C stops an answer; /help lists the commands. If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
-    an empty line, then --prompt. A model without a chat template continues your text.
+    an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
+    can have other defaults of sampling.
 
     Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one.
     With --session or --continue you can leave out MODEL: the conversation names it.
@@ -87,8 +87,7 @@ def chat(
         model = _model_of(path)
     message = read_stdin() if prompt == "-" else None
     lm = load_model(model)
-    given = {f.name: getattr(options, f.name) for f in fields(options) if is_given(f.name)}
-    chat_arguments = given | given_values(
+    chat_arguments = given_options(options) | given_values(
         {
             "max_tokens": flags["max_tokens"],
             "chat_template": flags["chat_template"],

@@ -13,6 +13,7 @@ import click
 
 from mlxlm.cli.generation_options import (
     CONSTRAINT_HINTS,
+    given_options,
     kv_options,
     load_model,
     sampling_options,
@@ -77,7 +78,8 @@ def generate(
 
     The text is printed to standard output as it is generated. The prompt is --prompt, or piped input without its last
     line end. With both, piped input comes first, then an empty line, then --prompt. With --jsonl, many requests are
-    served at once; each result is one line of JSON, and the default seed is 0.
+    served at once; each result is one line of JSON, and the default seed is 0. A model's generation_config.json can
+    have other defaults of sampling.
     """
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
     make_encoder = partial(_message_encoder, flags["chat_template"], flags["chat"])
@@ -104,7 +106,7 @@ def generate(
     from mlxlm.generation import Engine, Request
     from mlxlm.generation.engine import BATCH_SIZE
 
-    request = Request(ids, options, eos_token_ids)
+    request = Request(ids, lm.generation_options(**given_options(options)), eos_token_ids)
     cache_file = flags["prompt_cache_file"]
     engine = Engine(
         lm,

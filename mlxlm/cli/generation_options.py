@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.cli.options import add_options, option
+from mlxlm.cli.options import add_options, is_given, option
 from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import GenerationError, one_line
 
 if TYPE_CHECKING:
-    from mlxlm.generation import LoadedModel
+    from mlxlm.generation import GenerationOptions, LoadedModel
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _stopping = functools.partial(option, "Stopping")
@@ -138,6 +138,11 @@ def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:
         return decorated
 
     return decorate
+
+
+def given_options(options: GenerationOptions) -> dict[str, Any]:
+    """The options that are on the command line; a model's generation_config.json can have defaults of the others."""
+    return {f.name: getattr(options, f.name) for f in fields(options) if is_given(f.name)}
 
 
 def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:

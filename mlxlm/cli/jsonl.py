@@ -14,6 +14,7 @@ import click
 
 from mlxlm.cache import KVOptions
 from mlxlm.cli import render
+from mlxlm.cli.generation_options import given_options
 from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
@@ -70,7 +71,7 @@ def run(
         lm = load()
         reader = RequestReader(
             lm,
-            settings.options,
+            lm.generation_options(**given_options(settings.options)),
             PromptEncoder(lm, make_encoder(lm), as_chat=settings.chat, system_prompt=settings.system_prompt),
             kv=settings.kv,
             num_samples=settings.num_samples,

@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.backend import platform
-from mlxlm.cli.generation_options import kv_options, sampling_options, speculation_options
+from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.options import SectionedCommand, is_given, option
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
@@ -104,8 +103,8 @@ def serve(
     MODEL is a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it by its last part, or
     by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are first used.
 
-    Sampling options are the defaults of requests that don't set them. Ctrl-C stops the server when the running requests
-    have finished; a second Ctrl-C stops it at once.
+    Sampling options are the defaults of requests that don't set them, before those of a model's generation_config.json.
+    Ctrl-C stops the server when the running requests have finished; a second Ctrl-C stops it at once.
     """
     paths = _named(models)
     keys = _api_keys(flags["api_keys"])
@@ -122,12 +121,13 @@ def serve(
     max_memory = platform.total_memory() * 3 // 4 if flags["max_memory"] is None else flags["max_memory"]
     names = ("batch_size", "max_waiting", "prefix_cache_bytes", "prefix_cache_dir", "chat_template")
     others = {name: flags[name] for name in names}
-    defaults = replace(options, max_tokens=None)
     with run.bind(host, flags["port"]) as listener:
         if speculation is not None and is_given("draft_model"):
             decoder = speculation()  # before the spinner of the model, which can't have another one inside
             speculation = lambda: decoder  # noqa: E731
-        settings = ModelSettings(defaults, kv=kv, make_speculation=speculation, max_memory=max_memory, **others)
+        settings = ModelSettings(
+            given_options(options), kv=kv, make_speculation=speculation, max_memory=max_memory, **others
+        )
         served = Models(paths, settings)
         if len(paths) == 1:
             [(name, path)] = paths.items()

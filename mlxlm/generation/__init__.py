@@ -12,6 +12,7 @@ from mlxlm.generation.batching import batch, run_batch
 from mlxlm.generation.context import Context
 from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.engine import Engine, EngineStats, QueueFullError, get_engine
+from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
 from mlxlm.generation.options import GenerationOptions
@@ -28,6 +29,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "FinishReason",
+    "GenerationConfig",
     "GenerationOptions",
     "LoadedModel",
     "QueueFullError",

@@ -14,7 +14,7 @@ from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.engine import BATCH_SIZE, Engine, get_engine
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.options import GenerationOptions, OptionArguments
+from mlxlm.generation.options import OptionArguments
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.stream_generate import encode_prompt
@@ -47,7 +47,7 @@ def batch(
     if not is_int_at_least(num_samples, 1):
         raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
     engine = get_engine(lm, kv, batch_size=batch_size)
-    settings = GenerationOptions.of(("eos_token_ids", "num_samples", "kv", "batch_size"), **options)
+    settings = lm.generation_options(("eos_token_ids", "num_samples", "kv", "batch_size"), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
     requests: list[Request] = []
     for number, prompt in enumerate(prompts, 1):

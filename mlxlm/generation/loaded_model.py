@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten
+from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS
 from mlxlm.config import ModelConfig
+from mlxlm.generation.generation_config import GenerationConfig
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import CheckpointError
 
 
@@ -23,6 +27,7 @@ class LoadedModel:
         tokenizer: The tokenizer that it was trained with.
         config: The configuration, ours or that of an mlx_lm model.
         path: Where it was loaded from.
+        generation_config: Its generation_config.json.
         engines: Its engines by their settings; see `get_engine`.
     """
 
@@ -30,6 +35,7 @@ class LoadedModel:
     tokenizer: tokenizer.Tokenizer
     config: ModelConfig | MlxLmConfig
     path: Path
+    generation_config: GenerationConfig = field(default_factory=GenerationConfig, repr=False)
     engines: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -38,6 +44,10 @@ class LoadedModel:
         eos = self.tokenizer.eos_token_id
         ends = self.config.eos_token_ids | (frozenset() if eos is None else {eos})
         return frozenset(id for id in ends if id < self.config.vocab_size)
+
+    def generation_options(self, other_names: Sequence[str] = (), /, **options: Any) -> GenerationOptions:
+        """`GenerationOptions.of`, with the defaults of the model's generation_config.json."""
+        return GenerationOptions.of(other_names, **{**self.generation_config.options, **options})
 
     @property
     def weights(self) -> list[mx.array]:
@@ -71,7 +81,7 @@ def load(path: Path | str) -> LoadedModel:
     Raises:
         CheckpointError: For unreadable weights, and for a tokenizer with more tokens than the model. Fewer are normal:
             vocabularies are padded.
-        ConfigError: For an invalid configuration.
+        ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
     source = checkpoint.open_checkpoint(path)
@@ -83,4 +93,6 @@ def load(path: Path | str) -> LoadedModel:
             "the tokenizer files that belong to these weights",
         )
     eval_weights(model)
-    return LoadedModel(model, text_tokenizer, config, Path(path))
+    is_folder = source.format in FOLDER_FORMATS
+    generation_config = GenerationConfig.read(locate(source.path).root) if is_folder else GenerationConfig()
+    return LoadedModel(model, text_tokenizer, config, Path(path), generation_config)

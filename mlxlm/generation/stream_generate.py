@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from mlxlm.cache import KVOptions
 from mlxlm.generation.engine import get_engine
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.options import GenerationOptions, OptionArguments
+from mlxlm.generation.options import OptionArguments
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.text_stream import TextStream
@@ -46,7 +46,7 @@ def stream(
     Arguments, result and errors are those of `mlxlm.stream`. `eos_token_ids` are the tokens that end the text; None for
     the model's.
     """
-    settings = GenerationOptions.of(("eos_token_ids", "kv", "speculation"), **options)
+    settings = lm.generation_options(("eos_token_ids", "kv", "speculation"), **options)
     engine = get_engine(lm, kv, speculation)
     request = Request(encode_prompt(lm, prompt), settings, eos_token_ids)
     request.compile_grammar(lm)  # raises here, not when the stream is iterated

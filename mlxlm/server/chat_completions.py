@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -33,11 +34,10 @@ async def chat_completions(request: Request) -> Response:
 
 @asynccontextmanager
 async def _generate(state: ServerState, body: ChatCompletionRequest) -> AsyncIterator[Reply]:
-    options = _options(body, state.models.settings.defaults)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation([to_message(m) for m in body.messages], _template_kwargs(body), tool_use)
-    async with answering(state, body.model, conversation, options, body.n) as answers:
+    async with answering(state, body.model, conversation, partial(_options, body), body.n) as answers:
         tokenizer = answers.model.lm.tokenizer
         choices = [_Choice(n, parser, tokenizer, bool(body.logprobs)) for n, parser in enumerate(answers.parsers)]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"

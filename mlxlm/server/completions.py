@@ -43,7 +43,7 @@ async def completions(request: Request) -> Response:
 async def _generate(state: ServerState, body: CompletionRequest) -> AsyncIterator[Reply]:
     _check(body)
     async with state.models.use(body.model) as model:
-        options = _options(body, state.models.settings.defaults)
+        options = _options(body, model.defaults)
         await check_constraint(model, options)
         prompts = await asyncio.to_thread(_encode, model, body.prompt)
         requests = sample_requests(prompts, options, model.eos_token_ids, body.n) if body.max_tokens != 0 else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -83,15 +83,27 @@ class Answers:
 
 @asynccontextmanager
 async def answering(
-    state: ServerState, model_name: str | None, conversation: Conversation, options: GenerationOptions, n: int = 1
+    state: ServerState,
+    model_name: str | None,
+    conversation: Conversation,
+    make_options: Callable[[GenerationOptions], GenerationOptions],
+    n: int = 1,
 ) -> AsyncIterator[Answers]:
     """Generate `n` answers. At the end of the block, unfinished ones are cancelled.
 
+    Args:
+        state: The server.
+        model_name: The model of the request, if it has one.
+        conversation: The conversation.
+        make_options: Returns the options of the request for those that are the model's defaults.
+        n: The number of answers.
+
     Raises:
-        ApiError: As `Models.use` and `generate`.
+        ApiError: As `Models.use`, `generate` and `make_options`.
         MlxlmError: The template refuses the conversation, or a constraint isn't supported.
     """
     async with state.models.use(model_name) as model:
+        options = make_options(model.defaults)
         prompt = await conversation.encode(model)
         tool_format = model.encoder.tool_format if conversation.tool_use.tools else None
         prefix: str | None = model.encoder.generation_prefix_of(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -44,9 +45,9 @@ async def _generate(state: ServerState, body: MessagesRequest) -> AsyncIterator[
     form, schema = body.output_config.format if body.output_config else None, body.json_schema
     if form is not None:
         schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
-    limits = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-    options = body.options(state.models.settings.defaults, json_schema=schema, **limits)
-    async with answering(state, body.model, _conversation(body), options) as answers:
+    limits: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+    make_options = partial(body.options, json_schema=schema, **limits)
+    async with answering(state, body.model, _conversation(body), make_options) as answers:
         yield _Message(answers, body.stop_sequences or [])
 
 

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_prompts import answer_eos_token_ids
 from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
-from mlxlm.generation import Engine, GenerationOptions, LoadedModel, device_thread, load
+from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.server.errors import ApiError
 from mlxlm.utils.errors import ConfigError
@@ -33,7 +34,7 @@ class ModelSettings:
     """Settings that all models of a server share.
 
     Attributes:
-        defaults: Generation options, for what a request doesn't set.
+        defaults: Fields of GenerationOptions, for what a request doesn't set; then the model's own defaults apply.
         chat_template: See `chat_encoder`.
         kv: Options of the key-value caches.
         batch_size: Texts that are generated at once, per model.
@@ -45,7 +46,7 @@ class ModelSettings:
             engine's.
     """
 
-    defaults: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_tokens=None))
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     kv: KVOptions = field(default_factory=KVOptions)
     batch_size: int = 32
@@ -65,6 +66,7 @@ class ServedModel:
         settings: The server's settings.
         engine: Generates its texts.
         encoder: Its chat template.
+        defaults: Generation options, for what a request doesn't set.
         eos_token_ids: Tokens that end an answer.
         num_bytes: Size of the weights.
     """
@@ -79,6 +81,7 @@ class ServedModel:
         self.name, self.lm, self.settings = name, lm, settings
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
         self.eos_token_ids = answer_eos_token_ids(lm, self.encoder)
+        self.defaults = lm.generation_options(**{"max_tokens": None, **settings.defaults})
         self.num_bytes = lm.weight_bytes
         max_kv_bytes = None if settings.max_memory is None else settings.max_memory - self.num_bytes
         if max_kv_bytes is not None and max_kv_bytes <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -36,14 +37,13 @@ async def _generate(state: ServerState, body: ResponseRequest) -> AsyncIterator[
     if body.previous_response_id is not None:
         problem = "this server doesn't keep responses (try: the earlier items in input)"
         raise invalid(problem, "previous_response_id", "previous_response_not_found")
-    options = _options(body, state.models.settings.defaults)
     effort = body.reasoning.effort if body.reasoning else None
     kwargs = reasoning_kwargs(effort, body.text.verbosity if body.text else None)
     tools = [tool.to_chat() for tool in body.tools or ()]
     tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
     conversation = Conversation(to_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
-    async with answering(state, body.model, conversation, options) as answers:
-        yield _Response(body, answers, options)
+    async with answering(state, body.model, conversation, partial(_options, body)) as answers:
+        yield _Response(body, answers, _options(body, answers.model.defaults))
 
 
 def _options(body: ResponseRequest, defaults: GenerationOptions) -> GenerationOptions:

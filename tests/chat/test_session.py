@@ -15,7 +15,7 @@ from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
-from mlxlm.generation import generate
+from mlxlm.generation import GenerationConfig, generate
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -574,6 +574,13 @@ def test_a_chat_with_another_model_continues_as_text(lm, tokens):
         rotating = Chat(lm, kv=KVOptions(size=1000), **GREEDY)
         rotating.lm = small(other)
     assert rotating.lm is lm and say(rotating, "Hello!")
+
+
+def test_a_model_sets_the_defaults_of_its_options(lm):
+    chat = Chat(replace(lm, generation_config=GenerationConfig({"temperature": 0.2, "top_k": 5})), top_k=9)
+    assert (chat.defaults.temperature, chat.options.temperature, chat.options.top_k) == (0.2, 0.2, 9)
+    chat.lm = replace(remade(lm), generation_config=GenerationConfig({"temperature": 0.4, "top_k": 3}))
+    assert (chat.options.temperature, chat.options.top_k) == (0.4, 9)
 
 
 def test_a_turn_encodes_the_conversation_once(lm):

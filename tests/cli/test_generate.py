@@ -46,6 +46,15 @@ def test_only_the_text_is_printed(run, folder):
     assert run(folder, "-p", "The quick", "-t", "0", "-n", "20") == (0, wanted + "\n", "")
 
 
+def test_the_models_generation_config_sets_defaults(run, lm, folder, tmp_path):
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    (theirs / "generation_config.json").write_text('{"temperature": 5, "top_k": 2}')
+    options = {"seed": 1, "max_tokens": 20, "temperature": 5, "top_k": 2}
+    for arguments, given in ((), {}), (("--top-k", 3), {"top_k": 3}), (("-t", 0), {"temperature": 0}):
+        expected = generate(lm, "The quick", **options | given).text + "\n"
+        assert run(theirs, "-p", "The quick", "--seed", 1, "-n", 20, *arguments)[:2] == (0, expected)
+
+
 def test_the_prompt_from_a_pipe(run, folder):
     expected = run(folder, "--prompt", "The quick", "-t", "0", "-n", "9")
     assert run(folder, "--prompt", "-", "-t", "0", "-n", "9", stdin=b"The quick\n") == expected

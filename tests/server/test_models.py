@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
+from starlette.testclient import TestClient
 
+from mlxlm.generation import GenerationConfig, GenerationOptions
 from mlxlm.server import models as models_module
+from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
 from mlxlm.server.models import Models, ModelSettings, ServedModel, size_on_disk
 from mlxlm.utils.errors import ConfigError
@@ -193,3 +197,14 @@ def test_a_client_that_leaves_while_its_model_is_loaded(monkeypatch):
 
     run_async(use())
     assert names == ["a"] and len(models.loaded) == 1
+
+
+def test_defaults_are_those_of_the_server_then_of_the_model(lm):
+    config = GenerationConfig({"temperature": 0.2, "top_k": 5})
+    model = ServedModel("tiny", replace(lm, generation_config=config), ModelSettings({"top_k": 9}))
+    assert model.defaults == GenerationOptions(temperature=0.2, top_k=9, max_tokens=None)
+    models = Models({"tiny": "unused"}, model.settings)
+    models.add(model)
+    with TestClient(make_app(models)) as client:
+        answer = client.post("/v1/responses", json={"input": "Hello!", "max_output_tokens": 3, "top_p": 0.5}).json()
+    assert (answer["temperature"], answer["top_p"]) == (0.2, 0.5)
