@@ -20,7 +20,6 @@ from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.chat.session import Chat
     from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
@@ -75,6 +74,7 @@ def chat(
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     _check_flags(flags, interactive)
     from mlxlm.chat.terminal import autosave
+    from mlxlm.chat.terminal.first_screen import first_screen
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
     from mlxlm.chat.terminal.statistics import memory_bandwidth
@@ -112,7 +112,7 @@ def chat(
     if prompt is not None:
         repl.once(prepend_stdin(prompt) if message is None else message)
     else:
-        sys.exit(repl.run(_greeting(model, repl.chat), flags["private"]))
+        sys.exit(repl.run(first_screen(repl.chat) if interactive else (), flags["private"]))
 
 
 def _check_flags(flags: dict[str, Any], interactive: bool) -> None:
@@ -143,16 +143,3 @@ def _model_of(path: Path) -> str:
             f"mlxlm chat MODEL --session {shlex.quote(str(path))}, with {name} or another MODEL",
         )
     return name
-
-
-def _greeting(model: str, chat: Chat) -> list[str]:
-    from mlxlm.chat.plain_text import PLAIN
-
-    lines = [f"{model}: a context of {chat.context_size} tokens. /help lists the commands."]
-    if messages := sum(message.role != "system" for message in chat.messages):
-        lines.append(f"Continuing after {messages} messages; /show messages shows them.")
-    if chat.chat_template == PLAIN:
-        limit = chat.options.max_tokens
-        until = "it ends the text itself" + (f", or for {limit} tokens (--max-tokens)" if limit else "")
-        lines.append(f"This model has no chat template: it continues your text until {until}.")
-    return lines

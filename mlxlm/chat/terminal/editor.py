@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import has_selection, is_searching
@@ -41,7 +42,8 @@ class Editor:
             history=InMemoryHistory() if private else _history(),
             output=self._output,
             multiline=True,
-            key_bindings=_keys(),
+            key_bindings=_keys(self),
+            placeholder=self._placeholder,
             prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
             completer=_Commands(repl),
             complete_while_typing=False,
@@ -51,15 +53,17 @@ class Editor:
             enable_suspend=True,
         )
         self._waiting = self._session
+        self._example = ""
         self._session.layout.current_window.height = self._height
 
-    def read(self, prompt: StyleAndTextTuples, draft: str = "") -> str:
-        """Read a message, starting with `draft`.
+    def read(self, prompt: StyleAndTextTuples, draft: str = "", example: str = "") -> str:
+        """Read a message, starting with `draft`. Enter on an empty line sends `example`, which is shown there.
 
         Raises:
             EOFError: Ctrl-D, or the terminal is closed.
             KeyboardInterrupt: Ctrl-C.
         """
+        self._example = "" if is_dumb_terminal() else example
         return self._read(self._session, prompt, draft)
 
     def ask(self, question: str) -> str:
@@ -89,6 +93,15 @@ class Editor:
         half = max(self._session.output.get_size().rows // 2, 1)
         return Dimension() if get_app().is_done else Dimension(max=half)
 
+    def _placeholder(self) -> StyleAndTextTuples:
+        is_shown = self._example and not get_app().is_done
+        return [("fg:ansibrightblack", f"{self._example}  (Enter sends this example)")] if is_shown else []
+
+    def send_example(self, buffer: Buffer) -> None:
+        """Write the example on an empty line, if there is one."""
+        if not buffer.text:
+            buffer.insert_text(self._example)
+
     def leave(self) -> None:
         """Make a waiting `read` or `ask` raise EOFError. Can be called in a signal handler."""
         app = self._waiting.app
@@ -107,7 +120,7 @@ class Editor:
         return self._session.default_buffer.text
 
 
-def _keys() -> KeyBindings:
+def _keys(editor: Editor) -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter", filter=~is_searching)
@@ -116,6 +129,7 @@ def _keys() -> KeyBindings:
         if has_open_block(buffer.text):
             buffer.insert_text("\n")
         else:
+            editor.send_example(buffer)
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")

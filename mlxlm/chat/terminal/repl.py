@@ -18,6 +18,7 @@ from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.first_screen import example_prompt
 from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_signal, hide_typing
 from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
@@ -103,6 +104,7 @@ class Repl:
     leaving: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     _editor: Editor | None = None
+    _has_sent: bool = False
     _hung_up: bool = False
 
     def once(self, message: str) -> None:
@@ -146,6 +148,7 @@ class Repl:
 
     def answer(self, start: StartAnswer, message: str = "") -> None:
         """Stream the answer that `start` starts. If the context is full, ask whether to drop turns for `message`."""
+        self._has_sent = True
         try:
             self._answer(start)
         except MessageTooLongError:
@@ -183,7 +186,7 @@ class Repl:
         self.draft, self.editing = "", False
         self.stop.clear()
         try:
-            text = editor.read(self._prompt(), draft)
+            text = editor.read(self._prompt(), draft, self._example())
         except KeyboardInterrupt:
             if not editor.typed:
                 print_status("(/exit or Ctrl-D leaves the chat)")
@@ -237,6 +240,10 @@ class Repl:
         with suppress(EOFError, KeyboardInterrupt):
             return editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
         return False
+
+    def _example(self) -> str:
+        """The message that Enter sends on an empty line: an example before the first message of a new chat."""
+        return "" if self._has_sent or any(self.chat.branches.values()) else example_prompt(self.chat)
 
     def _prompt(self) -> StyleAndTextTuples:
         """The prompt: branch and fill level of the context."""

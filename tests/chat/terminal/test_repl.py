@@ -48,6 +48,7 @@ def terminal(model_folder, environment):
         )
         running.append(child)
         child.expect("lists the commands")
+        child.first_screen = child.before
         if changes.get("TERM") != "dumb":
             child.expect(PROMPT)
         return child
@@ -133,7 +134,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     modes = [p.stat().st_mode & 0o777 for p in (history, session, session.parent)]
     assert modes == [0o600, 0o600, 0o700]
     chat = terminal("--continue")
-    assert "Continuing after 2 messages" in chat.before
+    assert "Continuing after 2 messages" in chat.first_screen
     say(chat, "/set max_tokens 5")
     say(chat, "More", "cut off")
     say(chat, "/set context_overflow drop")
@@ -146,6 +147,30 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     say(chat, f"/model {tmp_path / 'moved'}", "continues with this model")
     leave(chat)
     assert json.loads(session.read_text().splitlines()[0])["model"].endswith("moved")
+
+
+def test_enter_sends_an_example_once(terminal, model_folder, tmp_path):
+    chat = terminal("-n", "5")
+    assert re.search(r"tiny.*\n.* parameters of 32 bits \(.*, a context of 4096 tokens", chat.first_screen)
+    chat.expect(r"Why is the sky blue\?  \(Enter sends this example\)")
+    say(chat, "/branch", r"main: 0 turns")
+    say(chat, "", "cut off")
+    say(chat, "", PROMPT)  # nothing happens
+    (session,) = unnamed_sessions(tmp_path)
+    assert [m["content"] for m in messages_in(session)][::2] == ["Why is the sky blue?"]
+    say(chat, "/reset", "is removed")
+    assert "example" not in leave(chat)
+    (model_folder / "generation_config.json").write_text('{"example_prompt": "Count to 3."}')
+    chat = terminal("-n", "5")
+    chat.expect("Count to 3.  ")
+    say(chat, "Hi", "cut off")
+    leave(chat)
+    chat = terminal("--continue")
+    say(chat, "", PROMPT)
+    assert "Count" not in leave(chat)
+    dumb = terminal("-n", "5", TERM="dumb")
+    dumb.send("\r/branch\r")
+    dumb.expect("main: 0 turns")  # no example: it can't be shown
 
 
 def test_settings_branches_edits_and_abbreviations(terminal):
