@@ -1,17 +1,31 @@
-"""The examples of docs/ run, and README.md and docs/ name only commands, options and modules that exist."""
+"""The examples of README.md, CONTRIBUTING.md and docs/ run, or are checked, and their text names only what exists.
+
+The blocks of a page run in their order, in a folder with small stand-ins: a model `my-model`, the texts `stories.txt`
+and `book.txt`, the questions and answers `chats.jsonl`, and `questions.jsonl`. A block for 127.0.0.1:8080 talks to a
+server of `my-model`. A comment above a block changes that:
+
+    <!-- not run: REASON -->       its commands are parsed, its modules and names are looked up
+    <!-- run with: OPTIONS -->     each of its commands of mlxlm gets these options too, to be quick
+    <!-- run as: COMMAND -->       this runs instead, and the block is parsed
+
+A block with a title (```json title="requests.jsonl"```) is written to a file of this name; `text` is anything else.
+"""
 
 import ast
 import importlib
+import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
+import click
 import pytest
 
 from mlxlm.cli.main import COMMANDS, app
@@ -20,18 +34,46 @@ from tests.paths import ROOT
 from tests.run_command import run_command
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-OTHER_PROGRAMS = {"--backend", "--over"}  # options of mlx.launch and mlx.distributed_config
-TOOLS = ("jq", "xargs")
-_BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
+OTHER_OPTIONS = {"--backend", "--over", "--strict", "--help"}  # of mlx.launch, mlx.distributed_config, mypy, click
+OTHER_OPTIONS |= {"--quickstart", "--sizes"}  # of benchmarks
+TOOLS = ("curl", "jq", "xargs")
+ADDRESS = "127.0.0.1:8080"
+_BLOCK = re.compile(
+    r'^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<content>.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
+_OPERATOR = re.compile(r"[|&;<>()]+")
+
+
+class Block(NamedTuple):
+    """A block of code and the comment above it."""
+
+    mark: str | None
+    language: str
+    title: str | None
+    content: str
+
+
+def blocks(page):
+    """The blocks of a page; what looks like one but isn't is an error."""
+    text = page.read_text(encoding="utf-8")
+    found = [Block(**match.groupdict()) for match in _BLOCK.finditer(text)]
+    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page.name} has an indented block"
+    return found
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
-    """A folder with `my-model`, which has a chat template, and a `bin` with this checkout's mlxlm."""
+def template(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
+    """The stand-ins, and a `bin` with this checkout's mlxlm."""
     from mlx.utils import tree_flatten
 
     from mlxlm.backend.mlx import mx
+    from mlxlm.data import CHAT_TEMPLATE
     from mlxlm.model import Decoder
     from mlxlm.utils.json_files import write_json
 
@@ -41,9 +83,16 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     (folder / "my-model").mkdir()
     write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
     mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tiny_tokenizer.chat_template = CHAT_TEMPLATE
     tiny_tokenizer.save(folder / "my-model")
     tiny_tokenizer.chat_template = None
+    (folder / "stories.txt").write_text(make_text(8000), encoding="utf-8")
+    (folder / "book.txt").write_text(make_text(600), encoding="utf-8")
+    question = {"question": "The cat sat on a", "choices": [" mat", " garden"], "answer": 0}
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n", encoding="utf-8")
+    turns = [("user", "Where did the cat sit?"), ("assistant", "The cat sat on a mat.")]
+    chat = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (folder / "chats.jsonl").write_text(f"{chat}\n" * 40, encoding="utf-8")
     (folder / "bin").mkdir()
     command = folder / "bin" / "mlxlm"
     command.write_text(f"#!{sys.executable}\nfrom mlxlm.cli.main import main\nmain()\n")
@@ -51,54 +100,186 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer):
     return folder
 
 
-def commands(content):
-    """The commands of a shell example; a quoted text may have several lines."""
+@pytest.fixture
+def folder(template, tmp_path, monkeypatch):
+    """A copy of the stand-ins, as the current folder."""
+    shutil.copytree(template, tmp_path / "docs")
+    monkeypatch.chdir(tmp_path / "docs")
+    path = (str(template / "bin"), os.environ["PATH"], str(Path(sys.executable).parent))  # the last has mlx.launch
+    monkeypatch.setenv("PATH", ":".join(path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "docs"
+
+
+@pytest.fixture(scope="module")
+def address(template):
+    """Host and port of a server of `my-model`."""
+    command = [template / "bin" / "mlxlm", "serve", "my-model", "--port", "0", "--log-level", "error"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=template, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        yield re.search(r"127\.0\.0\.1:\d+", server.stderr.readline())[0]
+        server.terminate()
+
+
+def shell_commands(content):
+    """The commands of a shell example; a quoted text or a continued line may have several lines."""
     text = ""
     for line in content.splitlines():
         text += f"{line}\n"
         try:
-            shlex.split(text)
+            shlex.split(text, comments=True)
         except ValueError:  # within quotes
+            continue
+        if line.endswith("\\"):
             continue
         yield text
         text = ""
     assert not text
 
 
-def run(command):
+def run(command, options=""):
     """Run a command of the shell; in this process if it is mlxlm alone, which saves imports."""
+    if options:
+        assert command.startswith("mlxlm ") and not re.search(r"[|<>$;&]", command), command
+        command = f"{shlex.join(shlex.split(command, comments=True))} {options}"
     if command.startswith("mlxlm ") and not re.search(r"[|<>$;&]|--num-processes", command):
-        done = run_command(*shlex.split(command)[1:])
+        done = run_command(*shlex.split(command, comments=True)[1:])
     else:
         shell = ["bash", "-euo", "pipefail", "-c", command]
-        done = subprocess.run(shell, capture_output=True, timeout=120)
+        done = subprocess.run(shell, capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{command}\n{done.stdout.decode()}\n{done.stderr.decode()}"
     assert b"Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("page", [path.name for path in sorted(DOCS.glob("*.md"))])
-def test_every_example_runs(folder, page, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}:{Path(sys.executable).parent}")  # of mlx.launch
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    blocks = _BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
-    assert blocks
-    missing = {tool for tool in TOOLS if not shutil.which(tool)}
+def parse(arguments):
+    """Parse arguments of mlxlm: an unknown command or option, and a value that an option can't have, is an error."""
+    name, *arguments = arguments or ["--help"]
+    if name == "--help":
+        return
+    command = app.get_command(None, name)
+    assert command is not None, f"there is no command {name}"
+    if isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    context = click.Context(command)
+    values, _, _ = command.make_parser(context).parse_args(arguments)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.name in values:
+            parameter.type_cast_value(context, values[parameter.name])
+
+
+def parse_shell(content):
+    """Parse the commands of mlxlm in a shell example."""
+    for text in shell_commands(content):
+        lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        simple = [[]]
+        for token in lexer:
+            if _OPERATOR.fullmatch(token):
+                simple.append([])
+            elif token == "mlxlm" and simple[-1] and (simple[-1][-1] == "--" or "=" in simple[-1][-1]):
+                simple.append([token])  # after mlx.launch, or a variable
+            else:
+                simple[-1].append(token)
+        for words in simple:
+            if words and words[0] == "mlxlm":
+                parse(words[1:])
+
+
+def check_names(code):
+    """Check that imported modules and names exist."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def check(block):
+    """Check a block that doesn't run."""
+    if block.language == "sh":
+        parse_shell(block.content)
+    elif block.language == "python":
+        check_names(block.content)
+    else:
+        assert block.mark is None, f"{block.mark}: {block.language} never runs"
+        for line in block.content.splitlines() if block.language == "json" else ():
+            json.loads(line)
+        assert block.language in ("json", "text"), f"{block.language!r} is neither run nor checked"
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name_of)
+def test_every_example_runs(page, folder, request):
     skipped = set()
-    for language, name, content in blocks:
-        if name:
-            (folder / name).write_text(content, encoding="utf-8")
-        elif language == "python":
-            exec(compile(content, page, "exec"), {"__name__": "__main__"})
+    for block in blocks(page):
+        kind, _, argument = (block.mark or "").partition(": ")
+        content = block.content
+        if ADDRESS in content and kind != "not run":
+            content = content.replace(ADDRESS, request.getfixturevalue("address"))
+        if block.title:
+            Path(block.title).write_text(content, encoding="utf-8")
+        if block.language not in ("sh", "python") or kind == "not run":
+            check(block)
+        elif block.language == "python":
+            exec(compile(content, name_of(page), "exec"), {"__name__": "__main__"})
         else:
-            assert language == "sh"
-            for command in commands(content):
-                needed = {tool for tool in missing if re.search(rf"\b{tool}\b", command)}
+            assert kind in ("", "run with", "run as"), block.mark
+            if kind == "run as":
+                check(block)
+                content, argument = argument, ""
+            for command in shell_commands(content):
+                needed = {tool for tool in TOOLS if re.search(rf"\b{tool}\b", command) and not shutil.which(tool)}
                 skipped |= needed
                 if not needed:
-                    run(command)
+                    run(command, argument)
     if skipped:
         pytest.skip(f"the examples with {', '.join(skipped)}, which are not installed")
+
+
+@pytest.mark.parametrize("example", ["mlxlm chatt", "mlxlm chat --modle x", "true | mlxlm generate m -n many > file"])
+def test_a_wrong_example_that_does_not_run_is_found(example):
+    with pytest.raises((AssertionError, click.UsageError)):
+        check(Block("not run: a reason", "sh", None, f"{example}\n"))
+
+
+def options_of(name):
+    """The options of a command and its subcommands, by all their names."""
+    command = app.get_command(None, name)
+    commands = [command, *getattr(command, "commands", {}).values()]
+    return {
+        option for one in commands for parameter in one.params for option in parameter.opts + parameter.secondary_opts
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_and_option_in_the_text_exists(page):
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    all_options = set().union(*map(options_of, COMMANDS), OTHER_OPTIONS)
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", re.sub(r"<!--.*?-->", "", text))) <= all_options
+    for code in re.findall(r"`([^`]+)`", text):
+        for name, arguments in re.findall(r"(?:^|[|(] |-- |do )mlxlm\s+([a-z][a-z-]+)([^#|]*)", code):
+            assert name in COMMANDS, code
+            assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", arguments)) <= options_of(name), code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_named_file_exists(page):
+    folders = "mlxlm|tests|benchmarks|docs|examples|metal_kernels|models"
+    names = re.findall(rf"`((?:{folders})/[\w./-]+)", page.read_text(encoding="utf-8"))
+    missing = [name for name in names if "NAME" not in name and not (ROOT / name).exists()]
+    assert not [name for name in missing if not name.startswith("docs/images/")]
+
+
+def test_the_reference_has_every_command_and_option():
+    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+    text = runpy.run_path(str(DOCS / "mkdocs_hooks.py"))["on_page_markdown"](page)
+    for name in COMMANDS:
+        assert f"\n## mlxlm {name}\n" in text
+        missing = [option for option in options_of(name) if option.startswith("-") and option not in text]
+        assert not missing, name
+    assert "\nBatches and memory:\n" in text and "\n  Examples:\n" in text
 
 
 def test_every_event_field_is_documented():
@@ -111,37 +292,6 @@ def test_every_event_field_is_documented():
         names = [f.name for f in fields(event) if f.name not in ("step", "path")]
         missing = [field for field in names if f"`{field}`" not in documented[name]]
         assert not missing, f"{name}: {missing}"
-
-
-def options_of(name):
-    """The options of a command and its subcommands, by all their names."""
-    command = app.get_command(None, name)
-    commands = [command, *getattr(command, "commands", {}).values()]
-    return {
-        option for one in commands for parameter in one.params for option in parameter.opts + parameter.secondary_opts
-    }
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_command_and_option_exists(page):
-    text = page.read_text(encoding="utf-8")
-    all_options = set().union(*map(options_of, COMMANDS), OTHER_PROGRAMS, {"--help"})
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)) <= all_options
-    code = re.findall(r"^```sh\n(.*?)^```$|^    ([^\n]*)$", text, re.MULTILINE | re.DOTALL)
-    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
-    for part in [*map("".join, code), *inline]:
-        for name, arguments in re.findall(r"(?:^|[|(] |-- |do )mlxlm\s+([a-z][a-z-]+)([^#|\n]*)", part, re.MULTILINE):
-            assert name in COMMANDS, part
-            assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", arguments)) <= options_of(name), part
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_every_imported_name_exists(page):
-    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
 def test_every_option_of_generate_is_documented():
