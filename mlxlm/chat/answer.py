@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from mlxlm.chat.branches import Turn
+from mlxlm.chat.branches import Conversation, Turn
 from mlxlm.chat.chat_model import ChatModel
+from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import ReasoningParser
 from mlxlm.generation import FinishReason, GenerationChunk, GenerationResult, TextStream
 from mlxlm.tokenizer import Tokenizer
@@ -96,18 +98,18 @@ class Answer(Iterator[ChatChunk]):
             self._lock.release()
 
 
-def chat_chunks(chunks: Iterator[GenerationChunk], generation_prefix: str) -> Iterator[ChatChunk]:
+def chat_chunks(chunks: Iterator[GenerationChunk], start: str) -> Iterator[ChatChunk]:
     """Split reasoning from the answer in generated chunks.
 
     Args:
         chunks: The generated text.
-        generation_prefix: What the template puts in front of the answer, such as an opening "<think>".
+        start: The text of the answer before them, such as an opening "<think>" of the template.
 
     Yields:
         At least one chunk for every generated chunk, so that a caller can stop between any two.
     """
     parser = ReasoningParser()
-    parser.push(generation_prefix)
+    parser.push(start)
     for chunk in chunks:
         parts = parser.push(chunk.text)
         if chunk.finish_reason:
@@ -118,20 +120,48 @@ def chat_chunks(chunks: Iterator[GenerationChunk], generation_prefix: str) -> It
         yield ChatChunk(text, reasoning, chunk.finish_reason)
 
 
-def make_turn(question: str, prompt: Sequence[int], result: GenerationResult, chat_model: ChatModel) -> Turn:
-    """Return the turn of an answer to `prompt`.
+@dataclass(frozen=True)
+class PendingTurn:
+    """A question whose answer is being generated.
 
-    It includes the template's `generation_prefix`: the model has read it, and a template that keeps reasoning renders
-    it again.
+    Attributes:
+        earlier: The conversation before it.
+        question: The question.
+        start: What its answer starts with: the template's "<think>", or the answer that the model continues.
+        prompt: The token ids that the model reads, up to the end of `start`.
     """
-    generated = result.tokens[:-1] if result.tokens[-1] in chat_model.eos_token_ids else result.tokens
-    tokenizer, generation_prefix = chat_model.lm.tokenizer, chat_model.chat_encoder.generation_prefix
-    prefix_ids = tokenizer.encode(generation_prefix, add_special_tokens=False, parse_special=True, continues=True)
-    text, ids = generation_prefix + result.text, (*prefix_ids, *generated)
-    if list(prompt[len(prompt) - len(prefix_ids) :]) != prefix_ids or not decodes_to(tokenizer, ids, text):
-        ids = ()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Turn(question, text, ids, result.seed, result.finish_reason, now)
+
+    earlier: Conversation
+    question: str
+    start: Message
+    prompt: Sequence[int]
+
+    def answered(self, result: GenerationResult, chat_model: ChatModel) -> Conversation:
+        """Return the conversation with this turn.
+
+        Its answer includes `start`: the model has read it, and a template that keeps reasoning renders it again.
+        """
+        generated = result.tokens[:-1] if result.tokens[-1] in chat_model.eos_token_ids else result.tokens
+        text, ids, start_ids = self.start.content + result.text, (*self.start.ids, *generated), self.start.ids
+        was_read = tuple(self.prompt[len(self.prompt) - len(start_ids) :]) == start_ids
+        if not was_read or not decodes_to(chat_model.lm.tokenizer, ids, text):
+            ids = ()
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return self.earlier.with_turn(Turn(self.question, text, ids, result.seed, result.finish_reason, now))
+
+
+def edited_answer(answer: Message, text: str, tokenizer: Tokenizer) -> Message:
+    """Return an answer with another text. It keeps its tokens up to the change, which the model has read already."""
+    if text == answer.content:
+        return answer
+
+    def is_changed(count: int) -> bool:
+        return not text.startswith(tokenizer.decode(answer.ids[:count], skip_special_tokens=False))
+
+    kept = answer.ids[: max(0, bisect_left(range(len(answer.ids) + 1), True, key=is_changed) - 1)]
+    rest = text.removeprefix(tokenizer.decode(kept, skip_special_tokens=False))
+    ids = (*kept, *tokenizer.encode(rest, add_special_tokens=False, continues=bool(kept)))
+    return Message("assistant", text, ids if kept and decodes_to(tokenizer, ids, text) else ())
 
 
 def decodes_to(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mlxlm.cache import KVOptions
@@ -55,9 +56,23 @@ class ChatModel:
         request.check(self.lm, self.engine.kv)
         request.compile_grammar(self.lm)
 
-    def prompt(self, earlier: Sequence[Message], question: str) -> list[int]:
-        """Return the token ids of a conversation and a question, up to where the answer starts."""
-        return self.chat_encoder.encode([*earlier, Message("user", question)])
+    @cached_property
+    def answer_start(self) -> Message:
+        """What the template puts at the start of an answer, such as an opening "<think>"."""
+        text = self.chat_encoder.generation_prefix
+        ids = self.lm.tokenizer.encode(text, add_special_tokens=False, parse_special=True, continues=True)
+        return Message("assistant", text, tuple(ids))
+
+    def prompt(self, earlier: Sequence[Message], question: str, answer: Message | None = None) -> list[int]:
+        """Return the token ids of a conversation and a question, up to where the answer starts.
+
+        With `answer` they end with its text, which the model continues. Raises TokenizerError if the template doesn't
+        end with it.
+        """
+        messages = [*earlier, Message("user", question)]
+        if answer is None:
+            return self.chat_encoder.encode(messages)
+        return self.chat_encoder.encode([*messages, answer], continue_final_message=True)
 
     def answer(
         self,

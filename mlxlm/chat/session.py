@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Unpack
 
 from mlxlm.cache import KVOptions
 from mlxlm.chat import session_files
-from mlxlm.chat.answer import Answer, Cancellation, ChatChunk, ChatStats, chat_chunks, make_turn
+from mlxlm.chat.answer import Answer, Cancellation, ChatChunk, ChatStats, PendingTurn, chat_chunks, edited_answer
 from mlxlm.chat.branches import ChatHistory, Conversation
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.chat_prompts import Messages, parse_messages
 from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
+from mlxlm.chat.messages import Message
 from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.options import OptionArguments
+from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -210,6 +212,30 @@ class Chat(ChatHistory):
         self._end_answer()
         return self._ask(self._branches.current.pop_turn()[0], text, on_prefill)
 
+    def continue_answer(self, text: str | None = None, on_prefill: OnPrefill | None = None) -> Answer:
+        """Let the model continue its last answer, with the next seed.
+
+        The chunks have only what is new. The answer in the conversation is replaced at the first of them.
+
+        Args:
+            text: Replaces the answer so far. The model reads it from the first change.
+            on_prefill: Called with the number of prompt tokens read so far.
+
+        Raises:
+            GenerationError: There is no answer, its text is empty, or an option constrains the text as a whole.
+            ContextFullError: The conversation no longer fits the model's context.
+            TokenizerError: The template can't end with an answer that isn't complete.
+        """
+        self._end_answer()
+        shorter, last = self._branches.current.pop_turn()
+        text = last.answer if text is None else text
+        check_unicode(text)
+        if not text:
+            raise GenerationError("the answer is empty", "retry")
+        if (constraint := self._options.constraint) is not None:
+            raise GenerationError(f"with {constraint}, an answer can't be continued", "retry")
+        return self._ask(shorter, last.question, on_prefill, edited_answer(last.messages[1], text, self.lm.tokenizer))
+
     def drop_oldest(self, for_message: str = "") -> int:
         """Drop the oldest turns now, as the policy "drop" does. They stay in `messages` and in session files.
 
@@ -279,46 +305,47 @@ class Chat(ChatHistory):
             chat.notes.append(problem)
         return chat
 
-    def _prompt_with(self, question: str) -> Callable[[Conversation], list[int]]:
-        return lambda conversation: self._chat_model.prompt(self._messages(conversation.visible_turns), question)
+    def _prompt_with(self, question: str, answer: Message | None = None) -> Callable[[Conversation], list[int]]:
+        messages, prompt = self._messages, self._chat_model.prompt
+        return lambda conversation: prompt(messages(conversation.visible_turns), question, answer)
 
-    def _ask(self, conversation: Conversation, question: str, on_prefill: OnPrefill | None) -> Answer:
+    def _ask(
+        self, conversation: Conversation, question: str, on_prefill: OnPrefill | None, answer: Message | None = None
+    ) -> Answer:
+        """Start an answer; `answer` is what it begins with, if the model continues one."""
         if not question:
             raise GenerationError("the message is empty", "some text")
-        prompt_of, limit, max_tokens = self._prompt_with(question), self._chat_model.limit, self._options.max_tokens
-        conversation, prompt = fit_to_context(conversation, prompt_of, limit, self.context_overflow, max_tokens)
+        prompt_of, limit = self._prompt_with(question, answer), self._chat_model.limit
+        policy, max_tokens = self.context_overflow, self._options.max_tokens
+        conversation, prompt = fit_to_context(conversation, prompt_of, limit, policy, max_tokens)
         self._set_dropped(conversation.dropped)
         self.prompt_tokens = len(prompt)
+        turn = PendingTurn(conversation, question, answer or self._chat_model.answer_start, prompt)
         cancellation = Cancellation()
-        answering = Answer(self._answer(conversation, question, prompt, on_prefill, cancellation), cancellation)
+        answering = Answer(self._answer(turn, on_prefill, cancellation), cancellation)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
-        self,
-        conversation: Conversation,
-        question: str,
-        prompt: list[int],
-        on_prefill: OnPrefill | None,
-        cancellation: Cancellation,
+        self, turn: PendingTurn, on_prefill: OnPrefill | None, cancellation: Cancellation
     ) -> Generator[ChatChunk, None, None]:
-        earlier = self._messages(conversation.visible_turns)
-        stream = self._chat_model.answer(earlier, prompt, self._options, on_prefill)
+        earlier = self._messages(turn.earlier.visible_turns)
+        stream = self._chat_model.answer(earlier, turn.prompt, self._options, on_prefill)
         cancellation.attach(stream)
         ended = self._ended = threading.Event()
         try:
-            yield from chat_chunks(stream, self._chat_model.chat_encoder.generation_prefix)
+            yield from chat_chunks(stream, turn.start.content)
         finally:
             try:
                 stream.cancel()
-                self._record(conversation, question, prompt, stream.partial_result())
+                self._record(turn, stream.partial_result())
             finally:
                 ended.set()
 
-    def _record(self, conversation: Conversation, question: str, prompt: list[int], result: GenerationResult) -> None:
+    def _record(self, turn: PendingTurn, result: GenerationResult) -> None:
         if not result.tokens:
             return
-        self._branches.current = conversation.with_turn(make_turn(question, prompt, result, self._chat_model))
+        self._branches.current = turn.answered(result, self._chat_model)
         if self._options.seed == result.seed:  # it was not set during the answer
             self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
         self._answers += 1

@@ -16,7 +16,7 @@ from mlxlm.chat.terminal import settings, statistics
 from mlxlm.chat.terminal.interrupts import raise_interrupts
 from mlxlm.chat.terminal.multiline import quote_message, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.terminal.screen import open_screen
+from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.statistics import memory_bandwidth
 from mlxlm.utils.errors import GenerationError
@@ -144,10 +144,7 @@ def _show_messages(repl: Repl) -> None:
             print_info(message.content)
             continue
         screen = open_screen(repl.settings.reasoning, repl.settings.has_markdown(repl.chat))
-        reasoning, answer = split(message.content)
-        if repl.settings.reasoning != "hide":
-            screen.push(reasoning, True)
-        screen.push(answer, False)
+        push_text(screen, split(message.content)[1] if repl.settings.reasoning == "hide" else message.content)
         screen.finish()
 
 
@@ -198,11 +195,21 @@ def _edit(repl: Repl, text: str) -> None:
     if not questions:
         raise GenerationError("there is no message yet", "a message first")
     if text:
-        repl.send(strip_block(text), editing=True)
+        repl.send(strip_block(text), "edit")
     elif repl.interactive:
-        repl.draft, repl.editing = quote_message(questions[-1]), True
+        repl.draft, repl.purpose = quote_message(questions[-1]), "edit"
     else:
         raise GenerationError("there is no terminal to edit in", "/edit TEXT")
+
+
+def _continue(repl: Repl, text: str) -> None:
+    answers = [message.content for message in repl.chat.messages if message.role == "assistant"]
+    if not answers:
+        raise GenerationError("there is no answer yet", "a message first")
+    if repl.interactive and not text:
+        repl.draft, repl.purpose = quote_message(answers[-1]), "continue"
+    else:
+        repl.send(strip_block(text) or answers[-1], "continue")
 
 
 def _branch(repl: Repl, name: str) -> None:
@@ -285,6 +292,7 @@ _ALL = (
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message and answer it again", _edit),
+    Command("/continue [TEXT]", "change the last answer and let the model continue it", _continue),
     Command("/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches),
     Command("/reset", "remove all but the system prompt (also /clear)", _reset),
     Command("/tokens", "count the tokens of each message", _tokens),

@@ -10,7 +10,7 @@ from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 
 TRIPLE_QUOTE = '"""'
-_COMMAND = re.compile(r"/(sy|ed)[a-z]*\s+")  # commands that take a message: /system and /edit, also abbreviated
+_COMMAND = re.compile(r"/(sy|ed|co)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
 
 
 def has_open_block(text: str) -> bool:

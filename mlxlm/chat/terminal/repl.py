@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.backend.error_text import describe_error
@@ -22,7 +22,7 @@ from mlxlm.chat.terminal.first_screen import example_prompt
 from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_signal, hide_typing
 from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.terminal.screen import StartAnswer, stream_answer
+from mlxlm.chat.terminal.screen import StartAnswer, open_screen, stream_answer
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, MlxlmError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from mlxlm.chat.terminal.editor import Editor
 
+Purpose = Literal["ask", "edit", "continue"]
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
     "length": "(cut off at max_tokens: /set max_tokens changes that)",
@@ -87,7 +88,8 @@ class Repl:
         interactive: Whether standard input is a terminal.
         bytes_per_token: Bytes that each token of the last answer read, or why that is unknown.
         draft: Text to start the next line with.
-        editing: Whether the next message replaces the last one.
+        purpose: What the next message does: it is asked, replaces the last one, or replaces the last answer, which the
+            model then continues.
         leaving: Whether the chat ends.
         stop: Set to end the current answer.
     """
@@ -100,7 +102,7 @@ class Repl:
     interactive: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
     bytes_per_token: BytesPerToken | str = ""
     draft: str = ""
-    editing: bool = False
+    purpose: Purpose = "ask"
     leaving: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     _editor: Editor | None = None
@@ -110,7 +112,7 @@ class Repl:
     def once(self, message: str) -> None:
         """Answer one message. Errors and Ctrl-C are raised."""
         try:
-            self._answer(partial(self.chat.ask, message))
+            self._answer(partial(self.chat.ask, message), "")
         finally:
             self.autosave.finish(self.chat)
 
@@ -142,15 +144,24 @@ class Repl:
             self.autosave.finish(self.chat)
         return _HANG_UP_EXIT_CODE if self._hung_up else 0
 
-    def send(self, message: str, editing: bool = False) -> None:
-        """Answer a message; with `editing` it replaces the last one."""
-        self.answer(partial(self.chat.edit if editing else self.chat.ask, message), message)
+    def send(self, text: str, purpose: Purpose = "ask") -> None:
+        """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""
+        if purpose == "continue":
+            self.answer(partial(self.chat.continue_answer, text), begins_with=text)
+        else:
+            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, text), text)
 
-    def answer(self, start: StartAnswer, message: str = "") -> None:
-        """Stream the answer that `start` starts. If the context is full, ask whether to drop turns for `message`."""
+    def answer(self, start: StartAnswer, message: str = "", begins_with: str = "") -> None:
+        """Stream the answer that `start` starts.
+
+        Args:
+            start: Starts it.
+            message: If the context is full, ask whether to drop turns for this message.
+            begins_with: What the answer begins with, if the model continues it.
+        """
         self._has_sent = True
         try:
-            self._answer(start)
+            self._answer(start, begins_with)
         except MessageTooLongError:
             raise
         except ContextFullError as full:
@@ -158,7 +169,7 @@ class Repl:
             if self._editor is None or not asks or not self._confirm_drop(self._editor, full):
                 raise ContextFullError(full.message, "/undo, /reset, or /set context_overflow drop") from None
             print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
-            self._answer(start)
+            self._answer(start, begins_with)
         if self.interactive:
             print_info("")  # an empty line before the next prompt
 
@@ -182,8 +193,8 @@ class Repl:
 
     def _read_and_handle(self, editor: Editor) -> bool:
         """Handle one message or command; return False to end the chat."""
-        draft, editing = self.draft, self.editing
-        self.draft, self.editing = "", False
+        draft, purpose = self.draft, self.purpose
+        self.draft, self.purpose = "", "ask"
         self.stop.clear()
         try:
             text = editor.read(self._prompt(), draft, self._example())
@@ -194,10 +205,10 @@ class Repl:
         except EOFError:
             return False
         try:
-            self._handle_line(text, editing)
+            self._handle_line(text, purpose)
         except ContextFullError as full:
             print_status(f"error: {full}")
-            self.draft, self.editing = text, editing
+            self.draft, self.purpose = text, purpose
         except KeyboardInterrupt:
             print_status("(stopped: nothing has changed)")
         except Exception as error:  # whatever it is (out of memory, say), the conversation continues
@@ -206,18 +217,19 @@ class Repl:
             print_status(f"error: {describe_error(error)}")
         return True
 
-    def _handle_line(self, text: str, editing: bool = False) -> None:
+    def _handle_line(self, text: str, purpose: Purpose = "ask") -> None:
         line = text.strip()
         if line.startswith("/") and not line.startswith("//"):
             commands.run_command(self, line)
         elif line:
-            self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), editing)
+            self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), purpose)
 
-    def _answer(self, start: StartAnswer) -> None:
+    def _answer(self, start: StartAnswer, begins_with: str) -> None:
         before = self.chat.stats.last
         try:
             markdown = self.settings.has_markdown(self.chat)
-            reason = stream_answer(self.chat, start, self.settings.reasoning, markdown, self.stop)
+            screen = open_screen(self.settings.reasoning, markdown)
+            reason = stream_answer(self.chat, start, screen, self.stop, begins_with)
         finally:
             result = self.chat.stats.last
             if result is not None and result is not before:

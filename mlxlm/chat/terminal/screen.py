@@ -11,6 +11,7 @@ from contextlib import closing
 from typing import Literal
 
 from mlxlm.chat.answer import Answer
+from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import dim, is_dumb_terminal, write
 from mlxlm.generation import FinishReason
@@ -18,14 +19,16 @@ from mlxlm.utils.formatting import printable
 
 ReasoningDisplay = Literal["show", "dim", "hide"]
 
-# Starts an answer: `chat.ask`, `chat.retry` or `chat.edit` with its message, called with `on_prefill`.
+# Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
 StartAnswer = Callable[[Callable[[int], None]], Answer]
 
 
 def stream_answer(
-    chat: Chat, start: StartAnswer, reasoning: ReasoningDisplay, markdown: bool, stop: threading.Event
+    chat: Chat, start: StartAnswer, screen: Screen, stop: threading.Event, begins_with: str = ""
 ) -> FinishReason | None:
-    """Stream one answer to standard output until its end, or until `stop` is set.
+    """Stream one answer to the screen until its end, or until `stop` is set.
+
+    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk.
 
     Returns:
         The finish reason, None if stopped.
@@ -33,7 +36,6 @@ def stream_answer(
     Raises:
         Exception: Whatever the chat raises; the last line on the screen is ended first.
     """
-    screen = open_screen(reasoning, markdown)
 
     def on_prefill(tokens_read: int) -> None:
         if stop.is_set():
@@ -47,6 +49,9 @@ def stream_answer(
         screen.status(f"reading {chat.prompt_tokens} tokens")
         with closing(chunks):
             for chunk in chunks:
+                if begins_with:
+                    push_text(screen, begins_with)
+                    begins_with = ""
                 screen.push(chunk.text, chunk.reasoning)
                 reason = chunk.finish_reason
                 if stop.is_set():
@@ -59,7 +64,14 @@ def stream_answer(
     return reason
 
 
-def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> PlainScreen | TerminalScreen:
+def push_text(screen: Screen, text: str) -> None:
+    """Display the text of an answer, with its reasoning."""
+    reasoning, answer = split(text)
+    screen.push(reasoning, True)
+    screen.push(answer, False)
+
+
+def open_screen(reasoning: ReasoningDisplay, markdown: bool) -> Screen:
     """Return the screen of standard output. If that is not a terminal, only "show" displays reasoning."""
     if not sys.stdout.isatty():
         return PlainScreen(reasoning == "show")
@@ -147,6 +159,9 @@ class TerminalScreen:
         else:
             _put("\n\n" if self._line_is_open else "\n")
             self._line_is_open = False
+
+
+Screen = PlainScreen | TerminalScreen
 
 
 def terminal_size() -> tuple[int, int]:

@@ -17,7 +17,7 @@ import pytest
 
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.interrupts import defer_interrupts
-from mlxlm.chat.terminal.screen import stream_answer
+from mlxlm.chat.terminal.screen import open_screen, stream_answer
 from mlxlm.cli.main import main
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]
@@ -207,7 +207,7 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "/?", r"/help \[COMMAND\] +show the commands")
     say(chat, "/? quit", r"/exit +leave the chat")
     say(chat, '/sys """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
-    for short in ("/c", "/cl", "/by", "/q"):
+    for short in ("/cl", "/by", "/q"):
         say(chat, short, f"error: there is no command {short} ")
     say(chat, "/clear", "the conversation is removed")
     say(chat, "/tok", "0  in all")
@@ -220,6 +220,31 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     chat.expect(PROMPT)
     chat.send("/bye\r")
     chat.expect(pexpect.EOF)
+
+
+def test_the_last_answer_is_edited_and_continued(terminal, tmp_path, piped):
+    chat = terminal("-n", "5", "--no-markdown")
+    say(chat, "/continue", "error: there is no answer yet")
+    say(chat, "One", "cut off")
+    say(chat, "/continue The quick", "The quick.*cut off")
+    (session,) = unnamed_sessions(tmp_path)
+    question, answer = messages_in(session)
+    assert question["content"] == "One" and answer["content"].startswith("The quick")
+    chat.send("/cont\r")
+    chat.expect(PROMPT + ".*The quick")
+    chat.send("\x15//fox\r")  # the message of an answer can start with a slash, too
+    chat.expect("/fox.*cut off")
+    chat.expect(PROMPT)
+    assert messages_in(session)[1]["content"].startswith("/fox") and len(messages_in(session)) == 2
+    chat.send("/cont\r")
+    chat.expect('>.*""".*/fox.*"""')
+    say(chat, "", "cut off")
+    say(chat, "Two", "cut off")  # a message again
+    leave(chat)
+    assert [m["content"] for m in messages_in(session)][2] == "Two"
+    out = piped(b'One\n/continue The quick\n/continue\n/continue """\nThe\nlazy"""\n', "-n", "5").out.decode()
+    first, second = re.findall("The quick.*", out)
+    assert second.startswith(first) and second != first and "The\nlazy" in out
 
 
 def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
@@ -355,7 +380,7 @@ def test_ctrl_c_while_a_long_message_is_read(lm, capsys):
         return chat.ask("Hello! " * 300, on_prefill=interrupt)
 
     with defer_interrupts() as stop:
-        assert stream_answer(chat, start, "dim", True, stop) is None
+        assert stream_answer(chat, start, open_screen("dim", True), stop) is None
     assert chat.messages == [] and chat.stats.answers == 0
     assert capsys.readouterr() == ("\n", "")
 
