@@ -29,9 +29,9 @@ import click
 import pytest
 
 from mlxlm.cli.main import COMMANDS, app
-from mlxlm.families import config_to_hf
 from tests.paths import ROOT
 from tests.run_command import run_command
+from tests.stand_ins import make_stand_ins, serve
 
 DOCS = ROOT / "docs"
 PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
@@ -70,29 +70,7 @@ def name_of(page):
 @pytest.fixture(scope="module")
 def template(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
     """The stand-ins, and a `bin` with this checkout's mlxlm."""
-    from mlx.utils import tree_flatten
-
-    from mlxlm.backend.mlx import mx
-    from mlxlm.data import CHAT_TEMPLATE
-    from mlxlm.model import Decoder
-    from mlxlm.utils.json_files import write_json
-
-    folder = tmp_path_factory.mktemp("docs")
-    model = Decoder(tiny_config.with_changes(num_attention_heads=2, head_dim=32, max_position_embeddings=1024))
-    model.init_weights(seed=3)
-    (folder / "my-model").mkdir()
-    write_json(folder / "my-model" / "config.json", config_to_hf(model.config))
-    mx.save_safetensors(str(folder / "my-model" / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    tiny_tokenizer.chat_template = CHAT_TEMPLATE
-    tiny_tokenizer.save(folder / "my-model")
-    tiny_tokenizer.chat_template = None
-    (folder / "stories.txt").write_text(make_text(8000), encoding="utf-8")
-    (folder / "book.txt").write_text(make_text(600), encoding="utf-8")
-    question = {"question": "The cat sat on a", "choices": [" mat", " garden"], "answer": 0}
-    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n", encoding="utf-8")
-    turns = [("user", "Where did the cat sit?"), ("assistant", "The cat sat on a mat.")]
-    chat = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
-    (folder / "chats.jsonl").write_text(f"{chat}\n" * 40, encoding="utf-8")
+    folder = make_stand_ins(tmp_path_factory.mktemp("docs"), tiny_config, tiny_tokenizer, make_text)
     (folder / "bin").mkdir()
     command = folder / "bin" / "mlxlm"
     command.write_text(f"#!{sys.executable}\nfrom mlxlm.cli.main import main\nmain()\n")
@@ -115,11 +93,8 @@ def folder(template, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def address(template):
     """Host and port of a server of `my-model`."""
-    command = [template / "bin" / "mlxlm", "serve", "my-model", "--port", "0", "--log-level", "error"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=template, stderr=subprocess.PIPE, text=True, env=environment) as server:
-        yield re.search(r"127\.0\.0\.1:\d+", server.stderr.readline())[0]
-        server.terminate()
+    with serve(template / "my-model") as address:
+        yield address
 
 
 def shell_commands(content):
