@@ -123,10 +123,22 @@ def _thermal_pressure(system: ctypes.CDLL) -> int | None:
 
 
 def model_cache() -> Path:
-    """Hugging Face's cache, where downloaded models are."""
+    """Hugging Face's cache, where models of the hub are downloaded to."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.environ["HF_HUB_CACHE"])
-    return Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
+
+
+def download_folder() -> Path:
+    """Folder of models that mlxlm downloaded itself: MLXLM_MODELS, or `models` in `cache_folder`. It may not exist."""
+    return Path(os.environ["MLXLM_MODELS"]) if os.environ.get("MLXLM_MODELS") else cache_folder() / "models"
+
+
+def is_offline() -> bool:
+    """Whether nothing may be downloaded, by MLXLM_OFFLINE or HF_HUB_OFFLINE."""
+    values = (os.environ.get(name, "") for name in ("MLXLM_OFFLINE", "HF_HUB_OFFLINE"))
+    return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 def state_folder() -> Path:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import fnmatch
+import http.client
 import re
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mlxlm.backend import platform
 from mlxlm.checkpoint import pytorch, safetensors
+from mlxlm.checkpoint.catalog import HubSource
+from mlxlm.checkpoint.hub_resume import download_blob
 from mlxlm.utils.errors import CheckpointError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
+_TIMEOUT = 5.0  # seconds
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
 
 
@@ -47,14 +58,94 @@ def download_config(id: str) -> Path:
     return folder / "config.json"
 
 
-def _snapshot(id: str, patterns: list[str]) -> Path:
+def is_reachable() -> bool:
+    """Whether the hub answers within a few seconds; huggingface_hub itself retries for half a minute."""
+    from huggingface_hub import constants
+
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_TIMEOUT).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # a server with a certificate that only the hub's client accepts
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def find_source(source: HubSource) -> Path | None:
+    """Find what `download_source` downloads in the hub's cache, without the network."""
+    if not _cached_repository(source.repository).is_dir():
+        return None
     import huggingface_hub
     from huggingface_hub import errors
 
+    if source.file is not None:
+        path = huggingface_hub.try_to_load_from_cache(source.repository, source.file, revision=source.revision)
+        return Path(path) if isinstance(path, str) else None
+    with suppress(errors.LocalEntryNotFoundError):
+        folder = huggingface_hub.snapshot_download(
+            source.repository, revision=source.revision, allow_patterns=_SAFETENSORS, local_files_only=True
+        )
+        return Path(folder) if safetensors.has_weights(Path(folder)) else None
+    return None
+
+
+def download_source(source: HubSource) -> Path:
+    """Download a repository, or one file of it, into the hub's cache and return its folder or the file.
+
+    An interrupted download continues when it is called again.
+
+    Raises:
+        CheckpointError: As `download` does.
+    """
+    import huggingface_hub
+
+    blobs = _cached_repository(source.repository) / "blobs"
+    with _hub_errors(source.repository, source.revision):
+        if source.file is not None:
+            download_blob(source.repository, source.file, source.revision, blobs)
+            return Path(huggingface_hub.hf_hub_download(source.repository, source.file, revision=source.revision))
+        info = huggingface_hub.HfApi().model_info(source.repository, revision=source.revision)
+        for sibling in info.siblings or ():
+            if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
+                download_blob(source.repository, sibling.rfilename, info.sha, blobs)
+    return _snapshot(source.repository, _SAFETENSORS)
+
+
+def partial_bytes(source: HubSource) -> int:
+    """Bytes of a repository in the hub's cache, those of an interrupted download among them."""
+    size = 0
+    for file in _cached_repository(source.repository).glob("blobs/*"):
+        with suppress(OSError):  # renamed meanwhile
+            size += file.stat().st_size
+    return size
+
+
+def _cached_repository(id: str) -> Path:
+    return platform.model_cache() / "--".join(["models", *id.split("/")])
+
+
+def _snapshot(id: str, patterns: list[str]) -> Path:
+    import huggingface_hub
+
     repository, _, revision = id.partition("@")
-    hint: str | None = None
-    try:
+    with _hub_errors(id, revision or None):
         return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+
+
+@contextmanager
+def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into CheckpointError."""
+    from huggingface_hub import constants, errors
+
+    repository, hint = id.partition("@")[0], None
+    try:
+        yield
+        return
+    except CheckpointError:
+        raise
     except errors.GatedRepoError:
         problem = f"{id} is gated"
         hint = f"request access at https://huggingface.co/{repository}, then hf auth login"
@@ -67,7 +158,7 @@ def _snapshot(id: str, patterns: list[str]) -> Path:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         problem = f"{id} is neither a path nor in the cache, and the hub can't be reached"
-        offline = huggingface_hub.constants.HF_HUB_OFFLINE
+        offline = constants.HF_HUB_OFFLINE
         hint = "HF_HUB_OFFLINE=0" if offline else "a network connection, or the path of a model"
     except Exception as error:  # whatever its HTTP client and file locks raise
         problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"

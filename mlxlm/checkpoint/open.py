@@ -10,13 +10,14 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import dequantize, hub, pytorch, safetensors
+from mlxlm.checkpoint import dequantize, pytorch, safetensors
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.gguf import open_gguf
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.llama2c import open_llama2c
 from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.resolve import resolve
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
@@ -33,10 +34,10 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def open_checkpoint(source: Path | str) -> AnyCheckpoint:
-    """Open a model folder, a run, a hub id (`owner/name`), a `.gguf` file or a llama2.c `.bin` file.
+    """Open a model folder, a run, a `.gguf` file, a llama2.c `.bin` file, a name of the catalog or a hub id.
 
-    An existing path has priority over a hub id, and a name with the suffix of a file is not a hub id. Only headers are
-    read, within a second and 200 MB for any file, valid or not.
+    An existing path has priority, see `resolve`, and a name with the suffix of a file is a path. Only headers are read,
+    within a second and 200 MB for any file, valid or not.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: Names the file and the field.
@@ -46,15 +47,12 @@ def open_checkpoint(source: Path | str) -> AnyCheckpoint:
     path = Path(source)
     with os_errors_as(CheckpointError, "read", path):
         is_folder, exists = path.is_dir(), path.exists()
-    checkpoint: AnyCheckpoint
-    if exists and not is_folder:
-        checkpoint = _open_file(path)
-    elif not exists and path.suffix in (".gguf", *_PART_SUFFIXES):
-        raise CheckpointError(f"there is no file {path}", "check the path")
-    elif not exists and hub.is_id(str(source)):
-        checkpoint = _open_folder(hub.download(str(source)))
-    else:
-        checkpoint = _open_folder(path)
+    if not exists:
+        if path.suffix in (".gguf", *_PART_SUFFIXES):
+            raise CheckpointError(f"there is no file {path}", "check the path")
+        path = resolve(source)
+        is_folder = path.is_dir()
+    checkpoint = _open_folder(path) if is_folder else _open_file(path)
     if isinstance(checkpoint, Checkpoint):
         _check_shapes(checkpoint.config, checkpoint.tensors, checkpoint.path)
     return checkpoint

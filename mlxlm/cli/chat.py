@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -61,7 +60,7 @@ def chat(
     speculation: Callable[[], SpeculativeDecoder] | None,
     **flags: Any,
 ) -> None:
-    """Chat with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
+    """Chat with MODEL: a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     Ctrl-C stops an answer; /help lists the commands. If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
@@ -132,12 +131,13 @@ def _model_of(path: Path) -> str:
     Raises GenerationError if it isn't on this machine: a file from elsewhere is no reason to download something.
     """
     from mlxlm.chat.session_files import SessionFiles
+    from mlxlm.checkpoint.resolve import find
 
     name = SessionFiles().read(path).model
     repository, _, revision = name.partition("@")
     folder = platform.model_cache() / "--".join(["models", *repository.split("/")])
     cached = any((folder / kind / (revision or "main")).exists() for kind in ("refs", "snapshots"))
-    if not os.path.exists(name) and not cached:
+    if find(name) is None and not cached:
         raise GenerationError(
             f"{path} is a chat with {name}, which isn't on this machine",
             f"mlxlm chat MODEL --session {shlex.quote(str(path))}, with {name} or another MODEL",

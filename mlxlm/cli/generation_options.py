@@ -101,12 +101,14 @@ CONSTRAINT_HINTS: dict[str | None, str] = {
 
 
 def load_model(model: str) -> LoadedModel:
-    """Load a model by path or hub id, with a spinner.
+    """Load a model by path, catalog name or hub id, with a spinner.
 
     A path is made absolute, because sessions and caches store it and may be used from another folder.
     """
+    from mlxlm.checkpoint.resolve import fetch
     from mlxlm.generation import load
 
+    fetch(model)  # before the spinner, since it has a progress bar
     with spinner(f"loading {one_line(model)}"):
         return load(os.path.abspath(model) if os.path.exists(model) else model)
 

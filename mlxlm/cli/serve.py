@@ -100,8 +100,9 @@ def serve(
 ) -> None:
     """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page.
 
-    MODEL is a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it by its last part, or
-    by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are first used.
+    MODEL is a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it
+    by its last part, or by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are
+    first used.
 
     Sampling options are the defaults of requests that don't set them, before those of a model's generation_config.json.
     Ctrl-C stops the server when the running requests have finished; a second Ctrl-C stops it at once.
@@ -110,6 +111,7 @@ def serve(
     keys = _api_keys(flags["api_keys"])
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
+    from mlxlm.checkpoint.resolve import fetch
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.models import Models, ModelSettings, load_model
@@ -128,6 +130,8 @@ def serve(
         settings = ModelSettings(
             given_options(options), kv=kv, make_speculation=speculation, max_memory=max_memory, **others
         )
+        for path in paths.values():
+            fetch(path)
         served = Models(paths, settings)
         if len(paths) == 1:
             [(name, path)] = paths.items()

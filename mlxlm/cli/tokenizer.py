@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from mlxlm.checkpoint.catalog import model_names
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     PATH,
@@ -21,7 +23,7 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.tokenizer import TOKENIZER_TYPES, load, tokenizer_stats, train
+from mlxlm.tokenizer import TOKENIZER_TYPES, Tokenizer, load, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.files import atomic_new_folder
@@ -34,8 +36,8 @@ _TOKENIZER_TYPE = "BPE on bytes as in GPT-2 and Llama 3, or on characters with b
 def tokenizer() -> None:
     """Train, inspect and apply tokenizers.
 
-    PATH is a folder with a tokenizer, or one of its files: tokenizer.json, tokenizer.model (SentencePiece) or
-    vocab.json (next to merges.txt).
+    PATH is a folder with a tokenizer, one of its files, which are tokenizer.json, tokenizer.model (SentencePiece) and
+    vocab.json (next to merges.txt), or a name of mlxlm models.
     """
 
 
@@ -76,7 +78,7 @@ def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_
 )
 def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool) -> None:
     """Print the token ids of a text."""
-    loaded = load(path)
+    loaded = _load(path)
     if text is None:
         text = decode_utf8(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
     ids = loaded.encode(text, add_special_tokens=add_special_tokens)
@@ -90,7 +92,7 @@ def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool)
 @click.argument("path")
 def decode(path: str) -> None:
     """Read token ids from standard input, and print their text without a line end after it."""
-    loaded = load(path)
+    loaded = _load(path)
     ids = []
     for word in _stdin().read().split():
         if not word.isdigit() or len(word) > 10:
@@ -111,7 +113,7 @@ def decode(path: str) -> None:
 @click.option("--text", "texts_path", metavar="FILE", help="Also measure the tokenizer on this text.")
 def info(path: str, as_json: bool, texts_path: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
-    loaded = load(path)
+    loaded = _load(path)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")
     facts = {name: getattr(loaded, name) for name in names}
@@ -142,6 +144,14 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
             ("vocabulary used", f"{100 * measured.vocabulary_used:.1f}%"),
         ]
     render.print_table(rows)
+
+
+def _load(path: str) -> Tokenizer:
+    if os.path.exists(path) or path not in model_names():
+        return load(path)
+    from mlxlm.checkpoint import open_checkpoint
+
+    return open_checkpoint(path).load_tokenizer()
 
 
 def _stdin() -> BinaryIO:

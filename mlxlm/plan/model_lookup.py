@@ -21,8 +21,8 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
 
     Args:
         source: A preset ("5m"), a published model ("llama-7b"), a `config.json`, a model folder, a run, a GGUF or
-            llama2.c file, or a hub id, of which only `config.json` is downloaded. A preset takes precedence over a
-            path, and an existing path over a hub id.
+            llama2.c file, a name of the catalog, for which nothing is downloaded, or a hub id, of which only
+            `config.json` is downloaded. A preset takes precedence over a path, and an existing path over other names.
 
     Raises:
         ConfigError: There is no such model, or mlxlm doesn't implement it.
@@ -42,13 +42,19 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
     from mlxlm.checkpoint.open import open_decoder_checkpoint
+    from mlxlm.checkpoint.resolve import find, find_catalog_entry, no_such_model
 
-    if not path.exists():
-        if not hub.is_id(name):
-            known = [*preset_names(), *reference_names()]
-            raise ConfigError(f"there is no model {name!r}", f"a path, a hub id, or one of {', '.join(known)}")
-        return load_config(hub.download_config(name))
-    return open_decoder_checkpoint(path, "planned").config
+    if (entry := find_catalog_entry(name)) is not None:
+        return config_from_hf(entry.config, source=f"the catalog's {name}")
+    if (found := find(source)) is None:
+        if hub.is_id(name):
+            return load_config(hub.download_config(name))
+        known = ", ".join([*preset_names(), *reference_names()])
+        error = no_such_model(name)
+        raise ConfigError(error.message, f"{error.hint}; or one of {known}")
+    if (found / "config.json").is_file():
+        return load_config(found)
+    return open_decoder_checkpoint(found, "planned").config
 
 
 def _root(path: Path) -> Path:

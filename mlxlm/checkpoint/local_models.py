@@ -1,0 +1,172 @@
+"""Find models on this machine: in mlxlm's own folder, Hugging Face's cache, and the folders of ollama and LM Studio."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxlm.backend import platform
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource
+from mlxlm.utils.digests import file_sha256
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.json_files import read_json_object
+
+OWN, HUB, OLLAMA, LM_STUDIO = "mlxlm", "Hugging Face", "ollama", "LM Studio"
+OLLAMA_PREFIX = "ollama:"
+_MAX_MANIFEST = 1 << 20  # bytes; they have about a thousand
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine.
+
+    Attributes:
+        name: What to type to use it: a hub id, `ollama:NAME`, or its path.
+        path: Its file or folder.
+        bytes: Its size.
+        location: Whose folder it is in: `OWN`, `HUB`, `OLLAMA` or `LM_STUDIO`.
+    """
+
+    name: str
+    path: Path
+    bytes: int
+    location: str
+
+
+def own_file(entry: CatalogEntry) -> Path | None:
+    """Where mlxlm itself keeps a model that is a single file. It may not exist."""
+    return platform.download_folder() / entry.file if entry.file and entry.sha256 else None
+
+
+def find_entry(entry: CatalogEntry) -> LocalModel | None:
+    """Find a model of the catalog: in mlxlm's folder, Hugging Face's cache, or the same file of another program."""
+    own = own_file(entry)
+    if own is not None and _has_size(own, entry.bytes):
+        return LocalModel(entry.name, own, entry.bytes, OWN)
+    for source in entry.sources:
+        if isinstance(source, HubSource) and (path := _in_hub_cache(source, entry.sha256)) is not None:
+            return LocalModel(entry.name, path, folder_size(path), HUB)
+    return None if entry.sha256 is None else _same_file(entry, entry.sha256)
+
+
+def _same_file(entry: CatalogEntry, sha256: str) -> LocalModel | None:
+    """Find the file of an entry in the folders of ollama, which names files by their digest, and LM Studio."""
+    for folder in _ollama_folders():
+        blob = folder / "blobs" / f"sha256-{sha256}"
+        if _has_size(blob, entry.bytes):
+            return LocalModel(entry.name, blob, entry.bytes, OLLAMA)
+    for source in entry.sources:
+        if isinstance(source, HubSource) and source.file is not None:
+            for folder in _lm_studio_folders():
+                path = folder / source.repository / source.file
+                if _has_size(path, entry.bytes) and file_sha256(path, CheckpointError) == sha256:
+                    return LocalModel(entry.name, path, entry.bytes, LM_STUDIO)
+    return None
+
+
+def find_ollama(name: str) -> Path | None:
+    """The file of a model of ollama, by its name there: "llama3.2" or "llama3.2:1b"."""
+    name = name if ":" in name else f"{name}:latest"
+    return next((model.path for model in _ollama_models() if model.name == OLLAMA_PREFIX + name), None)
+
+
+def local_models() -> list[LocalModel]:
+    """List the models in Hugging Face's cache and in the folders of ollama and LM Studio."""
+    return [*_hub_models(), *_ollama_models(), *_lm_studio_models()]
+
+
+def hub_ids() -> list[str]:
+    """The hub ids of models in Hugging Face's cache."""
+    return sorted("/".join(folder.name.split("--")[1:]) for folder in platform.model_cache().glob("models--*--*"))
+
+
+def _in_hub_cache(source: HubSource, sha256: str | None) -> Path | None:
+    from mlxlm.checkpoint import hub
+
+    path = hub.find_source(source)
+    # The cache names large files by their digest.
+    return path if path is None or sha256 is None or path.resolve().name == sha256 else None
+
+
+def _hub_models() -> Iterator[LocalModel]:
+    for id in hub_ids():
+        repository = platform.model_cache() / "--".join(["models", *id.split("/")])
+        with suppress(OSError):
+            commit = (repository / "refs" / "main").read_text(encoding="ascii", errors="replace")[:64].strip()
+            snapshot = repository / "snapshots" / commit
+            if commit and "/" not in commit and snapshot.is_dir():
+                yield from _models_in(snapshot, id, HUB)
+
+
+def _ollama_folders() -> list[Path]:
+    if os.environ.get("OLLAMA_MODELS"):
+        return [Path(os.environ["OLLAMA_MODELS"])]
+    return [_home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]  # the second of a Linux service
+
+
+def _ollama_models() -> Iterator[LocalModel]:
+    for folder in _ollama_folders():
+        for manifest in sorted(folder.glob("manifests/*/*/*/*")):
+            host, namespace, model, tag = manifest.parts[-4:]
+            blob = None
+            with suppress(CheckpointError, OSError):  # files of another program, in whatever state
+                blob = _model_blob(read_json_object(manifest, _MAX_MANIFEST, CheckpointError), folder)
+            if blob is not None:
+                owner = "" if namespace == "library" else f"{namespace}/"
+                server = "" if host == "registry.ollama.ai" else f"{host}/{namespace}/"
+                yield LocalModel(f"{OLLAMA_PREFIX}{server or owner}{model}:{tag}", blob, blob.stat().st_size, OLLAMA)
+
+
+def _model_blob(manifest: dict[str, Any], folder: Path) -> Path | None:
+    layers = manifest.get("layers")
+    for layer in layers if isinstance(layers, list) else ():
+        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
+            digest = _DIGEST.fullmatch(str(layer.get("digest")))
+            blob = digest and folder / "blobs" / f"sha256-{digest[1]}"
+            return blob if blob and blob.is_file() else None
+    return None
+
+
+def _lm_studio_folders() -> list[Path]:
+    return [_home() / ".lmstudio/models", _home() / ".cache/lm-studio/models"]
+
+
+def _lm_studio_models() -> Iterator[LocalModel]:
+    for root in _lm_studio_folders():
+        for folder in sorted(root.glob("*/*")):
+            if folder.is_dir():
+                yield from _models_in(folder, str(folder), LM_STUDIO)
+
+
+def _models_in(folder: Path, name: str, location: str) -> Iterator[LocalModel]:
+    """The model of a folder with safetensors, or each of its GGUF files."""
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        yield LocalModel(name, folder, folder_size(folder), location)
+        return
+    for file in sorted(folder.glob("*.gguf")):
+        if file.is_file() and not file.name.startswith("mmproj"):  # the image encoder of another model
+            yield LocalModel(str(file), file, file.stat().st_size, location)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of a file, or of the weights in a folder."""
+    files = (
+        [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
+    )
+    return sum(file.stat().st_size for file in files)
+
+
+def _home() -> Path:
+    return Path(os.path.expanduser("~"))

