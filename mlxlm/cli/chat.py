@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.backend import platform
 from mlxlm.cli.generation_options import given_options, kv_options, load_model, sampling_options, speculation_options
 from mlxlm.cli.options import SectionedCommand, given_values, is_given, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
@@ -43,6 +42,7 @@ _display = partial(option, "Display")
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
 @_session("--continue continue_last", bool, "Continue the last conversation that has no FILE.")
+@_session("--sessions", bool, "Search the conversations that have no FILE, and continue one.")
 @_session("--save-kv-cache", bool, "With --session: save the key-value cache too, so that it opens instantly.")
 @_session("--private", bool, "Save neither the conversation nor the input history.")
 @_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim")
@@ -67,11 +67,13 @@ def chat(
     an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
     can have other defaults of sampling.
 
-    Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one.
-    With --session or --continue you can leave out MODEL: the conversation names it.
+    Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
+    --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,
+    number of messages, first question and file, with tabs between. With --session, --continue or --sessions you can
+    leave out MODEL: the conversation names it.
     """
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    _check_flags(flags, interactive)
+    _check_flags(flags, prompt is not None, interactive)
     from mlxlm.chat.terminal import autosave
     from mlxlm.chat.terminal.first_screen import first_screen
     from mlxlm.chat.terminal.repl import open_repl
@@ -80,6 +82,12 @@ def chat(
 
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
+    if flags["sessions"]:
+        from mlxlm.chat.terminal.session_picker import choose_session
+
+        if (chosen := choose_session()) is None:
+            return
+        path = chosen.path
     if model is None:
         if path is None or not (path.exists() or path.is_symlink()):
             raise click.UsageError("MODEL is missing (try: mlxlm chat MODEL, or --continue)")
@@ -114,11 +122,13 @@ def chat(
         sys.exit(repl.run(first_screen(repl.chat) if interactive else (), flags["private"]))
 
 
-def _check_flags(flags: dict[str, Any], interactive: bool) -> None:
+def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:
     if flags["save_kv_cache"] and flags["session"] is None:
         raise click.UsageError("--save-kv-cache needs --session")
-    if sum([flags["session"] is not None, flags["continue_last"], flags["private"]]) > 1:
-        raise click.UsageError("--session, --continue and --private exclude each other")
+    if sum([flags["session"] is not None, flags["continue_last"], flags["sessions"], flags["private"]]) > 1:
+        raise click.UsageError("--session, --continue, --sessions and --private exclude each other")
+    if flags["sessions"] and has_prompt:
+        raise click.UsageError("--sessions and --prompt exclude each other")
     if flags["context_overflow"] == "ask" and not interactive:
         raise click.UsageError("--context-overflow ask requires a terminal (try: stop or drop)")
     if flags["markdown"] and not sys.stdout.isatty():
@@ -126,18 +136,12 @@ def _check_flags(flags: dict[str, Any], interactive: bool) -> None:
 
 
 def _model_of(path: Path) -> str:
-    """The model that a session file names.
-
-    Raises GenerationError if it isn't on this machine: a file from elsewhere is no reason to download something.
-    """
+    """The model that a session file names. Raise GenerationError if it isn't on this machine."""
     from mlxlm.chat.session_files import SessionFiles
-    from mlxlm.checkpoint.resolve import find
+    from mlxlm.chat.terminal.session_list import is_model_here
 
     name = SessionFiles().read(path).model
-    repository, _, revision = name.partition("@")
-    folder = platform.model_cache() / "--".join(["models", *repository.split("/")])
-    cached = any((folder / kind / (revision or "main")).exists() for kind in ("refs", "snapshots"))
-    if find(name) is None and not cached:
+    if not is_model_here(name):
         raise GenerationError(
             f"{path} is a chat with {name}, which isn't on this machine",
             f"mlxlm chat MODEL --session {shlex.quote(str(path))}, with {name} or another MODEL",

@@ -73,6 +73,10 @@ class Autosave:
                 self.path.unlink()
         self.path, self.named, self.cached = path, True, cached
 
+    def open(self, path: Path, named: bool) -> None:
+        """Save another chat from now on, to its own file. The file used before stays."""
+        self.path, self.named, self.cached = path, named, False
+
     def forget(self) -> None:
         """Start a new, unnamed chat. The old file stays."""
         self.path, self.named, self.cached = None, False, False
@@ -87,9 +91,14 @@ class Autosave:
 
 def latest_session() -> Path:
     """Return the file of the last unnamed chat. Raise GenerationError if there is none."""
-    if paths := _by_age(_folder()):
-        return paths[-1]
+    if paths := session_paths():
+        return paths[0]
     raise GenerationError("there is no conversation to continue", "a chat without --continue")
+
+
+def session_paths() -> list[Path]:
+    """Return the files in the private folder, the newest first."""
+    return _by_age(_folder())[::-1]
 
 
 def _new_unnamed() -> Path:

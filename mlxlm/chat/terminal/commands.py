@@ -6,17 +6,16 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxlm.backend import bandwidth, platform
 from mlxlm.chat.reasoning import split
-from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import settings, statistics
 from mlxlm.chat.terminal.interrupts import raise_interrupts
 from mlxlm.chat.terminal.multiline import quote_message, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
+from mlxlm.chat.terminal.session_commands import expanded, load, save, sessions
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.statistics import memory_bandwidth
 from mlxlm.utils.errors import GenerationError
@@ -153,31 +152,11 @@ def _model(repl: Repl, name: str) -> None:
         _show(repl, "model")
         return
     with raise_interrupts():
-        lm = repl.load(_expanded(name) if name.startswith("~") else name)
+        lm = repl.load(expanded(name) if name.startswith("~") else name)
     repl.chat.lm = lm
     repl.bytes_per_token = ""
     repl.autosave.save_changes(repl.chat)
     print_status("the conversation continues with this model, which reads it again")
-
-
-def _save(repl: Repl, text: str) -> None:
-    """Save the chat to a file, to which every new answer is added."""
-    name, cached = text.removesuffix("--save-kv-cache").strip(), text.endswith("--save-kv-cache")
-    path = Path(_expanded(name)) if name else repl.autosave.path if repl.autosave.named else None
-    if path is None:
-        raise GenerationError("there is no file yet to save to", "/save FILE")
-    repl.autosave.save(repl.chat, path, cached)
-    repl.autosave.set_path(path, cached)
-    print_status(f"saved to {path}; new messages are added to it")
-
-
-def _load(repl: Repl, name: str) -> None:
-    if not name:
-        raise GenerationError("there is no file to load", "/load FILE")
-    path = Path(_expanded(name))
-    with raise_interrupts():
-        chat = Chat.open(path, repl.chat.lm, **repl.chat_arguments)
-    repl.replace_chat(chat, path)
 
 
 def _undo(repl: Repl, _: str) -> None:
@@ -261,11 +240,6 @@ def _abbreviated(text: str) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-def _expanded(name: str) -> str:
-    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "'\""
-    return str(Path(name[1:-1] if quoted else name).expanduser())
-
-
 def _models(_: Repl) -> list[str]:
     """File names, and models downloaded from the hub."""
     folders = platform.model_cache().glob("models--*--*")
@@ -287,8 +261,9 @@ _ALL = (
     Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
     Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
     Command("/model [MODEL]", "continue with another model", _model, _models),
-    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
-    Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
+    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", save, _words(PATHS)),
+    Command("/load FILE", "continue a saved conversation", load, _words(PATHS)),
+    Command("/sessions", "search the saved conversations, and continue one", sessions),
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message and answer it again", _edit),

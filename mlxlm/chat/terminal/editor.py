@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import Application, get_app
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
@@ -29,6 +29,9 @@ from mlxlm.utils.errors import GenerationError, PlatformError
 
 if TYPE_CHECKING:
     from mlxlm.chat.terminal.repl import Repl
+
+
+Result = TypeVar("Result")
 
 
 class Editor:
@@ -52,7 +55,7 @@ class Editor:
             tempfile_suffix=".md",
             enable_suspend=True,
         )
-        self._waiting = self._session
+        self._waiting: Application[Any] = self._session.app
         self._example = ""
         self._session.layout.current_window.height = self._height
 
@@ -70,8 +73,16 @@ class Editor:
         """Read one line without history. Raise as `read` does."""
         return self._read(PromptSession(output=self._output, enable_suspend=True), question)
 
+    def run(self, application: Application[Result]) -> Result:
+        """Run another application in the terminal, and return its result. Raises EOFError if the terminal is closed."""
+        self._waiting = application
+        try:
+            return application.run()
+        finally:
+            self._set_bracketed_paste(True)
+
     def _read(self, session: PromptSession[str], prompt: AnyFormattedText, draft: str = "") -> str:
-        self._waiting = session
+        self._waiting = session.app
         try:
             return session.prompt(prompt, default=draft)
         finally:
@@ -103,8 +114,8 @@ class Editor:
             buffer.insert_text(self._example)
 
     def leave(self) -> None:
-        """Make a waiting `read` or `ask` raise EOFError. Can be called in a signal handler."""
-        app = self._waiting.app
+        """Make a waiting `read`, `ask` or `run` raise EOFError. Can be called in a signal handler."""
+        app = self._waiting
 
         def end() -> None:
             if app.future is not None and not app.future.done():

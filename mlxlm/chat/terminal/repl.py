@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.formatted_text import StyleAndTextTuples
 
     from mlxlm.chat.terminal.editor import Editor
+    from mlxlm.chat.terminal.session_list import SavedSession
 
 Purpose = Literal["ask", "edit", "continue"]
 _UNFINISHED: dict[FinishReason | None, str] = {
@@ -173,14 +174,20 @@ class Repl:
         if self.interactive:
             print_info("")  # an empty line before the next prompt
 
-    def replace_chat(self, chat: Chat, path: Path) -> None:
-        """Continue with the chat of another session file."""
+    def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:
+        """Continue with the chat of another session file; `named` if the user chose its name."""
         _print_notes(chat)
         self.chat, self.bytes_per_token = chat, ""
-        self.autosave.forget()
-        self.autosave.set_path(path)
+        self.autosave.open(path, named)
         messages = sum(message.role != "system" for message in chat.messages)
-        print_status(f"{messages} messages; new messages are added to {path}. /show messages shows them")
+        where = str(path) if named else "them"
+        print_status(f"{messages} messages; new messages are added to {where}. /show messages shows them")
+
+    def choose_session(self) -> SavedSession | None:
+        """Let the user choose one of the saved conversations; see `choose_session`."""
+        from mlxlm.chat.terminal.session_picker import choose_session
+
+        return choose_session(self.autosave.path, self._editor.run if self._editor else None)
 
     def _run_editor(self, private: bool) -> None:
         from mlxlm.chat.terminal.editor import Editor

@@ -15,6 +15,6 @@ def test_completions_are_in_order_and_help_takes_names(lm):
     def offered(text):
         return [c.text for c in _Commands(repl).get_completions(Document(text), None)]
 
-    assert offered("/s") == ["/system ", "/set ", "/show ", "/save ", "/stats"]
+    assert offered("/s") == ["/system ", "/set ", "/show ", "/save ", "/sessions", "/stats"]
     assert offered("/help sa") == ["save"] and offered("/set reasoning ") == ["show", "dim", "hide"]
     assert offered("/set rea") == ["reasoning "]

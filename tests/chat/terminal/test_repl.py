@@ -201,7 +201,7 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "/set temp 0.5", r"temperature +0\.5")
     say(chat, "/set top-", r"error: top_ could be top_k or top_p \(try: more of its letters")
     say(chat, "/set top-p 0.9", r"top_p +0\.9")
-    say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save or /stats")
+    say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save, /sessions or /stats")
     say(chat, "/show set", r"temperature +0\.5")
     say(chat, "/", "error: there is no command / ")
     say(chat, "/?", r"/help \[COMMAND\] +show the commands")
@@ -268,6 +268,50 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     assert len(messages_in(saved)) == 6
     shown = piped(b"/show messages\n", "--session", str(saved)).err.decode()
     assert re.search(r"(?s)Hello!.*More.*And\?", shown)
+
+
+def test_a_saved_conversation_is_chosen(terminal, tmp_path, piped, run):
+    chat = terminal("-n", "5", "--private")
+    say(chat, "/sessions", "error: there is no saved conversation")
+    leave(chat)
+    chat = terminal("-n", "5")
+    say(chat, "About foxes", "cut off")
+    leave(chat)
+    (first,) = unnamed_sessions(tmp_path)
+    chat = terminal("-n", "5")
+    say(chat, "About dogs", "cut off")
+    second = next(path for path in unnamed_sessions(tmp_path) if path != first)
+    chat.send("/sessions\r")
+    chat.expect("Esc leaves")
+    chat.send("fox\r")
+    chat.expect("2 messages; new messages are added to them")
+    chat.expect(PROMPT)
+    say(chat, "More", "cut off")
+    for keys in ("\x1b", "\x03", "\r"):  # the one that is open is the newest
+        chat.send("/sessions\r")
+        chat.expect("Esc leaves")
+        chat.send(keys)
+        chat.expect(PROMPT)
+    assert "--continue" in leave(chat)
+    assert [m["content"] for m in messages_in(first)][::2] == ["About foxes", "More"]
+    assert [m["content"] for m in messages_in(second)][::2] == ["About dogs"]
+    moved = second.read_text().replace(str(tmp_path / "tiny"), "/no/such/model")
+    second.write_text(moved)
+    chat = terminal("-n", "5")
+    chat.send("/sessions\r")
+    chat.expect("Esc leaves")
+    chat.send("dogs\r")
+    chat.expect(r"error: this is a chat with /no/such/model, which isn't on this\s+machine\s+\(try:")
+    chat.expect(PROMPT)
+    leave(chat)
+    done = run(b"", "--sessions")
+    rows = [line.split("\t") for line in done.out.decode().splitlines()]
+    assert done.returncode == 0 and [row[1:] for row in rows] == [
+        ["model", "2", "About dogs", str(second)], ["tiny", "4", "About foxes", str(first)]
+    ]  # fmt: skip
+    assert piped(b"/sessions\n").out == done.out
+    assert b"exclude each other" in run(b"", "--sessions", "--private").err
+    assert b"exclude each other" in run(b"", "--sessions", "-p", "Hi").err
 
 
 def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
