@@ -1,0 +1,238 @@
+"""Makes the pictures in docs/images/ by running the program: terminal sessions as SVG, pages and plots as PNG.
+
+    python docs/make_images.py MODEL TEXT [--only chat train quantize page report] [--question QUESTION ...]
+
+MODEL, a chat model, is used for the chats; a model is trained on TEXT for two minutes for the others. Run it in a
+checkout, with the extras `dev` and `docs` and Chromium or Chrome installed. It takes about five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import pexpect
+import pyte
+from playwright.sync_api import Browser, Page, sync_playwright
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+MAX_BYTES = 150_000
+COLUMNS, ROWS = 96, 48
+SHELL_PROMPT, CHAT_PROMPT = re.compile(r"\$ +$"), re.compile(r"\d+% > ")
+QUESTIONS = [
+    "What is a prime number? One sentence.",
+    "Write a Python function that adds two numbers. Only the code.",
+]
+COLOR_NAMES = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's -> rich's
+# Without the font that rich would load from another server.
+SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+
+
+class Screen(pyte.Screen):
+    """pyte's screen, which answers questions of the program, and keeps dim text apart: as blinking."""
+
+    answer: Callable[[str], None]
+
+    def write_process_input(self, data: str) -> None:
+        """Send the answer to a question of the program, such as for the position of the cursor."""
+        self.answer(data)
+
+    def select_graphic_rendition(self, *attrs: int, **settings: bool) -> None:
+        """Set colors and styles."""
+        if not {38, 48} & set(attrs):  # a color with more parameters
+            attrs = tuple(other for attr in attrs for other in {2: (5,), 22: (22, 25)}.get(attr, (attr,)))
+        super().select_graphic_rendition(*attrs, **settings)
+
+    def text(self) -> Text:
+        """What the screen shows, without the empty lines at its end."""
+        lines = [Text() for _ in range(self.lines)]
+        for y, line in enumerate(lines):
+            for style, chars in groupby((self.buffer[y][x] for x in range(self.columns)), key=_style):
+                line.append("".join(char.data for char in chars), style)
+            line.rstrip()
+        while lines and not lines[-1].plain:
+            lines.pop()
+        return Text("\n").join(lines)
+
+
+def _style(char: pyte.screens.Char) -> Style:
+    return Style(
+        color=_color(char.fg),
+        bgcolor=_color(char.bg),
+        bold=char.bold,
+        italic=char.italics,
+        underline=char.underscore,
+        strike=char.strikethrough,
+        reverse=char.reverse,
+        dim=char.blink,
+    )
+
+
+def _color(name: str) -> str | None:
+    if re.fullmatch(r"[0-9a-f]{6}", name):
+        return f"#{name}"
+    return COLOR_NAMES.get(name, name.replace("bright", "bright_"))
+
+
+class Terminal:
+    """A shell in a terminal."""
+
+    def __init__(self, folder: Path):
+        command = folder / "bin" / "mlxlm"
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!{sys.executable}\nfrom mlxlm.cli.main import main\nmain()\n")
+        command.chmod(0o755)
+        env = os.environ | {
+            "PATH": f"{command.parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PS1": "$ ",
+            "TERM": "xterm-256color",
+            "COLORTERM": "truecolor",
+            "XDG_STATE_HOME": str(folder / "state"),
+        }
+        self._child = pexpect.spawn(
+            "bash --norc --noprofile", cwd=str(folder), env=env, dimensions=(ROWS, COLUMNS), encoding="utf-8"
+        )
+        self.screen = Screen(COLUMNS, ROWS)
+        self.screen.answer = self._child.send
+        self._stream = pyte.Stream(self.screen)
+        self.wait(SHELL_PROMPT)
+
+    def wait(self, prompt: re.Pattern[str], seconds: float = 600) -> None:
+        """Wait until the cursor is in a line that matches `prompt`, and nothing more comes."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                self._stream.feed(self._child.read_nonblocking(1 << 16, timeout=1))
+            except pexpect.TIMEOUT:
+                if prompt.match(self.screen.display[self.screen.cursor.y]):
+                    return
+        raise TimeoutError("\n".join(self.screen.display))
+
+    def type(self, line: str, prompt: re.Pattern[str] = SHELL_PROMPT) -> None:
+        """Type a line, and wait for the next prompt."""
+        self._child.send(line)
+        time.sleep(0.5)
+        self._child.send("\r")
+        self.wait(prompt)
+
+    def save(self, name: str, title: str) -> None:
+        """Write what the terminal shows as an SVG."""
+        text = self.screen.text()
+        console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
+        console.print(text, soft_wrap=True)
+        _write(f"{name}.svg", console.export_svg(title=title, code_format=SVG_FORMAT, unique_id=name).encode())
+
+
+def _write(name: str, content: bytes) -> None:
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{name} has {len(content)} bytes, more than {MAX_BYTES}")
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / name).write_bytes(content)
+    print(f"{name}: {len(content)} bytes")
+
+
+def chat(folder: Path, model: str, questions: list[str]) -> None:
+    """A chat in the terminal."""
+    terminal = Terminal(folder)
+    terminal.type(f"mlxlm chat {model} --temperature 0", CHAT_PROMPT)
+    for question in questions:
+        terminal.type(question, CHAT_PROMPT)
+    terminal.save("chat", "mlxlm chat")
+
+
+def train(folder: Path) -> None:
+    """A run of two minutes."""
+    terminal = Terminal(folder)
+    terminal.type("mlxlm pretrain stories.txt --minutes 2 --out run")
+    terminal.save("train", "mlxlm pretrain")
+
+
+def quantize(folder: Path) -> None:
+    """The report of quantizing the run, in the terminal and as a plot."""
+    terminal = Terminal(folder)
+    terminal.type("mlxlm quantize run --out run-4bit")
+    terminal.save("quantize", "mlxlm quantize")
+    _write("quantization.png", (folder / "run-4bit" / "quantization.png").read_bytes())
+
+
+@contextmanager
+def open_page(browser: Browser, address: str) -> Iterator[Page]:
+    """Open a page of 1100 x 640 pixels."""
+    page = browser.new_page(viewport={"width": 1100, "height": 640})
+    page.goto(address, wait_until="networkidle")
+    yield page
+    page.close()
+
+
+def report(folder: Path, browser: Browser) -> None:
+    """The HTML report of the run."""
+    with open_page(browser, (folder / "run" / "report.html").as_uri()) as page:
+        _write("report.png", page.screenshot())
+
+
+def page(folder: Path, browser: Browser, model: str, questions: list[str]) -> None:
+    """The chat page of the server."""
+    command = [folder / "bin" / "mlxlm", "serve", model, "--port", "0", "--log-level", "error", "--temperature", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            address = re.search(r"http://[\d.:]+", server.stderr.readline())[0]
+            with open_page(browser, address) as page:
+                for number, question in enumerate(questions, 1):
+                    page.fill("#question", question)
+                    page.keyboard.press("Enter")
+                    page.wait_for_function(f"document.querySelectorAll('#messages .assistant').length == {number}")
+                    page.wait_for_selector("#stop", state="hidden", timeout=120_000)
+                _write("chat-page.png", page.screenshot())
+        finally:
+            server.terminate()
+
+
+def main() -> None:
+    """Make the pictures that --only names, or all."""
+    names = ["chat", "train", "quantize", "report", "page"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--name", help="what to call MODEL in the pictures")
+    parser.add_argument("--question", action="append", dest="questions", help="for the chats; repeatable")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    options = parser.parse_args()
+    model, questions = options.name or options.model.name, options.questions or QUESTIONS
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
+        folder = Path(temporary)
+        (folder / model).symlink_to(options.model.resolve())
+        shutil.copy(options.text, folder / "stories.txt")
+        chromium = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        jobs = {
+            "chat": lambda: chat(folder, model, questions),
+            "train": lambda: train(folder),
+            "quantize": lambda: quantize(folder),
+            "report": lambda: report(folder, browser),
+            "page": lambda: page(folder, browser, model, questions),
+        }
+        wanted = set(options.only) | ({"train"} if {"quantize", "report"} & set(options.only) else set())
+        for name, job in jobs.items():
+            if name in wanted:
+                job()
+
+
+if __name__ == "__main__":
+    main()
