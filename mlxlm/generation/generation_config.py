@@ -38,7 +38,9 @@ class GenerationConfig:
         values.pop("_from_model_config", None)  # with it, transformers ignores what config.json doesn't say
         if "temperature" in self.options:
             values["do_sample"] = self.options["temperature"] > 0
-        write_json(file, {**values, **self.options, "example_prompt": check_example_prompt(self.example_prompt)})
+        if check_example_prompt(self.example_prompt) is not None:
+            values["example_prompt"] = self.example_prompt
+        write_json(file, {**values, **self.options})
 
     @classmethod
     def read(cls, folder: Path) -> Self:

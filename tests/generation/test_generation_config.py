@@ -59,6 +59,8 @@ def test_what_is_written_is_read_and_other_fields_stay(tmp_path):
         "eos_token_id": 2, "top_k": 3, "temperature": 0.8, "do_sample": True, "example_prompt": "Once upon a time",
     }  # fmt: skip
     assert GenerationConfig.read(tmp_path) == replace(config, options={"temperature": 0.8, "top_k": 3})
+    GenerationConfig({"temperature": 0.0}).write(tmp_path)  # an example stays
+    assert GenerationConfig.read(tmp_path) == GenerationConfig({"temperature": 0.0}, "Once upon a time")
     with pytest.raises(GenerationError, match="example_prompt"):
         GenerationConfig(example_prompt="a\nb").write(tmp_path)
 

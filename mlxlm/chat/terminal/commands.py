@@ -182,13 +182,17 @@ def _edit(repl: Repl, text: str) -> None:
 
 
 def _continue(repl: Repl, text: str) -> None:
-    answers = [message.content for message in repl.chat.messages if message.role == "assistant"]
-    if not answers:
+    messages = repl.chat.messages
+    if not messages or messages[-1].role != "assistant":
         raise GenerationError("there is no answer yet", "a message first")
+    answer = strip_block(text) or messages[-1].content
+    if not answer:
+        raise GenerationError("the answer is empty", "/retry, or /continue TEXT")
     if repl.interactive and not text:
-        repl.draft, repl.purpose = quote_message(answers[-1]), "continue"
+        repl.draft, repl.purpose = quote_message(answer), "continue"
+        print_status("change the answer; Enter continues it, Ctrl-C leaves it as it was")
     else:
-        repl.send(strip_block(text) or answers[-1], "continue")
+        repl.send(answer, "continue")
 
 
 def _branch(repl: Repl, name: str) -> None:

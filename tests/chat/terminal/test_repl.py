@@ -231,6 +231,7 @@ def test_the_last_answer_is_edited_and_continued(terminal, tmp_path, piped):
     question, answer = messages_in(session)
     assert question["content"] == "One" and answer["content"].startswith("The quick")
     chat.send("/cont\r")
+    chat.expect("Enter continues it")
     chat.expect(PROMPT + ".*The quick")
     chat.send("\x15//fox\r")  # the message of an answer can start with a slash, too
     chat.expect("/fox.*cut off")
