@@ -258,6 +258,13 @@ def test_the_reference_has_every_command_and_option():
     assert "\nBatches and memory:\n" in text and "\n  Examples:\n" in text
 
 
+def test_every_command_of_the_chat_is_documented():
+    from mlxlm.chat.terminal.commands import COMMANDS
+
+    text = (DOCS / "chat.md").read_text(encoding="utf-8")
+    assert not [name for name in COMMANDS if f"`{name}" not in text and name != "/exit"]
+
+
 def test_every_event_field_is_documented():
     from mlxlm.train.events import Event
 
