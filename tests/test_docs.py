@@ -232,7 +232,8 @@ def options_of(name):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_and_option_in_the_text_exists(page):
     text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
-    all_options = set().union(*map(options_of, COMMANDS), OTHER_OPTIONS)
+    of_program = {option for parameter in app.params for option in parameter.opts}
+    all_options = set().union(*map(options_of, COMMANDS), of_program, OTHER_OPTIONS)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", re.sub(r"<!--.*?-->", "", text))) <= all_options
     for code in re.findall(r"`([^`]+)`", text):
         for name, arguments in re.findall(r"(?:^|[|(] |-- |do )mlxlm\s+([a-z][a-z-]+)([^#|]*)", code):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,6 +47,7 @@ class CatalogEntry:
         config: A `config.json` for `mlxlm.plan`: sizes and quantization. The model's own may have another `model_type`.
         sha256: Of a model that is a single file.
         restrictions: What the license restricts, or None.
+        generation_config: For a model that is a single file: what its generation_config.json would say.
     """
 
     name: str
@@ -60,6 +61,7 @@ class CatalogEntry:
     config: Mapping[str, Any]
     sha256: str | None = None
     restrictions: str | None = None
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def file(self) -> str | None:

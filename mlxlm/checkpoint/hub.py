@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.checkpoint import pytorch, safetensors
@@ -103,7 +104,7 @@ def download_source(source: HubSource) -> Path:
     import huggingface_hub
 
     blobs = _cached_repository(source.repository) / "blobs"
-    with _hub_errors(source.repository, source.revision):
+    with _hub_errors(source.repository, source.revision), _no_progress_bars():
         if source.file is not None:
             download_blob(source.repository, source.file, source.revision, blobs)
             return Path(huggingface_hub.hf_hub_download(source.repository, source.file, revision=source.revision))
@@ -111,7 +112,22 @@ def download_source(source: HubSource) -> Path:
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-    return _snapshot(source.repository, _SAFETENSORS)
+        return _snapshot(source.repository, _SAFETENSORS)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    import huggingface_hub.utils
+
+    utils: Any = huggingface_hub.utils  # which doesn't export these functions, for type checkers
+    if utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def partial_bytes(source: HubSource) -> int:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli.generation_options import given_options, kv_options, load_model, sampling_options, speculation_options
-from mlxlm.cli.options import SectionedCommand, given_values, is_given, option
+from mlxlm.cli.model_options import MODEL, offline_option
+from mlxlm.cli.options import SectionedCommand, given_values, is_given, option, reject_unused_options
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.utils.errors import GenerationError
 
@@ -28,6 +29,7 @@ _CONTEXT_OVERFLOW = (
 )
 _REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
+_YES = "Without MODEL: take the default model without asking, and download it if necessary."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _conversation = partial(option, "Conversation")
 _session = partial(option, "Sessions")
@@ -35,8 +37,10 @@ _display = partial(option, "Display")
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
+@offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
+@_conversation("--yes", bool, _YES)
 @_conversation("--system-prompt", str, "System prompt.", metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW)
@@ -60,7 +64,7 @@ def chat(
     speculation: Callable[[], SpeculativeDecoder] | None,
     **flags: Any,
 ) -> None:
-    """Chat with MODEL: a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
+    """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     Ctrl-C stops an answer; /help lists the commands. If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
@@ -74,6 +78,7 @@ def chat(
     """
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     _check_flags(flags, prompt is not None, interactive)
+    reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
     from mlxlm.chat.terminal import autosave
     from mlxlm.chat.terminal.first_screen import first_screen
     from mlxlm.chat.terminal.repl import open_repl
@@ -89,9 +94,12 @@ def chat(
             return
         path = chosen.path
     if model is None:
-        if path is None or not (path.exists() or path.is_symlink()):
-            raise click.UsageError("MODEL is missing (try: mlxlm chat MODEL, or --continue)")
-        model = _model_of(path)
+        if path is not None and (path.exists() or path.is_symlink()):
+            model = _model_of(path)
+        else:
+            from mlxlm.cli.first_model import choose_model
+
+            model = choose_model(flags["yes"])
     message = read_stdin() if prompt == "-" else None
     lm = load_model(model)
     chat_arguments = given_options(options) | given_values(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import EXISTING_PATH, json_option
 from mlxlm.utils.formatting import human_bytes
 
@@ -25,16 +26,17 @@ _BUILT_IN = "Python's language reference"
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=MODEL)
+@click.argument("b", type=MODEL)
+@offline_option
 @click.option("--eval-text", type=EXISTING_PATH, help="Text to evaluate on.  [default: built in]")
 @click.option("--tokens", type=click.IntRange(2), metavar="N", default=4096, show_default=True, help=_TOKENS)
 @json_option
 def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) -> None:
     """Compare model B with model A: outputs on a text, layers and weights.
 
-    A and B are folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are read one at a time, so
-    models larger than memory can be compared.
+    A and B are names of mlxlm models, folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are
+    read one at a time, so models larger than memory can be compared.
     """
     from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare

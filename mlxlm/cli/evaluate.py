@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
@@ -31,7 +32,8 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 
 
 @click.command(cls=SectionedCommand, epilog=SOURCES_HELP)
-@click.argument("model")
+@click.argument("model", type=MODEL)
+@offline_option
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
 @option(
     "Text", "--context-length", click.IntRange(1), "Tokens per window.  [default: the model's context, at most 2048]"

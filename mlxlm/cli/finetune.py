@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import SectionedCommand, on_bad_input_option, option
 from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
 from mlxlm.cli.training_options import (
@@ -36,7 +37,8 @@ _HELP_TEXTS = {
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
+@offline_option
 @click.argument("data", nargs=-1)
 @run_options
 @option("Training length", "--steps", int, "Number of optimizer steps.")
@@ -50,7 +52,7 @@ _HELP_TEXTS = {
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA, .jsonl files of conversations.
 
-    MODEL is a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
+    MODEL is a name of mlxlm models, a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
 
     \b
     {"messages": [{"role": "user", "content": "What is 2 + 2?"},

@@ -19,6 +19,7 @@ from mlxlm.cli.generation_options import (
     sampling_options,
     speculation_options,
 )
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import SectionedCommand, flag, option
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
@@ -48,7 +49,8 @@ _memory = partial(option, "Memory and speed")
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
-@click.argument("model")
+@click.argument("model", type=MODEL)
+@offline_option
 @_input("-p --prompt", str, "Text to continue; - reads it from standard input.", metavar="TEXT")
 @_input("--jsonl", str, "Serve requests, one JSON object per line; - reads standard input.", metavar="FILE")
 @_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
@@ -74,7 +76,7 @@ def generate(
     speculation: Callable[[], SpeculativeDecoder] | None,
     **flags: Any,
 ) -> None:
-    """Continue a prompt with MODEL: a model folder, a run, a hub id, or a .gguf or llama2.c .bin file.
+    """Continue a prompt with MODEL: a name, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
     The text is printed to standard output as it is generated. The prompt is --prompt, or piped input without its last
     line end. With both, piped input comes first, then an empty line, then --prompt. With --jsonl, many requests are

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import add_options, is_given, option
 from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import GenerationError, one_line
@@ -196,7 +197,7 @@ def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(speculation=make if draft_model is not None or prompt_lookup else None, **values)
 
     return add_options(
-        _memory("--draft-model", str, _DRAFT_MODEL, metavar="MODEL"),
+        _memory("--draft-model", MODEL, _DRAFT_MODEL, metavar="MODEL"),
         _memory("--prompt-lookup", bool, _PROMPT_LOOKUP),
     )(with_options)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=MODEL)
+@offline_option
 @click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors with type, shape and bytes.")
 @json_option
 def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
     """Describe SOURCE: format, architecture, size, quantization, tokenizer.
 
-    SOURCE is a folder, a run, a hub id, or a .gguf or .bin file. Only headers are read.
+    SOURCE is a name of mlxlm models, a folder, a run, a hub id, or a .gguf or .bin file. Only headers are read.
     """
     from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.inspect import describe

@@ -15,10 +15,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
 from mlxlm.checkpoint import download
+from mlxlm.cli.completion import COMPLETION_VARIABLE, answer, install_option
 from mlxlm.utils.errors import MlxlmError
 
 if TYPE_CHECKING:
@@ -68,6 +70,12 @@ class LazyGroup(click.Group):
                 leaf.params.append(debug_option())
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands without importing them, and options."""
+        names = {name: text for name, text in COMMANDS.items() if name.startswith(incomplete)}
+        options = super().shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
+        return [*(CompletionItem(name, help=text) for name, text in names.items()), *options]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
         with formatter.section("Commands"):
@@ -87,9 +95,9 @@ def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None
 
 @click.group(
     cls=LazyGroup,
-    params=[debug_option()],
+    params=[install_option(), debug_option()],
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: mlxlm quickstart",
+    epilog="Start with: mlxlm chat, or train a model of your own: mlxlm quickstart",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
@@ -102,7 +110,7 @@ def main(args: list[str] | None = None) -> None:
     sys.unraisablehook = _reraise_signal
     if sys.stderr is sys.__stderr__ and sys.__stderr__ is not None:
         sys.stderr = _ignore_write_errors(sys.__stderr__)
-    sys.exit(_run(args))
+    sys.exit(answer(app) if COMPLETION_VARIABLE in os.environ else _run(args))
 
 
 def _open_standard_descriptors() -> None:

@@ -12,6 +12,7 @@ import click
 from mlxlm.checkpoint.catalog import CatalogEntry, bundled_models, catalog
 from mlxlm.checkpoint.local_models import LocalModel, find_entry, folder_size, local_models
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import json_option
 from mlxlm.utils.errors import MlxlmError
 from mlxlm.utils.formatting import human_bytes, human_count
@@ -58,7 +59,7 @@ def list_models(as_json: bool) -> None:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)])
 def pull(name: str) -> None:
     """Download the model NAME of the list, or continue its download."""
     from mlxlm.checkpoint.download import download
@@ -73,7 +74,7 @@ def pull(name: str) -> None:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", type=MODEL)
 @click.option("--yes", is_flag=True, help="Don't ask.")
 def rm(name: str, yes: bool) -> None:
     """Remove a downloaded model. NAME is one of the list, or a hub id.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
     PATH,
     SectionedCommand,
@@ -65,7 +66,8 @@ _inference = partial(option, "Inference")
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
+@offline_option
 @_size_options
 @option("Model", "--tie-word-embeddings", bool, "Use one matrix for embedding and output head.")
 @override_option
@@ -89,8 +91,8 @@ _inference = partial(option, "Inference")
 def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:
     """Estimate parameters, FLOPs, memory, time and disk of MODEL.
 
-    MODEL is a preset, a published model, a folder, a run, a config.json, a .gguf file or a hub id. Without MODEL, give
-    its sizes.
+    MODEL is a preset, a published model, a name of mlxlm models, a folder, a run, a config.json, a .gguf file or a hub
+    id. Without MODEL, give its sizes.
     """
     from mlxlm import plan as planner
     from mlxlm.plan.inference import quantized_bits

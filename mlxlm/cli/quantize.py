@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import EXISTING_PATH, PATH, SectionedCommand, argument_errors_as_usage, json_option, option
 from mlxlm.utils.formatting import human_bytes
 
@@ -57,7 +58,8 @@ _output = partial(option, "Output")
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("source")
+@click.argument("source", type=MODEL)
+@offline_option
 @_output("--out", PATH, "New folder for the model.", required=True)
 @_bits("--bits", ["2", "3", "4", "5", "6", "8"], "Bits of all matrices.  [default: 4]")
 @_bits("--group-size", ["32", "64", "128"], _GROUP_SIZE)
@@ -78,8 +80,9 @@ _output = partial(option, "Output")
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Quantize SOURCE for mlxlm and mlx_lm, and show what that costs.
 
-    SOURCE is a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or llama2.c .bin file. The
-    report, with the error of each layer, is also written to quantization.json and quantization.png.
+    SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
+    llama2.c .bin file. The report, with the error of each layer, is also written to quantization.json and
+    quantization.png.
     """
     from mlxlm.quantize import QuantizationSettings
     from mlxlm.quantize import quantize as run_quantize

@@ -15,6 +15,7 @@ import click
 
 from mlxlm.backend import platform
 from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
+from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import SectionedCommand, is_given, option
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
@@ -73,7 +74,8 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=MODEL)
+@offline_option
 @_network("--host", str, _HOST, default="127.0.0.1", metavar="ADDRESS")
 @_network("--port", click.IntRange(0, 65535), "Port to listen on; 0 for a free one.", default=8080)
 @_network("--api-key api_keys", str, _API_KEY, multiple=True, metavar="KEY")

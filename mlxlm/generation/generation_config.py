@@ -50,9 +50,11 @@ class GenerationConfig:
             ConfigError: The file can't be read, or has an invalid value; the message names the file and the field.
         """
         file = folder / FILE_NAME
-        if not file.exists():
-            return cls()
-        values = read_json_object(file, _MAX_BYTES, ConfigError)
+        return cls.parse(read_json_object(file, _MAX_BYTES, ConfigError), str(file)) if file.exists() else cls()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str) -> Self:
+        """Read the values of such a file; `source` is its name for the errors, which are those of `read`."""
         options = {name: values[name] for name in _FIELDS if values.get(name) is not None}
         if values.get("do_sample") is False:  # greedy; then transformers ignores the other options of sampling
             options = {"temperature": 0.0, **{k: v for k, v in options.items() if k == "repetition_penalty"}}
@@ -60,7 +62,7 @@ class GenerationConfig:
             GenerationOptions(**options)
             example = check_example_prompt(values.get("example_prompt"))
         except GenerationError as error:
-            raise ConfigError(f"{file}: {error.message}", error.hint) from None
+            raise ConfigError(f"{source}: {error.message}", error.hint) from None
         return cls(options, example)
 
 

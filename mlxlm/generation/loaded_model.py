@@ -11,6 +11,7 @@ from mlxlm import checkpoint, tokenizer
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten
 from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+from mlxlm.checkpoint.resolve import find_catalog_entry
 from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS
 from mlxlm.config import ModelConfig
 from mlxlm.generation.generation_config import GenerationConfig
@@ -93,6 +94,12 @@ def load(path: Path | str) -> LoadedModel:
             "the tokenizer files that belong to these weights",
         )
     eval_weights(model)
-    is_folder = source.format in FOLDER_FORMATS
-    generation_config = GenerationConfig.read(locate(source.path).root) if is_folder else GenerationConfig()
-    return LoadedModel(model, text_tokenizer, config, Path(path), generation_config)
+    return LoadedModel(model, text_tokenizer, config, Path(path), _generation_config(source, str(path)))
+
+
+def _generation_config(source: checkpoint.AnyCheckpoint, name: str) -> GenerationConfig:
+    """Read the folder's generation_config.json, or for a single file what the catalog says."""
+    if source.format in FOLDER_FORMATS:
+        return GenerationConfig.read(locate(source.path).root)
+    entry = find_catalog_entry(name)
+    return GenerationConfig.parse(entry.generation_config, name) if entry else GenerationConfig()

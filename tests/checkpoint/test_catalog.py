@@ -18,6 +18,7 @@ from mlxlm.checkpoint.catalog import (
     model_names,
 )
 from mlxlm.families import config_from_hf
+from mlxlm.generation import GenerationConfig
 from mlxlm.plan import find_config
 from mlxlm.plan.inference import Serving, quantized_bits, weight_bytes
 from mlxlm.utils.errors import CheckpointError
@@ -34,6 +35,8 @@ def test_an_entry_is_consistent(entry):
         assert isinstance(source, PyPISource) or hub.is_id(source.repository)
     config = config_from_hf(entry.config)
     assert (entry.parameters, entry.context_length) == (config.parameter_count(), config.max_position_embeddings)
+    GenerationConfig.parse(entry.generation_config, entry.name)
+    assert not entry.generation_config or entry.file
     bits = quantized_bits(config)
     if entry.sha256 is None:  # a folder: weights, perhaps with the head apart from the embeddings, and a tokenizer
         weights = weight_bytes(config, Serving(bits=bits or 16))

@@ -1,5 +1,7 @@
 """Fixtures of the command-line tests."""
 
+import os
+
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
@@ -39,3 +41,21 @@ def model(tmp_path, tiny_config, tiny_tokenizer):
     write_json(folder / "config.json", config_to_hf(config))
     tiny_tokenizer.save(folder)
     return folder
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The environment of a user who has no models and no network."""
+    (tmp_path / "home").mkdir()
+    unset = ("XDG_CACHE_HOME", "OLLAMA_MODELS", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "HF_HUB_CACHE", "PYTHONPATH")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in unset},
+        "HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing listens there
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "MLXLM_MODELS": str(tmp_path / "models"),
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PYTHONPATH": os.getcwd(),
+    }

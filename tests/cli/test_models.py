@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import zipfile
@@ -16,25 +15,6 @@ from tests.checkpoint.fake_hub import COMMIT, FakeHub
 from tests.cli.helpers import MLXLM, run_command
 
 NAME, FOLDER_NAME = "smollm2-135m", "qwen3-0.6b"
-NO_HUB = "http://127.0.0.1:9"  # the port that nothing listens on
-
-
-@pytest.fixture
-def home(tmp_path):
-    """The environment of a user who has no models and no network."""
-    (tmp_path / "home").mkdir()
-    unset = ("XDG_CACHE_HOME", "OLLAMA_MODELS", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "HF_HUB_CACHE", "PYTHONPATH")
-    return {
-        **{name: value for name, value in os.environ.items() if name not in unset},
-        "HOME": str(tmp_path / "home"),
-        "HF_ENDPOINT": NO_HUB,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "MLXLM_MODELS": str(tmp_path / "models"),
-        "PIP_NO_INDEX": "1",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PYTHONPATH": os.getcwd(),
-    }
 
 
 @pytest.fixture
@@ -98,8 +78,7 @@ def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
     pulled = run_command("models", "pull", FOLDER_NAME, env=home)
     assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{COMMIT}")
-    assert "Downloading qwen3-0.6b, 351 MB, from huggingface.co/mlx-community/Qwen3-0.6B-4bit" in pulled.stderr
-    assert "license: apache-2.0" in pulled.stderr
+    assert pulled.stderr == ("Downloading qwen3-0.6b: 351 MB, license apache-2.0\nfrom mlx-community/Qwen3-0.6B-4bit\n")
 
     home["HF_HUB_OFFLINE"] = "1"
     answer = run_command("generate", FOLDER_NAME, "-p", "The cat", "-n", "3", env=home)
