@@ -6,14 +6,12 @@
 Use a model that was trained to call tools, such as Qwen. A grammar makes every call valid for any model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from datetime import datetime
 
-from openai import OpenAI
+from openai import LengthFinishReasonError, OpenAI
 from openai.lib.streaming.chat import ContentDeltaEvent
 
 FUNCTIONS = {"get_time": lambda: f"{datetime.now():%H:%M}", "multiply": lambda a, b: a * b}
@@ -27,20 +25,23 @@ TOOLS = [
 def answer(client: OpenAI, model: str, messages: list[dict]) -> None:
     """Print the answer as it comes, run the functions that it calls, and let the model continue, at most 5 times."""
     for _ in range(5):
-        with client.chat.completions.stream(model=model, messages=messages, tools=TOOLS, max_tokens=200) as stream:
-            for event in stream:
-                if isinstance(event, ContentDeltaEvent):
-                    print(event.delta, end="", flush=True)
-            message = stream.get_final_completion().choices[0].message
+        try:
+            with client.chat.completions.stream(model=model, messages=messages, tools=TOOLS, max_tokens=200) as stream:
+                for event in stream:
+                    if isinstance(event, ContentDeltaEvent):
+                        print(event.delta, end="", flush=True)
+                message = stream.get_final_completion().choices[0].message
+        except LengthFinishReasonError as error:  # calls are incomplete
+            message = error.completion.choices[0].message
+            message.tool_calls = None
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
-        for call in message.tool_calls or []:
-            arguments = json.loads(call.function.arguments)
-            result = FUNCTIONS[call.function.name](**arguments)
-            print(f"\n[{call.function.name}({arguments}) = {result}]")
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
         if not message.tool_calls:
             print()
             return
+        for call in message.tool_calls:
+            result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))
+            print(f"\n[{call.function.name} {call.function.arguments} = {result}]")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
 
 
 def main() -> None:

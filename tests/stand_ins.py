@@ -28,7 +28,7 @@ def make_stand_ins(folder, tiny_config, tiny_tokenizer, make_text):
     tiny_tokenizer.chat_template = CHAT_TEMPLATE
     tiny_tokenizer.save(folder / "my-model")
     tiny_tokenizer.chat_template = None
-    (folder / "stories.txt").write_text(make_text(8000), encoding="utf-8")
+    (folder / "stories.txt").write_text(make_text(3000), encoding="utf-8")
     (folder / "book.txt").write_text(make_text(600), encoding="utf-8")
     question = {"question": "The cat sat on a", "choices": [" mat", " garden"], "answer": 0}
     (folder / "questions.jsonl").write_text(json.dumps(question) + "\n", encoding="utf-8")
