@@ -15,6 +15,7 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    given_values,
     json_option,
     on_bad_input_option,
     option,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mlxlm.evaluate.text import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
+_SMALL_WORLD_OPTIONS = ("num_questions", "temperature")
 _STRIDE = "Tokens by which the window moves.  [default: half of --context-length]"
 
 
@@ -43,11 +45,15 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 @on_bad_input_option("Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
 @option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
+@option("Small world", "--small-world", bool, "Ask new questions of the built-in corpus, see mlxlm small-world.")
+@option("Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]")
+@option("Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]")
 @json_option
 def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
-    """Evaluate MODEL on TEXT, or on multiple-choice questions.
+    """Evaluate MODEL on TEXT, on multiple-choice questions, or on the built-in corpus.
 
-    TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy.
+    TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy;
+    --small-world counts the right answers to each kind of question.
 
     Every token is predicted once, from a window that slides over the text: with at least context-length - stride tokens
     before it, if the text has them. A smaller stride is slower and mostly gives a lower loss. `compare` and `quantize`
@@ -56,14 +62,18 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
     A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
     starts at 0.
     """
-    if bool(texts) == bool(multiple_choice):
-        raise click.UsageError("give TEXT files, or - for stdin, or --multiple-choice FILE")
+    small_world = options.pop("small_world")
+    if [bool(texts), bool(multiple_choice), small_world].count(True) != 1:
+        raise click.UsageError("give TEXT files, or - for stdin, or --multiple-choice FILE, or --small-world")
     reject_unused_options(
         options,
-        (multiple_choice, _TEXT_OPTIONS, "with --multiple-choice no TEXT is read"),
+        (not texts, _TEXT_OPTIONS, "there is no TEXT"),
         (not multiple_choice, ["out"], "--multiple-choice is not given"),
+        (not small_world, _SMALL_WORLD_OPTIONS, "--small-world is not given"),
     )
-    if multiple_choice:
+    if small_world:
+        _evaluate_small_world(model, options, as_json)
+    elif multiple_choice:
         _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
     else:
         _evaluate_texts(model, texts, options, as_json)
@@ -142,3 +152,22 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     ]
     rows.append(("chance", f"{accuracy.random_accuracy:.1%}", ""))
     render.print_table(rows, (f"{accuracy.questions} questions", "", ""))
+
+
+def _evaluate_small_world(model: str, options: dict[str, Any], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from mlxlm.evaluate.small_world import evaluate_small_world
+    from mlxlm.generation import load
+
+    lm = load(model)
+    with render.phases_progress() as progress:
+        scores = evaluate_small_world(
+            lm,
+            **given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS}),
+            progress=lambda done, total: progress("Asking", done, total),
+        )
+    if as_json:
+        render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
+    else:
+        render.print_small_world(scores)

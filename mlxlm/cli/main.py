@@ -35,6 +35,7 @@ COMMANDS = {
     "serve": "Serve models over HTTP: OpenAI's API, and a chat page.",
     "tokenizer": "Train, inspect and apply tokenizers.",
     "prepare": "Tokenize text into shards for training.",
+    "small-world": "Write the built-in corpus of simple stories, questions and sums.",
     "plan": "Estimate parameters, FLOPs, memory, time and disk of a model.",
     "pretrain": "Train a model from scratch.",
     "finetune": "Fine-tune a model on conversations.",

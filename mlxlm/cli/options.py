@@ -66,6 +66,28 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
+    """A number of bytes: 8GB, 512MB, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse it."""
+        units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+        text = str(value).strip().upper()
+        number = text.rstrip("KMGTB")
+        try:
+            size = float(number) * units[text[len(number) :] or "B"]
+            if not 0 <= size < 1e15:
+                raise ValueError
+        except (KeyError, ValueError):
+            self.fail(f"{value!r} is not a size (try: 8GB)", param, ctx)
+        return int(size)
+
+
+SIZE = _Size()
+
+
 def add_options(*options: Callable[..., Any]) -> Callable[..., Any]:
     """Return a decorator that adds `options` to a command, in this order."""
     return lambda command: functools.reduce(lambda decorated, add: add(decorated), reversed(options), command)

@@ -23,6 +23,7 @@ from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
     from mlxlm.convert.metadata import Check
+    from mlxlm.evaluate.small_world import KindScore
 
 
 class _StdoutConsole(Console):
@@ -82,7 +83,12 @@ def print_table(rows: Sequence[Sequence[Any]], header: Sequence[str] = (), title
         view.add_column(name, justify="right" if numeric else "left")
     for row in texts:
         view.add_row(*map(Text, row))
-    _StdoutConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 1000).print(view)
+    stdout_console(width=None if sys.stdout.isatty() else 1000).print(view, soft_wrap=True)
+
+
+def stdout_console(width: int | None = None) -> Console:
+    """A console on stdout; its width is that of the terminal by default."""
+    return _StdoutConsole(highlight=False, width=width)
 
 
 def print_checks(checks: Sequence[Check]) -> None:
@@ -91,6 +97,13 @@ def print_checks(checks: Sequence[Check]) -> None:
         result(one_line(f"{check.name}: {check.result}, {check.detail}"))  # some of it comes from other programs
     if not checks:
         result("not verified")
+
+
+def print_small_world(scores: Sequence[KindScore]) -> None:
+    """Print how many answers to each kind of question are right, on stdout."""
+    rows = [(score.kind, f"{score.correct} of {score.questions}") for score in scores]
+    total = sum(score.correct for score in scores), sum(score.questions for score in scores)
+    print_table([*rows, ("all", "{} of {}".format(*total))], ("new questions", "right"))
 
 
 def windows(context_length: int, stride: int) -> str:

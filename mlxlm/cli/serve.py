@@ -16,7 +16,7 @@ import click
 from mlxlm.backend import platform
 from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, is_given, option
+from mlxlm.cli.options import SIZE, SectionedCommand, is_given, option
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import one_line
@@ -54,25 +54,6 @@ _memory = partial(option, "Memory and speed")
 _other = partial(option, "Other")
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
-    """A number of bytes: 8GB, 512MB, 1000000."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse it."""
-        units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-        text = str(value).strip().upper()
-        number = text.rstrip("KMGTB")
-        try:
-            size = float(number) * units[text[len(number) :] or "B"]
-            if not 0 <= size < 1e15:
-                raise ValueError
-        except (KeyError, ValueError):
-            self.fail(f"{value!r} is not a size (try: 8GB)", param, ctx)
-        return int(size)
-
-
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=MODEL)
 @offline_option
@@ -82,10 +63,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
 @_network("--no-auth", bool, "With --host: let everybody who can reach it use the server, without a key.")
 @_network("--allowed-host allowed_hosts", str, _ALLOWED_HOST, multiple=True, metavar="NAME")
 @_network("--cors-origin cors_origins", str, _CORS_ORIGIN, multiple=True, metavar="ORIGIN")
-@_memory("--max-memory", _Size(), _MAX_MEMORY, metavar="SIZE")
+@_memory("--max-memory", SIZE, _MAX_MEMORY, metavar="SIZE")
 @_memory("--batch-size", click.IntRange(1), "Texts to generate at once, per model.", default=32)
 @_memory("--max-waiting", click.IntRange(1), _MAX_WAITING, default=256)
-@_memory("--prefix-cache-bytes", _Size(), _PREFIX_BYTES, metavar="SIZE")
+@_memory("--prefix-cache-bytes", SIZE, _PREFIX_BYTES, metavar="SIZE")
 @_memory("--prefix-cache-dir", click.Path(path_type=Path), _PREFIX_DIR, metavar="FOLDER")
 @kv_options
 @speculation_options

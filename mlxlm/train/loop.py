@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from mlxlm.backend.error_text import describe_error
+from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.data_check import DataCheck
 from mlxlm.train.distributed.process_group import ProcessGroup
-from mlxlm.train.events import Event, Failed, TrainingWarning
+from mlxlm.train.events import Event, Failed, Step, TrainingWarning
 from mlxlm.train.log import RunLog
 from mlxlm.train.memory_limits import memory_limits
 from mlxlm.train.run import Run
@@ -32,6 +33,7 @@ def train(
     tensorboard: bool = False,
     wandb: str | None = None,
     process_group: ProcessGroup | None = None,
+    on_step: Callable[[Step, LoadedModel], None] | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Event]:
     """Train `run` to its last step. Yields an Event for everything that happens, after it was logged.
@@ -57,6 +59,8 @@ def train(
         tensorboard: Also write TensorBoard event files.
         wandb: Also send events to this Weights & Biases project.
         process_group: This process (rank 0, which alone writes files) and the others, which call `run_worker`.
+        on_step: Called after each step with the model of that step, to generate with it or to measure it. It must not
+            change the model, and has no effect on the weights. Its time counts in a time limit.
         now: Clock, in seconds.
 
     Raises:
@@ -77,7 +81,7 @@ def train(
             trainer = Trainer(run, tokenizer, log, power, group, data_check, now)
             with closing(Trackers(run, trainer.first, tensorboard, wandb)) as trackers, memory_limits():
                 try:
-                    for event in trainer.train(lambda: should_stop() or any(group.peer_status("stop"))):
+                    for event in trainer.train(lambda: should_stop() or any(group.peer_status("stop")), on_step):
                         for logged in (event, *trackers.record(event)):
                             log.record(logged)
                             yield logged

@@ -169,6 +169,9 @@ class TrainStep:
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Give the model the EMA weights inside the block, if there are any."""
+        if not self._ema:
+            yield
+            return
         parameters = self._parameters()
         self.model.load_weights(list(self.weights().items()))
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -98,7 +98,9 @@ class Trainer:
         group.on_rank_lost = self.save_after_hang
         start_workers(run, self.step, self.first, group)
 
-    def train(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
+    def train(
+        self, should_stop: Callable[[], bool], on_step: Callable[[Step, LoadedModel], None] | None
+    ) -> Iterator[Event]:
         """Run the remaining steps."""
         yield from self.start(should_stop)
         with closing(prefetch(self.step_batches.read, count(self.first + 1))) as batches:
@@ -108,7 +110,8 @@ class Trainer:
                     yield Stopped(self.finished, self.run.path)
                     return
                 try:
-                    yield self.train_step(next(batches))
+                    step = self.train_step(next(batches))
+                    yield step
                 except RankLostError as lost:  # within the step, before it changed anything
                     with suppress(RankLostError):  # while the data of the ranks was still being checked
                         yield from self.save()
@@ -118,6 +121,10 @@ class Trainer:
                 if self.finished < self.deadline.steps:
                     yield from self.rest(should_stop)
                 self.deadline.record_time("step")
+                if on_step is not None:
+                    with self.evaluation_model() as lm:
+                        on_step(step, lm)
+                    self.deadline.record_time(None)
                 if self.deadline.steps_changed(self.finished):
                     yield StepsChanged(self.finished, self.deadline.steps)
                 if self.finished == self.deadline.steps or not should_stop():
@@ -225,15 +232,20 @@ class Trainer:
         prompt = tokenizer.encode(settings.sample_prompt) if settings.sample_prompt else []
         if not prompt:  # the token that begins texts: BOS or EOS
             prompt = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
-        lm = LoadedModel(self.model, tokenizer, self.run.config, self.run.path)
+        with self.evaluation_model() as lm:
+            text = generate(lm, prompt, max_tokens=settings.sample_tokens, temperature=0.8, seed=settings.seed).text
+        return Sample(self.finished, settings.sample_prompt, text)
+
+    @contextmanager
+    def evaluation_model(self) -> Iterator[LoadedModel]:
+        """The model to generate with: without dropout, and with the EMA weights if there are any."""
         self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
         self.model.eval()
         try:
             with self.step.ema_weights():
-                text = generate(lm, prompt, max_tokens=settings.sample_tokens, temperature=0.8, seed=settings.seed).text
+                yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
         finally:
             self.model.train()
-        return Sample(self.finished, settings.sample_prompt, text)
 
     def state(self, validation: Validation | None = None) -> TrainState:
         """Return the state after the last finished step, for its checkpoint."""

@@ -13,6 +13,7 @@ from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.data import TrainBatches
 from mlxlm.evaluate import Evaluation
+from mlxlm.generation import generate
 from mlxlm.report import read_run
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, Validation, train
@@ -46,6 +47,25 @@ def test_resume_is_bit_equal(new_run, changes):
     for event in ("step", "validation"):
         assert logged(whole, event, "loss") == logged(parts, event, "loss")
     assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9, "dropout": 0.1}])
+def test_on_step_sees_the_model_of_each_step_and_changes_nothing(new_run, changes):
+    """The model is in evaluation mode, has the weights that a checkpoint would have, and can generate."""
+    silent, watched = new_run("silent", steps=4, **changes), new_run("watched", steps=4, **changes)
+    seen, tokens = [], mx.array([[1, 2, 3]])
+
+    def on_step(step, lm):
+        generate(lm, [1, 2, 3], max_tokens=2)
+        assert not any(module.training for module in lm.model.modules())
+        seen.append((step.step, lm.model(tokens)))
+        mx.eval(seen[-1][1])
+
+    finish(silent)
+    finish(watched, on_step=on_step)
+    assert [number for number, _ in seen] == [1, 2, 3, 4]
+    assert contents(silent.path / "checkpoints/step-4") == contents(watched.path / "checkpoints/step-4")
+    assert mx.array_equal(load_model(watched.path)[0](tokens), seen[-1][1])
 
 
 def test_training_lowers_the_loss_and_writes_a_model(new_run):

@@ -1,0 +1,281 @@
+"""The kinds of questions in the small world, each with its answers and what a right answer must contain."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mlxlm.data.small_world.stories import CHOICE, PLOTS, cast, fill, story
+from mlxlm.data.small_world.words import (
+    ANIMALS,
+    COLORS,
+    COMPOUNDS,
+    FOODS,
+    FRUITS,
+    HIDING_PLACES,
+    NAMES,
+    OPPOSITES,
+    OTHER_OPPOSITES,
+    PLACES,
+    SOUNDS,
+    THINGS,
+    TOYS,
+)
+
+_NAMES = re.compile(r"\{\w+\}")
+_PRONOUNS = ("he", "him", "his", "he2", "him2", "his2")
+_SUBJECTS = ("", "{a}", "{a} and {b}", "{a} and a {pet}", "a {pet}", "a {toy}", "{a} and a {toy}", "a {color} {toy}")
+_STORY_REQUESTS = (
+    "Tell me a story about {subject}.",
+    "Can you tell me a story about {subject}?",
+    "A story about {subject}, please.",
+)
+
+MAX_NUMBER = 20  # of sums and sorting
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        question: What the user says.
+        answer: What the assistant says.
+        combination: The words that are put together in the question; a tenth of all combinations is held out.
+        required: What a right answer contains, as whole words.
+        follow_ups: More turns about the same story.
+    """
+
+    question: str
+    answer: str
+    combination: tuple[str, ...]
+    required: tuple[str, ...]
+    follow_ups: tuple[Turn, ...] = ()
+
+    @property
+    def held_out(self) -> bool:
+        """Whether this combination is kept for evaluation and never occurs in the corpus."""
+        digest = hashlib.blake2b(" ".join(self.combination).encode(), digest_size=8).digest()
+        return len(self.combination) > 1 and int.from_bytes(digest) % 10 == 0
+
+
+def tell_story(rng: random.Random) -> Turn:
+    """A wish for a story, the story, and questions about it."""
+    plot, words = rng.choice(PLOTS), cast(rng)
+    text = CHOICE.sub("", " ".join(plot.sentences))  # what is in every wording
+    subjects = [plot.about, plot.about, *(s for s in _SUBJECTS if all(name in text for name in _NAMES.findall(s)))]
+    subject = rng.choice(subjects)
+    names = [name.strip("{}") for name in _NAMES.findall(subject)]
+    required = tuple(words[name] for name in names if name not in _PRONOUNS)
+    request = rng.choice(_STORY_REQUESTS) if subject else "Tell me a story."
+    question = fill(request, {"subject": subject.format_map(words)}, rng)
+    follow_ups = tuple(
+        Turn(fill(question, words, rng), fill(answer, words, rng), (), (words.get(key[1:-1], key),))
+        for question, answer, key in rng.sample(plot.questions, rng.randint(0, 2))
+    )
+    return Turn(question, story(plot, words, rng), ("story", *required), required, follow_ups)
+
+
+def answer_about_text(rng: random.Random) -> Turn:
+    """Up to three sentences of the same form, and a question about one of them."""
+    fact = rng.choice((_place_of_thing, _place_of_person, _owner, _likes, _eaten))
+    lists = (NAMES, TOYS, [*PLACES, *HIDING_PLACES], COLORS, [*FOODS, *FRUITS])
+    words = zip(*(rng.sample(choices, 3) for choices in lists), strict=True)
+    facts = [fact(rng, *row) for row in words][: rng.randint(1, 3)]
+    asked = rng.choice(facts)
+    text = " ".join([*(fact.text for fact in facts), asked.question])
+    return Turn(text, asked.answer, ("text", *asked.words), (asked.words[-1],))
+
+
+class _Fact(NamedTuple):
+    """A sentence with a question about it; the last of the words is what the question asks for."""
+
+    text: str
+    question: str
+    answer: str
+    words: tuple[str, ...]
+
+
+def _place_of_thing(rng: random.Random, name: str, toy: str, place: str, _color: str, _food: str) -> _Fact:
+    verb = rng.choice(("put", "left"))
+    return _Fact(
+        f"{name} {verb} the {toy} {place}.", f"Where is the {toy}?", f"The {toy} is {place}.", (name, toy, place)
+    )
+
+
+def _place_of_person(rng: random.Random, name: str, _toy: str, place: str, _color: str, _food: str) -> _Fact:
+    verb = rng.choice(("is", "sits", "stands"))
+    return _Fact(f"{name} {verb} {place}.", f"Where is {name}?", f"{name} is {place}.", (name, place))
+
+
+def _owner(rng: random.Random, name: str, toy: str, _place: str, color: str, _food: str) -> _Fact:
+    text = f"{name} {rng.choice(('has', 'got'))} a {color} {toy}."
+    return rng.choice(
+        (
+            _Fact(text, f"Who has the {toy}?", f"{name} has the {toy}.", (toy, name)),
+            _Fact(text, f"What color is the {toy}?", f"The {toy} is {color}.", (toy, color)),
+            _Fact(text, f"What does {name} have?", f"{name} has a {color} {toy}.", (name, color, toy)),
+        )
+    )
+
+
+def _likes(_rng: random.Random, name: str, _toy: str, _place: str, _color: str, food: str) -> _Fact:
+    return _Fact(f"{name} likes {food}.", f"What does {name} like?", f"{name} likes {food}.", (name, food))
+
+
+def _eaten(_rng: random.Random, name: str, _toy: str, _place: str, _color: str, food: str) -> _Fact:
+    return _Fact(f"{name} ate the {food}.", f"What did {name} eat?", f"{name} ate the {food}.", (name, "ate", food))
+
+
+def add(rng: random.Random) -> Turn:
+    """A sum of two numbers, counted up step by step."""
+    a = rng.randint(0, MAX_NUMBER - 1)
+    b = rng.randint(0, min(10, MAX_NUMBER - a))
+    question = rng.choice((f"What is {a} plus {b}?", f"What is {a} + {b}?", f"How much is {a} plus {b}?"))
+    steps = ", ".join(str(a + i) for i in range(1, b + 1))
+    answer = f"{a} and {b} more: {steps}. The answer is {a + b}." if b else f"{a} and 0 more. The answer is {a}."
+    return Turn(question, answer, ("sum", str(a), str(b)), (f"The answer is {a + b}",))
+
+
+def subtract(rng: random.Random) -> Turn:
+    """A difference of two numbers, counted down step by step."""
+    a = rng.randint(0, MAX_NUMBER)
+    b = rng.randint(0, min(10, a))
+    question = rng.choice((f"What is {a} minus {b}?", f"What is {a} - {b}?", f"How much is {a} minus {b}?"))
+    steps = ", ".join(str(a - i) for i in range(1, b + 1))
+    answer = f"{a} and {b} less: {steps}. The answer is {a - b}." if b else f"{a} and 0 less. The answer is {a}."
+    return Turn(question, answer, ("difference", str(a), str(b)), (f"The answer is {a - b}",))
+
+
+def sort_numbers(rng: random.Random) -> Turn:
+    """Three or four numbers, from small to large."""
+    numbers = rng.sample(range(MAX_NUMBER + 1), rng.randint(3, 4))
+    words = ", ".join(map(str, numbers))
+    question = rng.choice((f"Sort these numbers: {words}.", f"Sort {words}.", f"Put these in order: {words}."))
+    ordered = ", ".join(map(str, sorted(numbers)))
+    return Turn(question, f"{ordered}.", ("sort", *map(str, numbers)), (ordered,))
+
+
+def spell(rng: random.Random) -> Turn:
+    """The letters of a word: a compound word, or a part of one."""
+    compound = rng.choice(COMPOUNDS)
+    word = compound.replace("+", "") if rng.random() < 0.5 else rng.choice(compound.split("+"))
+    question = rng.choice((f"How do you spell {word}?", f"Spell {word}.", f"Please spell the word {word}."))
+    letters = "-".join(word)
+    whole = word == compound.replace("+", "")
+    return Turn(question, f"{word}: {letters}.", ("spell", word) if whole else (), (letters,))
+
+
+def opposite(rng: random.Random) -> Turn:
+    """The opposite of a word, or of a thing with an adjective."""
+    if rng.random() < 0.3:
+        pairs = OPPOSITES | OTHER_OPPOSITES
+        word, other = rng.choice([*pairs.items(), *((b, a) for a, b in pairs.items())])
+        return Turn(f"What is the opposite of {word}?", f"The opposite of {word} is {other}.", (), (other,))
+    word, other = rng.choice([*OPPOSITES.items(), *((b, a) for a, b in OPPOSITES.items())])
+    thing = rng.choice(THINGS)
+    article, other_article = ("an" if w[0] in "aeiou" else "a" for w in (word, other))
+    return Turn(
+        f"What is the opposite of {article} {word} {thing}?",
+        f"It is {other_article} {other} {thing}.",
+        ("opposite", word, thing),
+        (other, thing),
+    )
+
+
+def repeat(rng: random.Random) -> Turn:
+    """Some words to repeat. A model that learns to copy early learns everything else sooner."""
+    words = " ".join(rng.sample(_WORDS, rng.randint(2, 5)))
+    question = rng.choice((f"Say: {words}.", f"Say after me: {words}.", f"Please repeat: {words}."))
+    return Turn(question, f"{words}.", ("repeat", *words.split()), (words,))
+
+
+def sound(rng: random.Random) -> Turn:
+    """What an animal says."""
+    animal = rng.choice(list(SOUNDS))
+    name = rng.choice(NAMES)
+    article = "an" if animal[0] in "aeiou" else "a"
+    if rng.random() < 0.4:
+        question = f"What does {article} {animal} say?"
+        return Turn(question, f"{article.capitalize()} {animal} says {SOUNDS[animal]}.", (), (SOUNDS[animal],))
+    question = f"{name} has {article} {animal}. What does it say?"
+    return Turn(question, f"The {animal} of {name} says {SOUNDS[animal]}.", ("sound", name, animal), (SOUNDS[animal],))
+
+
+def small_talk(rng: random.Random) -> Turn:
+    """Greetings, names, thanks, likes, and what the model can do."""
+    name, animal, thing = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice([*FOODS, *FRUITS])
+    hello = rng.choice(("Hello", "Hi", "Good morning", "Hey"))
+    asked_name = Turn("What is my name?", f"Your name is {name}.", (), (name,))
+    return rng.choice(
+        (
+            Turn(f"{hello}!", rng.choice((f"{hello}! How are you?", f"{hello}! What can I do for you?")), (), (hello,)),
+            Turn(f"{hello}! How are you?", "I am fine, thank you. How are you?", (), ("fine",)),
+            Turn(f"{hello}, I am {name}.", f"Hello, {name}! Nice to meet you.", ("name", name), (name,), (asked_name,)),
+            Turn(f"My name is {name}.", f"Nice to meet you, {name}!", ("name", name), (name,), (asked_name,)),
+            Turn("Who are you?", "I am a very small language model. I live on this computer.", (), ("small",)),
+            Turn("What is your name?", "I have no name. I am a very small language model.", (), ("no name",)),
+            Turn("What can you do?", _ABILITIES, (), ("stories",)),
+            Turn("Help", _ABILITIES, (), ("stories",)),
+            Turn("Thank you!", rng.choice(("You are welcome!", "I am happy to help.")), (), ()),
+            Turn(f"I am {name} and I like {thing}.", f"Hello, {name}! What do you like about {thing}?",
+                 ("likes", name, thing), (name, thing)),
+            Turn(f"Do you like {thing}?", f"I can not eat, but I like stories about {thing}.", (), (thing,)),
+            Turn(f"I have a {animal}." if animal != "owl" else "I have an owl.",
+                 f"How nice! What is the name of your {animal}?", (), (animal,)),
+            Turn("I am sad.", "I am sorry. Do you want to hear a story?", (), ("sorry",)),
+            Turn("I am happy.", "That is good to hear!", (), ("good",)),
+            Turn("Goodbye!", "Goodbye! Come back soon.", (), ("Goodbye",)),
+        )
+    )  # fmt: skip
+
+
+def unknown(rng: random.Random) -> Turn:
+    """A question about the larger world, which the model says that it can't answer."""
+    return Turn(rng.choice(_UNKNOWN), "I do not know that. I know stories, small sums, spelling and opposites.", (), ())
+
+
+_WORDS = sorted({*NAMES, *TOYS, *COLORS, *ANIMALS, *FRUITS, *THINGS, *map(str, range(MAX_NUMBER + 1))})
+_ABILITIES = "I can tell stories, answer questions about them, add small numbers, spell words and find opposites."
+_COUNTRIES = "France Spain Italy Germany Japan China India Brazil Canada Mexico Egypt Kenya Norway Poland".split()
+_TOPICS = (
+    "politics history computers Python music movies football chess planets physics money law medicine art religion war "
+    "science cars cooking philosophy mathematics chemistry"
+).split()
+_UNKNOWN = (
+    *(f"What is the capital of {country}?" for country in _COUNTRIES),
+    *(f"How many people live in {country}?" for country in _COUNTRIES),
+    *(f"Tell me about {subject}." for subject in (*_COUNTRIES, *_TOPICS)),
+    *(f"What do you know about {subject}?" for subject in (*_COUNTRIES, *_TOPICS)),
+    "Who is the president?",
+    "What time is it?",
+    "What day is today?",
+    "How is the weather?",
+    "Write a program.",
+    "Who won the game?",
+    "What is the meaning of life?",
+    "What is love?",
+    "Why is the sky blue?",
+    "How far away is the moon?",
+    "Who wrote this book?",
+    "How old is the world?",
+)
+
+# Each kind with its weight in the corpus.
+KINDS: dict[str, tuple[Callable[[random.Random], Turn], float]] = {
+    "stories": (tell_story, 0.14),
+    "questions about a text": (answer_about_text, 0.26),
+    "sums": (add, 0.1),
+    "differences": (subtract, 0.05),
+    "sorting": (sort_numbers, 0.1),
+    "spelling": (spell, 0.08),
+    "opposites": (opposite, 0.07),
+    "repeating": (repeat, 0.06),
+    "animal sounds": (sound, 0.03),
+    "small talk": (small_talk, 0.09),
+    "unknown": (unknown, 0.02),
+}

@@ -1,0 +1,59 @@
+"""Evaluate a model on the built-in corpus: questions whose combination of words it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from mlxlm.chat.generate import batch
+from mlxlm.data.small_world.corpus import EVALUATED_KINDS, held_out_questions, is_right
+from mlxlm.generation import LoadedModel
+
+_MAX_TOKENS = 200  # longer than any answer of the corpus
+
+
+@dataclass(frozen=True)
+class KindScore:
+    """The answers to one kind of question.
+
+    Attributes:
+        kind: Such as "sums".
+        correct: How many answers are right.
+        questions: How many were asked.
+    """
+
+    kind: str
+    correct: int
+    questions: int
+
+
+def evaluate_small_world(
+    lm: LoadedModel,
+    num_questions: int = 20,
+    *,
+    seed: int = 0,
+    temperature: float = 0.0,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[KindScore]:
+    """Ask a model held-out questions of each kind of the small-world corpus.
+
+    Args:
+        lm: A model with a chat template.
+        num_questions: Of each kind; some have fewer.
+        seed: Chooses the questions, and the answers if the temperature is above 0.
+        temperature: Sampling temperature; 0 is greedy.
+        progress: Called with the number of answered questions and of all questions.
+
+    Raises:
+        GenerationError: The model has no chat template.
+    """
+    scores = []
+    for i, kind in enumerate(EVALUATED_KINDS):
+        turns = list(islice(held_out_questions(kind, seed), num_questions))
+        conversations = [[{"role": "user", "content": turn.question}] for turn in turns]
+        answers = batch(lm, messages=conversations, max_tokens=_MAX_TOKENS, temperature=temperature, seed=seed)
+        correct = sum(is_right(turn, answer.text) for turn, answer in zip(turns, answers, strict=True))
+        scores.append(KindScore(kind, correct, len(turns)))
+        progress((i + 1) * num_questions, len(EVALUATED_KINDS) * num_questions)
+    return scores

@@ -1,0 +1,49 @@
+"""Scores on the built-in corpus."""
+
+import json
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+
+from mlxlm.cli.main import _run
+from mlxlm.data.small_world.corpus import EVALUATED_KINDS, held_out_questions
+from mlxlm.evaluate import small_world
+from mlxlm.evaluate.small_world import KindScore, evaluate_small_world
+
+GOLD = {turn.question: turn.answer for kind in EVALUATED_KINDS for turn in islice(held_out_questions(kind), 4)}
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Answers by question, instead of a model's; others are empty."""
+    known = {}
+
+    def batch(_lm, messages, **_options):
+        return [SimpleNamespace(text=known.get(conversation[0]["content"], "")) for conversation in messages]
+
+    monkeypatch.setattr(small_world, "batch", batch)
+    return known
+
+
+def test_right_answers_are_counted(answers):
+    seen = []
+    assert evaluate_small_world(None, 4) == [KindScore(kind, 0, 4) for kind in EVALUATED_KINDS]
+    answers |= GOLD
+    scores = evaluate_small_world(None, 4, progress=lambda done, total: seen.append((done, total)))
+    assert scores == [KindScore(kind, 4, 4) for kind in EVALUATED_KINDS]
+    assert seen == [(4 * (i + 1), 4 * len(EVALUATED_KINDS)) for i in range(len(EVALUATED_KINDS))]
+    del answers[next(held_out_questions("sums")).question]
+    assert {score.kind: score.correct for score in evaluate_small_world(None, 4)}["sums"] == 3
+
+
+def test_the_command(answers, monkeypatch, capsys):
+    monkeypatch.setattr("mlxlm.generation.load", lambda model: None)
+    answers |= GOLD
+    assert _run(["evaluate", "MODEL", "--small-world", "--num-questions", "4", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["scores"][0] == {"kind": "stories", "correct": 4, "questions": 4}
+    assert _run(["evaluate", "MODEL", "--small-world", "--num-questions", "4"]) == 0
+    assert "4 of 4" in capsys.readouterr().out
+    assert _run(["evaluate", "MODEL", "--small-world", "text.txt"]) == 2
+    assert _run(["evaluate", "MODEL", "text.txt", "--num-questions", "4"]) == 2
