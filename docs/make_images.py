@@ -24,7 +24,6 @@ from pathlib import Path
 import pexpect
 import pyte
 from playwright.sync_api import Browser, Page, sync_playwright
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -39,8 +38,7 @@ QUESTIONS = [
     "Write a Python function that adds two numbers. Only the code.",
 ]
 COLOR_NAMES = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's -> rich's
-# Without the font that rich would load from another server.
-SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # which rich would load from another server
 
 
 class Screen(pyte.Screen):
@@ -136,7 +134,7 @@ class Terminal:
         text = self.screen.text()
         console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
         console.print(text, soft_wrap=True)
-        _write(f"{name}.svg", console.export_svg(title=title, code_format=SVG_FORMAT, unique_id=name).encode())
+        _write(f"{name}.svg", WEB_FONT.sub("", console.export_svg(title=title, unique_id=name)).encode())
 
 
 def _write(name: str, content: bytes) -> None:

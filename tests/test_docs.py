@@ -8,7 +8,7 @@ server of `my-model`. A comment above a block changes that:
     <!-- run with: OPTIONS -->     each of its commands of mlxlm gets these options too, to be quick
     <!-- run as: COMMAND -->       this runs instead, and the block is parsed
 
-A block with a title (```json title="requests.jsonl"```) is written to a file of this name; `text` is anything else.
+A block with a title (```jsonl title="requests.jsonl"```) is written to a file of this name; `text` is anything else.
 """
 
 import ast
@@ -108,7 +108,7 @@ def shell_commands(content):
             continue
         if line.endswith("\\"):
             continue
-        yield text
+        yield text.replace("\\\n", "")
         text = ""
     assert not text
 
@@ -181,9 +181,10 @@ def check(block):
         check_names(block.content)
     else:
         assert block.mark is None, f"{block.mark}: {block.language} never runs"
-        for line in block.content.splitlines() if block.language == "json" else ():
-            json.loads(line)
-        assert block.language in ("json", "text"), f"{block.language!r} is neither run nor checked"
+        assert block.language in ("json", "jsonl", "text"), f"{block.language!r} is neither run nor checked"
+        texts = {"json": [block.content], "jsonl": block.content.splitlines()}.get(block.language, ())
+        for text in texts:
+            json.loads(text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -247,6 +248,13 @@ def test_every_named_file_exists(page):
     names = re.findall(rf"`((?:{folders})/[\w./-]+)", page.read_text(encoding="utf-8"))
     missing = [name for name in names if "NAME" not in name and not (ROOT / name).exists()]
     assert not [name for name in missing if not name.startswith("docs/images/")]
+
+
+@pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()), ids=lambda path: path.name)
+def test_a_picture_is_small_and_loads_nothing(image):
+    content = image.read_bytes()
+    assert len(content) <= 150_000
+    assert b"url(http" not in content and b"href=" not in content
 
 
 def test_the_reference_has_every_command_and_option():
