@@ -40,7 +40,7 @@ def choose_model(yes: bool) -> str:
     for number, (entry, why) in enumerate(choices, start=1):
         say(f"  {number}  {entry.name:<13} {why}")
         say(f"     {'':<13} {_facts(entry)}\n", style="dim")
-    say("Enter takes the first. You can also type a name of mlxlm models, a path or a hub id.", style="dim")
+    say("Enter takes the first. A name of mlxlm models, a path and a hub id work too.", style="dim")
     names = [entry.name for entry, _ in choices]
     answer: str = click.prompt("Model", default="1", err=True, value_proc=lambda text: _chosen(text, names))
     return answer
@@ -63,7 +63,8 @@ def _facts(entry: CatalogEntry) -> str:
 
     memory = human_bytes(entry_fit(entry, this_machine(measure=False)).memory)
     download = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
-    return f"{download}, {memory} of memory, license {license_text(entry)}{'' if entry.tested else ', untested'}"
+    tested = "" if entry.tested else ", untested"
+    return f"{download}, {memory} of memory, {license_text(entry)}{tested}"
 
 
 def _chosen(text: str, names: list[str]) -> str:

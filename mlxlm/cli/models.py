@@ -108,8 +108,8 @@ def _print_models(as_json: bool) -> None:
     if others:
         render.result("")
         _print_table(others, _OTHERS)
-    untested = [model["name"] for model in known if not model["tested"]]
-    render.say(f"\nNot tested with mlxlm, their sizes are estimates: {', '.join(untested)}", style="dim")
+    tested = ", ".join(model["name"] for model in known if model["tested"])
+    render.say(f"\nTested with mlxlm: {tested}. The sizes of the others are estimates.", style="dim")
     render.say("mlxlm chat NAME downloads a model if necessary.", style="dim")
 
 

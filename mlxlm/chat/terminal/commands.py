@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlxlm.backend import bandwidth, platform
+from mlxlm.backend import bandwidth
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.terminal import settings, statistics
 from mlxlm.chat.terminal.interrupts import raise_interrupts
@@ -18,6 +18,8 @@ from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.session_commands import expanded, load, save, sessions
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.statistics import memory_bandwidth
+from mlxlm.checkpoint.catalog import model_names
+from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
@@ -245,9 +247,8 @@ def _abbreviated(text: str) -> str:
 
 
 def _models(_: Repl) -> list[str]:
-    """File names, and models downloaded from the hub."""
-    folders = platform.model_cache().glob("models--*--*")
-    return [PATHS, *("/".join(folder.name.split("--")[1:]) for folder in folders)]
+    """File names, names of the catalog, and models downloaded from the hub."""
+    return [PATHS, *model_names(), *hub_ids()]
 
 
 def _words(*words: str) -> Callable[[Repl], tuple[str, ...]]:
