@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mlxlm.data.small_world.tasks import KINDS, Turn
@@ -16,6 +17,7 @@ from mlxlm.utils.json_files import json_line
 # Of what every model here learns by heart, nothing can be held out.
 EVALUATED_KINDS = tuple(kind for kind in KINDS if kind != "unknown")
 
+_CAREFUL = 0.8  # of the questions have a capital letter and a punctuation mark
 _MAX_TRIES = 5_000  # for a new question, before all are taken to be known
 
 
@@ -29,7 +31,17 @@ def conversations(seed: int = 0) -> Iterator[list[Turn]]:
             while (turn := KINDS[kind][0](rng)).held_out:
                 pass
             turns += [turn, *turn.follow_ups]
-        yield turns
+        yield [_typed(turn, rng) for turn in turns]
+
+
+def _typed(turn: Turn, rng: random.Random) -> Turn:
+    """A turn whose question is sometimes typed as in a chat: without a capital letter and the last punctuation mark."""
+    if rng.random() < _CAREFUL:
+        return turn
+    question = turn.question.rstrip(".!?")
+    first = question.partition(" ")[0].strip(",.!")
+    keep = first in NAMES or first == "I"
+    return replace(turn, question=question if keep else question[0].lower() + question[1:])
 
 
 def write_small_world(
