@@ -46,6 +46,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint to another format, and verify it.",
     "quantize": "Quantize a model, and show what that costs.",
     "inspect": "Describe a checkpoint: format, architecture, size, tokenizer.",
+    "verify-receipt": "Train the bundled model again, and compare the bits.",
     "compare": "Compare two models: outputs, layers, weights.",
     "presets": "List the model sizes that ship with mlxlm.",
     "kernels": "Show or benchmark the kernels of this machine.",

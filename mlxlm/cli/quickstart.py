@@ -36,9 +36,9 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-# Rows of whole conversations that attend to themselves, and a loss on their answers: with conversations mixed in a row,
-# the model learned no sums in the same time.
-CONVERSATION_SETTINGS = {"packing": "best-fit", "document_mask": True, "mask_prompt": True}
+# Rows of whole conversations that attend to themselves: where a token attended to other conversations, too, the model
+# learned no sums in the same time.
+CONVERSATION_SETTINGS = {"packing": "best-fit", "document_mask": True}
 _QUESTIONS_PER_KIND = 20
 _SCHEMA = {
     "type": "object",
