@@ -2,7 +2,7 @@
 
     python examples/pretrain_until.py stories.txt --out run --preset 1m --bits-per-byte 1.5
 
-Writes a story after each validation, and stops when the validation reaches --bits-per-byte. The same command continues
+Writes a text after each validation, and stops when the validation reaches --bits-per-byte. The same command continues
 an interrupted run.
 """
 
@@ -14,8 +14,9 @@ from threading import Event
 
 import mlxlm
 from mlxlm.families import load_preset
+from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import load
-from mlxlm.train import CheckpointSaved, Finished, Run, Step, Stopped, Validation, start_run, train
+from mlxlm.train import Finished, Run, Step, Stopped, Validation, start_run, train
 
 
 def main() -> None:
@@ -36,7 +37,13 @@ def main() -> None:
         run = start_run(options.out, options.text, load_preset(options.preset), settings=settings)
 
     good_enough = Event()
-    for event in train(run, load(run.path), resume=True, should_stop=good_enough.is_set):
+
+    def write_sample(step: Step, lm: LoadedModel) -> None:
+        if step.step % options.eval_every == 0:
+            print(mlxlm.generate(lm, "Once", max_tokens=40, temperature=0.8, seed=1).text)
+
+    events = train(run, load(run.path), resume=True, should_stop=good_enough.is_set, on_step=write_sample)
+    for event in events:
         match event:
             case Step() if event.step % 50 == 0:
                 print(f"step {event.step}: loss {event.loss:.3f}, {event.tokens_per_second:,.0f} tokens/s")
@@ -44,9 +51,6 @@ def main() -> None:
                 print(f"step {event.step}: {event.bits_per_byte:.3f} bits per byte")
                 if event.bits_per_byte <= options.bits_per_byte:
                     good_enough.set()
-            case CheckpointSaved():
-                sample = mlxlm.generate(mlxlm.load(run.path), "Once", max_tokens=40, temperature=0.8, seed=1)
-                print(f"Once{sample.text}")
             case Stopped() | Finished():
                 print(f"done after {event.step} steps: mlxlm chat {run.path}")
 

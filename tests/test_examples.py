@@ -74,5 +74,5 @@ def test_tool_chat(folder, server):
 def test_pretrain_until_stops_and_continues(folder):
     command = ("stories.txt", "--out", "run", "--preset", "0.3m", "--steps", "6", "--eval-every", "2")
     output = run(folder, "pretrain_until", *command, "--bits-per-byte", "99")
-    assert "done after 2 steps" in output and "\nOnce" in output
+    assert "done after 2 steps" in output and len(output.splitlines()) > 2
     assert "done after 6 steps" in run(folder, "pretrain_until", *command, "--bits-per-byte", "0")
