@@ -38,13 +38,9 @@ MODEL = {
 }
 # Rows of whole conversations that attend to themselves: where a token attended to other conversations, too, the model
 # learned no sums in the same time.
-CONVERSATION_SETTINGS = {"packing": "best-fit", "document_mask": True}
+CONVERSATION_SETTINGS = {"packing": "best-fit", "document_mask": True, "batch_size": 4, "learning_rate": 8e-3}
 _QUESTIONS_PER_KIND = 20
-_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-}
+_SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "required": ["answer"]}
 
 
 @click.command(cls=SectionedCommand)
@@ -111,7 +107,7 @@ def quickstart(
         _print_scores(lm)
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
         _chat(lm)
-    _print_commands(small, prompts[0], lm.tokenizer.chat_template is not None)
+    _print_commands(small, prompts[1], lm.tokenizer.chat_template is not None)
 
 
 def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, on_bad_input: str) -> Run:

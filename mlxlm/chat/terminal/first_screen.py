@@ -24,7 +24,7 @@ def first_screen(chat: Chat) -> list[str]:
 
     The speed is what the memory bandwidth allows, which is measured if that was not done before.
     """
-    lines = [model_name(chat.lm), f"{_size(chat.lm)}, a context of {chat.context_size} tokens"]
+    lines = [model_name(chat.lm), f"{_size(chat.lm)}, a context of {chat.context_size:,} tokens"]
     weights = bandwidth.weight_bytes(chat.lm.model)
     if weights is not None and weights >= _MIN_BYTES_FOR_ESTIMATE:
         limit = float(f"{memory_bandwidth() / weights:.2g}")
@@ -56,7 +56,5 @@ def model_name(lm: LoadedModel) -> str:
 
 def _size(lm: LoadedModel) -> str:
     if not isinstance(lm.config, ModelConfig):  # mlx_lm's don't count their parameters
-        return f"{human_bytes(lm.weight_bytes)} of weights"
-    count = lm.config.parameter_count()
-    bits = f"{8 * lm.weight_bytes / count:.1f}".removesuffix(".0")
-    return f"{human_count(count)} parameters of {bits} bits ({human_bytes(lm.weight_bytes)})"
+        return f"{human_bytes(lm.weight_bytes)} of memory"
+    return f"{human_count(lm.config.parameter_count())} parameters, {human_bytes(lm.weight_bytes)} of memory"

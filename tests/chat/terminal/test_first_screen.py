@@ -16,10 +16,9 @@ from mlxlm.generation import GenerationConfig
 def test_lines_of_a_small_model(lm, tmp_path):
     name, size, *_, commands = first_screen(Chat(lm))
     assert name == tmp_path.name and "/help lists the commands" in commands
-    bits = f"of 32 bits ({lm.weight_bytes / 1e3:.3g} kB), a context of 4096 tokens"
-    assert size.endswith(bits) and "parameters" in size
+    assert size.endswith(f" parameters, {lm.weight_bytes / 1e3:.3g} kB of memory, a context of 4,096 tokens")
     other = replace(lm, config=MlxLmConfig("x", 300, 4096, frozenset()))
-    assert first_screen(Chat(other))[1] == f"{lm.weight_bytes / 1e3:.3g} kB of weights, a context of 4096 tokens"
+    assert first_screen(Chat(other))[1] == f"{lm.weight_bytes / 1e3:.3g} kB of memory, a context of 4,096 tokens"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert "Continuing after 2 messages" in first_screen(Chat(lm, system_prompt="Short.", messages=messages))[2]
     assert "for 256 tokens" in first_screen(Chat(lm, chat_template="plain"))[2]
