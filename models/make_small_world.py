@@ -87,16 +87,19 @@ The first held-out question of each kind, answered with temperature {temperature
 def main(folder: Path) -> None:
     """Train, quantize, measure, and write models/small-world."""
     recipe = Recipe(50_000_000, 0, config_to_hf(load_preset("1m", **CONFIG)), SETTINGS)
-    run = Run.open(folder / "run") if (folder / "run").exists() else recipe.start(folder, phase)
+    if not (folder / "run").exists():
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True)
+        recipe.start(folder, phase)
+        (folder / "commit").write_text(head.stdout)
+    run = Run.open(folder / "run")
     if not (run.path / "model.safetensors").exists() or "finished" not in run.log_file.read_text():
         run_training(run, resume=True)
     shutil.rmtree(MODEL, ignore_errors=True)
     quantize(run.path, MODEL, bits=4)
-    for picture in (*MODEL.glob("quantization.*"), *MODEL.glob("*.png")):
-        picture.unlink()
+    for file in MODEL.glob("quantization.*"):
+        file.unlink()
     GenerationConfig({"temperature": TEMPERATURE}, EXAMPLE).write(MODEL)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True).stdout
-    receipt = Receipt.of_run(recipe, run, MODEL, commit.strip())
+    receipt = Receipt.of_run(recipe, run, MODEL, (folder / "commit").read_text().strip())
     write_json(MODEL / FILE_NAME, receipt.to_dict())
     (MODEL / "README.md").write_text(card(run, receipt))
 
