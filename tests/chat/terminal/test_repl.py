@@ -151,7 +151,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
 
 def test_enter_sends_an_example_once(terminal, model_folder, tmp_path):
     chat = terminal("-n", "5")
-    assert re.search(r"tiny.*\n.* parameters of 32 bits \(.*, a context of 4096 tokens", chat.first_screen)
+    assert re.search(r"tiny.*\n.* parameters, .* of memory, a context of 4,096 tokens", chat.first_screen)
     chat.expect(r"Why is the sky blue\?  \(Enter sends this example\)")
     say(chat, "/branch", r"main: 0 turns")
     say(chat, "", "cut off")
