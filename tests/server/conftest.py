@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -125,12 +123,6 @@ def live(models):
     """The address of a real server."""
     with running(make_app(models)) as address:
         yield address
-
-
-def run_async(coroutine):
-    """`asyncio.run` in a thread: the tests of the page leave an event loop running in this one."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
 
 
 def wait_until(condition, seconds: float = 1.0) -> bool:

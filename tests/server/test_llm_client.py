@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import pytest
@@ -9,7 +10,6 @@ from click.testing import CliRunner
 from pydantic import BaseModel
 
 from mlxlm.server.tool_use import ToolUse
-from tests.server.conftest import run_async
 
 MODELS = """
 - model_id: local
@@ -72,7 +72,7 @@ def test_async(llm, name):
         model = llm.get_async_model(name)
         return [await model.prompt("Hello!", stream=stream, **SHORT).text() for stream in (True, False)]
 
-    streamed, text = run_async(use())
+    streamed, text = asyncio.run(use())
     assert streamed == text
 
 

@@ -15,7 +15,6 @@ from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
 from mlxlm.server.models import Models, ModelSettings, ServedModel, size_on_disk
 from mlxlm.utils.errors import ConfigError
-from tests.server.conftest import run_async
 
 
 class FakeEngine:
@@ -68,7 +67,7 @@ def test_a_model_is_loaded_once_when_it_is_first_used(loads):
         await asyncio.gather(*(touch(models, "b") for _ in range(3)))
         await touch(models, "b")
 
-    run_async(use())
+    asyncio.run(use())
     assert loads == ["b"] and [m.name for m in models.loaded] == ["b"]
 
 
@@ -82,9 +81,9 @@ def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
 
 def test_the_least_recently_used_model_makes_room(loads):
     models = make(250, a="", b="", c="")
-    run_async(touch(models, "a", "b", "a", "c"))
+    asyncio.run(touch(models, "a", "b", "a", "c"))
     assert [m.name for m in models.loaded] == ["a", "c"]
-    run_async(touch(models, "b"))
+    asyncio.run(touch(models, "b"))
     assert [m.name for m in models.loaded] == ["b", "c"]
     assert loads == ["a", "b", "c", "b"]
 
@@ -98,7 +97,7 @@ def test_an_unloaded_model_is_closed(loads):
         await touch(models, "b")
         return first
 
-    assert run_async(use()).engine.closed
+    assert asyncio.run(use()).engine.closed
 
 
 def test_models_in_use_stay(loads):
@@ -112,7 +111,7 @@ def test_models_in_use_stay(loads):
             assert [m.name for m in models.loaded] == ["a"]
         await touch(models, "b")
 
-    run_async(use())
+    asyncio.run(use())
     assert [m.name for m in models.loaded] == ["b"]
 
 
@@ -121,16 +120,16 @@ def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tm
     (tmp_path / "notes.txt").write_bytes(bytes(500))
     assert size_on_disk(str(tmp_path)) == 500 and size_on_disk("org/name") == 0
     models = make(400, a="", large=str(tmp_path))
-    run_async(touch(models, "a"))
+    asyncio.run(touch(models, "a"))
     with pytest.raises(ApiError, match="takes 500 B, and the server may use 400 B"):
-        run_async(touch(models, "large"))
+        asyncio.run(touch(models, "large"))
     assert [m.name for m in models.loaded] == ["a"] and loads == ["a"]
 
 
 def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
     models = make(80, a="")
     with pytest.raises(ApiError, match="may use"):
-        run_async(touch(models, "a"))
+        asyncio.run(touch(models, "a"))
     assert not models.loaded
 
 
@@ -143,10 +142,10 @@ def test_a_model_that_cannot_be_loaded(loads, caplog):
     models = make(a="broken", b="")
     for _ in range(2):
         with pytest.raises(ApiError, match="can't be loaded") as error:
-            run_async(touch(models, "a"))
+            asyncio.run(touch(models, "a"))
         assert error.value.status == 503
     assert "disk on fire" in caplog.text and "disk" not in error.value.message
-    run_async(touch(models, "b"))
+    asyncio.run(touch(models, "b"))
     assert loads == ["a", "a", "b"]
 
 
@@ -170,7 +169,7 @@ def test_requests_for_a_loaded_model_do_not_wait_for_one_that_is_being_loaded(mo
         go_on.set()
         await slow
 
-    run_async(use())
+    asyncio.run(use())
     assert len(models.loaded) == 2
 
 
@@ -195,7 +194,7 @@ def test_a_client_that_leaves_while_its_model_is_loaded(monkeypatch):
         go_on.set()
         await staying
 
-    run_async(use())
+    asyncio.run(use())
     assert names == ["a"] and len(models.loaded) == 1
 
 

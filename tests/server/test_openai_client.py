@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
-
-from tests.server.conftest import run_async
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
@@ -58,7 +57,7 @@ def test_async(live):
             text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
             assert text == whole.choices[0].message.content
 
-    run_async(use())
+    asyncio.run(use())
 
 
 def test_parse(api):

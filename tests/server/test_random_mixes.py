@@ -15,7 +15,7 @@ import httpx
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
-from tests.server.conftest import run_async, running, wait_until
+from tests.server.conftest import running, wait_until
 from tests.server.test_tools import NAMED, WEATHER
 
 COUNT = int(os.environ.get("MLXLM_RANDOM_REQUESTS", "60"))
@@ -133,12 +133,12 @@ def test_random_mixes(lm):
     weights = sum(weight.nbytes for _, weight in tree_flatten(lm.model.parameters()))
     model, app = serve(lm, batch_size=6, max_memory=weights + ROOM)
     with running(app) as address:
-        answers = run_async(run_together(address, requests))
+        answers = asyncio.run(run_together(address, requests))
         assert wait_until(lambda: model.engine.stats.running == model.engine.stats.waiting == 0, 5)
         assert wait_until(lambda: model.engine.stats.kv_bytes == 0)
     _, app = serve(lm, batch_size=1, prefix_cache_bytes=0)
     with running(app) as address:
-        alone = run_async(run_alone(address, requests))
+        alone = asyncio.run(run_alone(address, requests))
     complete = 0
     for (path, body, most_events, seconds), (status, texts), (expected_status, expected) in zip(
         requests, answers, alone, strict=True

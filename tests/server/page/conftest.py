@@ -22,8 +22,9 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser():
+    """Chromium. One per module, because Playwright's event loop keeps `asyncio.run` from working in this thread."""
     installed = [shutil.which(name) for name in BROWSERS] + [path for path in MAC_BROWSERS if os.path.exists(path)]
     path = next(filter(None, installed), None)
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -35,7 +36,7 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def running_server():
     server = FakeChatServer()
     server.start()
