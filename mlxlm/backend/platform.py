@@ -130,6 +130,11 @@ def model_cache() -> Path:
     return Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
 
 
+def cached_repository(id: str) -> Path:
+    """Folder of a model of the hub in `model_cache`. It may not exist."""
+    return model_cache() / "--".join(["models", *id.split("/")])
+
+
 def download_folder() -> Path:
     """Folder of models that mlxlm downloaded itself: MLXLM_MODELS, or `models` in `cache_folder`. It may not exist."""
     return Path(os.environ["MLXLM_MODELS"]) if os.environ.get("MLXLM_MODELS") else cache_folder() / "models"

@@ -22,8 +22,8 @@ from mlxlm.utils.errors import CheckpointError
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
-_TIMEOUT = 5.0  # seconds
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
+_TIMEOUT = 5.0  # seconds
 
 
 def is_id(text: str) -> bool:
@@ -77,7 +77,7 @@ def is_reachable() -> bool:
 
 def find_source(source: HubSource) -> Path | None:
     """Find what `download_source` downloads in the hub's cache, without the network."""
-    if not _cached_repository(source.repository).is_dir():
+    if not platform.cached_repository(source.repository).is_dir():
         return None
     import huggingface_hub
     from huggingface_hub import errors
@@ -103,7 +103,7 @@ def download_source(source: HubSource) -> Path:
     """
     import huggingface_hub
 
-    blobs = _cached_repository(source.repository) / "blobs"
+    blobs = platform.cached_repository(source.repository) / "blobs"
     with _hub_errors(source.repository, source.revision), _no_progress_bars():
         if source.file is not None:
             download_blob(source.repository, source.file, source.revision, blobs)
@@ -133,14 +133,10 @@ def _no_progress_bars() -> Iterator[None]:
 def partial_bytes(source: HubSource) -> int:
     """Bytes of a repository in the hub's cache, those of an interrupted download among them."""
     size = 0
-    for file in _cached_repository(source.repository).glob("blobs/*"):
+    for file in platform.cached_repository(source.repository).glob("blobs/*"):
         with suppress(OSError):  # renamed meanwhile
             size += file.stat().st_size
     return size
-
-
-def _cached_repository(id: str) -> Path:
-    return platform.model_cache() / "--".join(["models", *id.split("/")])
 
 
 def _snapshot(id: str, patterns: list[str]) -> Path:

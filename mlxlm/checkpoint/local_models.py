@@ -98,7 +98,7 @@ def _in_hub_cache(source: HubSource, sha256: str | None) -> Path | None:
 
 def _hub_models() -> Iterator[LocalModel]:
     for id in hub_ids():
-        repository = platform.model_cache() / "--".join(["models", *id.split("/")])
+        repository = platform.cached_repository(id)
         with suppress(OSError):
             commit = (repository / "refs" / "main").read_text(encoding="ascii", errors="replace")[:64].strip()
             snapshot = repository / "snapshots" / commit

@@ -61,16 +61,21 @@ def list_models(as_json: bool) -> None:
 @models.command()
 @click.argument("name", shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)])
 def pull(name: str) -> None:
-    """Download the model NAME of the list, or continue its download."""
+    """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
+    from mlxlm.checkpoint import hub
     from mlxlm.checkpoint.download import download
     from mlxlm.checkpoint.resolve import no_such_model
 
-    if name not in catalog():
-        raise no_such_model(name)
-    local = find_entry(catalog()[name])
+    entry = catalog().get(name)
+    if entry is None:
+        if not hub.is_id(name):
+            raise no_such_model(name)
+        render.result(str(hub.download(name)))
+        return
+    local = find_entry(entry)
     if local is not None:
         render.say(f"{name} is on this machine already")
-    render.result(str(download(catalog()[name]) if local is None else local.path))
+    render.result(str(download(entry) if local is None else local.path))
 
 
 @models.command()

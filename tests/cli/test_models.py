@@ -80,6 +80,9 @@ def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{COMMIT}")
     assert pulled.stderr == ("Downloading qwen3-0.6b: 351 MB, license apache-2.0\nfrom mlx-community/Qwen3-0.6B-4bit\n")
 
+    by_id = run_command("models", "pull", "mlx-community/Qwen3-0.6B-4bit", env=home)
+    assert by_id.returncode == 0 and by_id.stdout == pulled.stdout
+
     home["HF_HUB_OFFLINE"] = "1"
     answer = run_command("generate", FOLDER_NAME, "-p", "The cat", "-n", "3", env=home)
     assert answer.returncode == 0 and answer.stdout
