@@ -23,7 +23,7 @@ def repeat_run(out: Path | str, original: Run) -> Run:
         CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
         DataError: The data of `original` has changed or is gone.
     """
-    if original.settings.mask_prompt:
+    if original.is_finetuning:
         problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
         raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
     original.check_data()

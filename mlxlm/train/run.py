@@ -24,7 +24,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.report import LOSS_PLOT_FILE, REPORT_FILE, plot_losses, read_run, write_report
-from mlxlm.report.log_entries import LOG_FILE
+from mlxlm.report.log_entries import LOG_FILE, read_log_entries
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
@@ -108,9 +108,14 @@ class Run:
         return Run.open(self.path)
 
     @property
+    def is_finetuning(self) -> bool:
+        """Whether it fine-tunes a model. Then its log begins with `Conversations`."""
+        return next(read_log_entries(self.log_file), {}).get("event") == "conversations"
+
+    @property
     def resume_command(self) -> str:
         """The command that continues this run."""
-        name = "finetune" if self.settings.mask_prompt else "pretrain"
+        name = "finetune" if self.is_finetuning else "pretrain"
         return f"mlxlm {name} --resume {shlex.quote(str(self.path))}"
 
     def worker_config(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class TrainSettings:
     grad_accumulation_steps: int = 1  # of all processes together
     packing: str = "concatenate"  # no padding; "best-fit" keeps documents whole and pads rows
     document_mask: bool = False  # attention stays within a document: 2 to 5% more work for a CPU
-    mask_prompt: bool = False  # of conversations, learn the assistant's messages only: for fine-tuning
+    mask_prompt: bool = False  # of conversations, learn the assistant's messages only
     optimizer: str = "adamw"
     lr_schedule: str = "cosine"
     warmup_steps: int | None = None  # None: 5% of the current number of steps, at most 500

@@ -32,6 +32,7 @@ from mlxlm.train import (
     TrainSettings,
     Validation,
     open_base_model,
+    repeat_run,
     start_finetune,
 )
 from mlxlm.train.finetune import FINETUNE_SETTINGS, _windows
@@ -322,11 +323,13 @@ def test_five_short_conversations(new_run, tmp_path):
     assert finish(run, resume=True)[-1].step == 1 and run.settings.max_seq_length == 128
 
 
-def test_command_that_continues_the_run(new_run, capsys):
+def test_command_that_continues_the_run(new_run, tmp_path, capsys):
     run = new_run("a run")
     ending = finish(run, resume=True, stop_at=1)[-1]
     print_summary(ending, run)
     assert f"mlxlm finetune --resume '{run.path}'" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="is a fine-tuning run"):
+        repeat_run(tmp_path / "copy", run)
 
 
 @pytest.fixture

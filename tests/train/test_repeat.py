@@ -29,6 +29,13 @@ def test_repeat_is_bit_equal(new_run, tmp_path, capsys):
         repeat_run(tmp_path / "none", new_run("unfinished", **TIME_LIMIT))
 
 
+def test_pretraining_on_answers_only_is_no_fine_tuning(new_run):
+    run = new_run("answers", mask_prompt=True, packing="best-fit")
+    assert run.resume_command == f"mlxlm pretrain --resume {run.path}"
+    finish(run, stop_at=2)
+    assert not run.is_finetuning
+
+
 def test_repeat_checks_the_data(stopped, tmp_path):
     manifest = stopped.data / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b"{", b"{ ", 1))
