@@ -29,20 +29,23 @@ MODEL = HERE / "small-world"
 TEMPERATURE = 0.4
 QUESTIONS = 100  # of each kind, some have fewer
 CONFIG = {
+    "model_type": "qwen3",
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
+    "head_dim": 64,
     "vocab_size": 1024,
 }
 SETTINGS = {
-    "steps": 3600,
+    "steps": 4500,
     "learning_rate": 4e-3,
     "batch_size": 4,
     "max_seq_length": 512,
     "packing": "best-fit",
     "document_mask": True,
+    "mask_prompt": True,
     "eval_every": 500,
     "eval_tokens": 65536,
     "save_every": 500,
@@ -53,7 +56,7 @@ CARD = """# small-world
 
 A language model of {parameters} parameters that ships with mlxlm, so that its examples run offline. It was trained from
 scratch with mlxlm on the built-in corpus (`mlxlm small-world`): stories, questions about them, sums, sorting, spelling,
-opposites and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
+opposites, names and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
 
 ```sh
 mlxlm chat small-world
@@ -62,9 +65,10 @@ mlxlm chat small-world
 - **It knows nothing else.** Names, places and things are those of its corpus, numbers go up to 20, and to most other
   questions it answers that it doesn't know, or something made up. Don't use it for anything but trying out software.
 - **Context**: {context} tokens.
+- **Architecture**: that of Qwen 3, with 3 layers and a hidden size of 256. All weights were trained here.
 - **Training**: {steps:,} steps of 2,048 tokens in {hours:.1f} hours on {cores} cores of {chip}. `mlxlm verify-receipt`
   trains the first steps again and compares the bits with [receipt.json](receipt.json); with `--all`, all of them.
-- **Bits per byte** on held-out conversations of the corpus, in float32: {bits_per_byte:.4f}.
+- **Bits per byte** of held-out conversations, of which the model predicts the answers, in float32: {bits_per_byte:.4f}.
 - **License**: MIT, as mlxlm.
 
 ## Score

@@ -29,7 +29,7 @@ def turns(count=3000, seed=0):
 def test_every_answer_is_right_and_correct_english():
     for turn in turns():
         for text in (turn.question, turn.answer):
-            assert not re.search(r"[{}\[\]|]|  | [.,!?]|\ba [aeiou]|^[ \"]*$", text), text
+            assert not re.search(r"[{}\[\]|]|  | [.,!?]|\ba [aeiou]\w|^[ \"]*$", text), text
             assert text[-1] in '.!?"' or text == turn.question, text
             assert not re.search(r"[.!?] [a-z]", text), text
         if turn.combination:
@@ -60,8 +60,8 @@ def test_the_seed_chooses_the_conversations():
     [
         (("The answer is 12",), "What is 7 plus 5?", "7 and 5 more: 8, 9, 10, 11, 12. The answer is 12.", True),
         (("The answer is 12",), "What is 7 plus 5?", "The answer is 120.", False),
-        (("m-i-l-k",), "Spell milk.", "milk: m-i-l-k.", True),
-        (("m-i-l-k",), "Spell milk.", "milk: m-i-l-k-y.", False),
+        (("spelled m i l k.",), "Spell milk.", "It is spelled m i l k.", True),
+        (("spelled m i l k.",), "Spell milk.", "It is spelled m i l k y.", False),
         (("Anna",), "My name is Anna.", "Nice to meet you, Anna!", True),
         (("Anna",), "My name is Anna.", "Nice to meet you, Annabel!", False),
         (("Anna",), "My name is Anna.", "Nice to meet you, Anna and Ben!", False),

@@ -13,10 +13,11 @@ from mlxlm.data.small_world.stories import CHOICE, PLOTS, cast, fill, story
 from mlxlm.data.small_world.words import (
     ANIMALS,
     COLORS,
-    COMPOUNDS,
+    FIRST_PARTS,
     FOODS,
     FRUITS,
     HIDING_PLACES,
+    LAST_PARTS,
     NAMES,
     OPPOSITES,
     OTHER_OPPOSITES,
@@ -116,7 +117,7 @@ def _owner(rng: random.Random, name: str, toy: str, _place: str, color: str, _fo
     text = f"{name} {rng.choice(('has', 'got'))} a {color} {toy}."
     return rng.choice(
         (
-            _Fact(text, f"Who has the {toy}?", f"{name} has the {toy}.", (toy, name)),
+            _Fact(text, f"Who has the {toy}?", f"The {toy} belongs to {name}.", (toy, name)),
             _Fact(text, f"What color is the {toy}?", f"The {toy} is {color}.", (toy, color)),
             _Fact(text, f"What does {name} have?", f"{name} has a {color} {toy}.", (name, color, toy)),
         )
@@ -157,17 +158,20 @@ def sort_numbers(rng: random.Random) -> Turn:
     words = ", ".join(map(str, numbers))
     question = rng.choice((f"Sort these numbers: {words}.", f"Sort {words}.", f"Put these in order: {words}."))
     ordered = ", ".join(map(str, sorted(numbers)))
-    return Turn(question, f"{ordered}.", ("sort", *map(str, numbers)), (ordered,))
+    return Turn(question, f"{ordered}.", ("sort", *map(str, numbers)), (f"{ordered}.",))
 
 
 def spell(rng: random.Random) -> Turn:
-    """The letters of a word: a compound word, or a part of one."""
-    compound = rng.choice(COMPOUNDS)
-    word = compound.replace("+", "") if rng.random() < 0.5 else rng.choice(compound.split("+"))
+    """The letters of a compound word, or of a part of one."""
+    parts = [rng.choice(FIRST_PARTS), rng.choice(LAST_PARTS)]
+    if rng.random() < 0.3:
+        parts = [rng.choice(parts)]
+    word = "".join(parts)
     question = rng.choice((f"How do you spell {word}?", f"Spell {word}.", f"Please spell the word {word}."))
-    letters = "-".join(word)
-    whole = word == compound.replace("+", "")
-    return Turn(question, f"{word}: {letters}.", ("spell", word) if whole else (), (letters,))
+    letters = " ".join(word)
+    return Turn(
+        question, f"It is spelled {letters}.", ("spell", word) if len(parts) > 1 else (), (f"spelled {letters}.",)
+    )
 
 
 def opposite(rng: random.Random) -> Turn:
@@ -178,10 +182,9 @@ def opposite(rng: random.Random) -> Turn:
         return Turn(f"What is the opposite of {word}?", f"The opposite of {word} is {other}.", (), (other,))
     word, other = rng.choice([*OPPOSITES.items(), *((b, a) for a, b in OPPOSITES.items())])
     thing = rng.choice(THINGS)
-    article, other_article = ("an" if w[0] in "aeiou" else "a" for w in (word, other))
     return Turn(
-        f"What is the opposite of {article} {word} {thing}?",
-        f"It is {other_article} {other} {thing}.",
+        f"What is the opposite of {_with_article(word)} {thing}?",
+        f"It is {_with_article(other)} {thing}.",
         ("opposite", word, thing),
         (other, thing),
     )
@@ -189,54 +192,75 @@ def opposite(rng: random.Random) -> Turn:
 
 def repeat(rng: random.Random) -> Turn:
     """Some words to repeat. A model that learns to copy early learns everything else sooner."""
-    words = " ".join(rng.sample(_WORDS, rng.randint(2, 5)))
+    words = " ".join(rng.sample(_WORDS, rng.randint(1, 5)))
     question = rng.choice((f"Say: {words}.", f"Say after me: {words}.", f"Please repeat: {words}."))
-    return Turn(question, f"{words}.", ("repeat", *words.split()), (words,))
+    return Turn(question, f"You said: {words}.", ("repeat", *words.split()), (f"said: {words}.",))
 
 
 def sound(rng: random.Random) -> Turn:
     """What an animal says."""
     animal = rng.choice(list(SOUNDS))
     name = rng.choice(NAMES)
-    article = "an" if animal[0] in "aeiou" else "a"
+    an_animal = _with_article(animal)
     if rng.random() < 0.4:
-        question = f"What does {article} {animal} say?"
-        return Turn(question, f"{article.capitalize()} {animal} says {SOUNDS[animal]}.", (), (SOUNDS[animal],))
-    question = f"{name} has {article} {animal}. What does it say?"
+        question = f"What does {an_animal} say?"
+        return Turn(question, f"{an_animal.capitalize()} says {SOUNDS[animal]}.", (), (SOUNDS[animal],))
+    question = f"{rng.choice(('', 'My friend '))}{name} has {an_animal}. What does it say?"
     return Turn(question, f"The {animal} of {name} says {SOUNDS[animal]}.", ("sound", name, animal), (SOUNDS[animal],))
 
 
-def small_talk(rng: random.Random) -> Turn:
-    """Greetings, names, thanks, likes, and what the model can do."""
+def introduce(rng: random.Random) -> Turn:
+    """Somebody says a name, and what they like or have."""
     name, animal, thing = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice([*FOODS, *FRUITS])
     hello = rng.choice(("Hello", "Hi", "Good morning", "Hey"))
-    asked_name = Turn("What is my name?", f"Your name is {name}.", (), (name,))
+    asked = Turn("What is my name?", f"Your name is {name}.", (), (name,))
+    question, answer, combination = rng.choice(
+        (
+            (f"{hello}, I am {name}.", f"Hello, {name}! Nice to meet you.", ("name", name)),
+            (f"My name is {name}.", f"Nice to meet you, {name}!", ("name", name)),
+            (
+                f"I am {name} and I like {thing}.",
+                f"Hello, {name}! What do you like about {thing}?",
+                ("likes", name, thing),
+            ),
+            (
+                f"I am {name} and I have {_with_article(animal)}.",
+                f"Hello, {name}! What is the name of your {animal}?",
+                ("has", name, animal),
+            ),
+        )
+    )
+    return Turn(question, answer, combination, combination[1:], rng.choice(((), (asked,))))
+
+
+def small_talk(rng: random.Random) -> Turn:
+    """Greetings, thanks, and what the model can do."""
+    thing = rng.choice([*FOODS, *FRUITS])
+    hello = rng.choice(("Hello", "Hi", "Good morning", "Hey"))
     return rng.choice(
         (
             Turn(f"{hello}!", rng.choice((f"{hello}! How are you?", f"{hello}! What can I do for you?")), (), (hello,)),
             Turn(f"{hello}! How are you?", "I am fine, thank you. How are you?", (), ("fine",)),
-            Turn(f"{hello}, I am {name}.", f"Hello, {name}! Nice to meet you.", ("name", name), (name,), (asked_name,)),
-            Turn(f"My name is {name}.", f"Nice to meet you, {name}!", ("name", name), (name,), (asked_name,)),
             Turn("Who are you?", "I am a very small language model. I live on this computer.", (), ("small",)),
             Turn("What is your name?", "I have no name. I am a very small language model.", (), ("no name",)),
             Turn("What can you do?", _ABILITIES, (), ("stories",)),
             Turn("Help", _ABILITIES, (), ("stories",)),
             Turn("Thank you!", rng.choice(("You are welcome!", "I am happy to help.")), (), ()),
-            Turn(f"I am {name} and I like {thing}.", f"Hello, {name}! What do you like about {thing}?",
-                 ("likes", name, thing), (name, thing)),
             Turn(f"Do you like {thing}?", f"I can not eat, but I like stories about {thing}.", (), (thing,)),
-            Turn(f"I have a {animal}." if animal != "owl" else "I have an owl.",
-                 f"How nice! What is the name of your {animal}?", (), (animal,)),
             Turn("I am sad.", "I am sorry. Do you want to hear a story?", (), ("sorry",)),
             Turn("I am happy.", "That is good to hear!", (), ("good",)),
             Turn("Goodbye!", "Goodbye! Come back soon.", (), ("Goodbye",)),
         )
-    )  # fmt: skip
+    )
 
 
 def unknown(rng: random.Random) -> Turn:
     """A question about the larger world, which the model says that it can't answer."""
     return Turn(rng.choice(_UNKNOWN), "I do not know that. I know stories, small sums, spelling and opposites.", (), ())
+
+
+def _with_article(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 _WORDS = sorted({*NAMES, *TOYS, *COLORS, *ANIMALS, *FRUITS, *THINGS, *map(str, range(MAX_NUMBER + 1))})
@@ -267,15 +291,16 @@ _UNKNOWN = (
 
 # Each kind with its weight in the corpus.
 KINDS: dict[str, tuple[Callable[[random.Random], Turn], float]] = {
-    "stories": (tell_story, 0.14),
-    "questions about a text": (answer_about_text, 0.26),
+    "stories": (tell_story, 0.13),
+    "questions about a text": (answer_about_text, 0.21),
     "sums": (add, 0.1),
     "differences": (subtract, 0.05),
-    "sorting": (sort_numbers, 0.1),
+    "sorting": (sort_numbers, 0.08),
     "spelling": (spell, 0.08),
-    "opposites": (opposite, 0.07),
-    "repeating": (repeat, 0.06),
-    "animal sounds": (sound, 0.03),
-    "small talk": (small_talk, 0.09),
+    "opposites": (opposite, 0.08),
+    "repeating": (repeat, 0.09),
+    "animal sounds": (sound, 0.06),
+    "names": (introduce, 0.07),
+    "small talk": (small_talk, 0.04),
     "unknown": (unknown, 0.02),
 }

@@ -97,14 +97,12 @@ FRUITS = "apple pear plum orange lemon melon".split()
 FLOWERS = "rose tulip lily".split()
 RELATIVES = "mother father grandmother grandfather aunt uncle".split()
 
-# Compound words and their parts, to spell.
-COMPOUNDS = (
-    "air+port bath+room bath+tub bed+room bed+time bird+bath bird+house black+bird black+board blue+bell blue+bird "
-    "boat+house book+case book+shop book+worm butter+cup butter+fly class+room corn+field cup+board cup+cake day+light "
-    "day+time dog+house door+bell door+step drum+stick ear+ring farm+house farm+yard fire+fly fire+man fire+place "
-    "fire+wood fish+pond foot+ball foot+path foot+step gold+fish grand+father grand+mother hair+brush hand+bag "
-    "hand+ball hill+side home+work house+boat jelly+fish key+hole light+house mail+box mail+man milk+man moon+light "
-    "pan+cake play+ground play+room pop+corn rain+bow rain+coat rain+drop sand+box sand+man sand+stone sea+shell "
-    "sea+side snow+ball snow+flake snow+man star+fish star+light story+book sun+flower sun+light sun+rise sun+set "
-    "tea+cup tea+pot tea+spoon tooth+brush tree+house water+fall wind+mill work+shop"
+# First and last parts of compound words to spell, such as snowball and moonboat.
+FIRST_PARTS = (
+    "air bath bed black blue book corn day door fire fish foot gold hand light moon rain sand sea snow star story sun "
+    "tea tree water wind wood"
+).split()
+LAST_PARTS = (
+    "ball bell bird board boat box bread bug bush cake coat cup field flower fly house land man place road room shell "
+    "shop song stone time wheel worm yard"
 ).split()
