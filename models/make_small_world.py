@@ -39,7 +39,7 @@ CONFIG = {
     "vocab_size": 1024,
 }
 SETTINGS = {
-    "steps": 4500,
+    "steps": 3600,
     "learning_rate": 4e-3,
     "batch_size": 4,
     "max_seq_length": 512,

@@ -26,19 +26,27 @@ if TYPE_CHECKING:
     from mlxlm.generation import LoadedModel
     from mlxlm.train import Run
 
-# In the same time on two CPU cores, two wide layers learn more than three layers 96 wide: of questions whose words are
-# new together, they answered 34% and 20%.
+# In the same time on two CPU cores, two wide layers learn more than three narrow ones. With Qwen 3's norms of queries
+# and keys, a model of this size learns to copy names much sooner: it answered 60% of new questions, without them 30%.
 PRESET = "0.3m"
 MODEL = {
+    "model_type": "qwen3",
     "hidden_size": 128,
     "intermediate_size": 320,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
 }
-# Rows of whole conversations that attend to themselves: where a token attended to other conversations, too, the model
-# learned no sums in the same time.
-CONVERSATION_SETTINGS = {"packing": "best-fit", "document_mask": True, "batch_size": 4, "learning_rate": 8e-3}
+# Rows of whole conversations that attend to themselves, of which only the answers are learned. Where a token attended
+# to other conversations, too, the model learned no sums in the same time.
+CONVERSATION_SETTINGS = {
+    "packing": "best-fit",
+    "document_mask": True,
+    "mask_prompt": True,
+    "batch_size": 4,
+    "learning_rate": 8e-3,
+}
 _QUESTIONS_PER_KIND = 20
 _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "required": ["answer"]}
 
@@ -97,8 +105,8 @@ def quickstart(
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)
-    change = report.metrics and f"; {report.metrics.bits_per_byte_change:+.4f} bits per byte on the validation text"
-    render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{change or ''}")
+    same = report.metrics and f", the same most likely token in {report.metrics.top1_agreement:.1%} of the text"
+    render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{same or ''}")
     lm = load(small)
     answers.finish(lm)
     render.say("4. What it learned")
@@ -171,7 +179,7 @@ def _chat(lm: LoadedModel) -> None:
 
 def _print_commands(model: Path, prompt: str, is_chat: bool) -> None:
     name = shlex.quote(str(model))
-    render.say("Go on with:")
+    render.say("Next steps:")
     render.say(f"  mlxlm chat {name}")
     if is_chat:
         render.say(f"  mlxlm generate {name} -p {shlex.quote(prompt)} --json-schema {shlex.quote(json.dumps(_SCHEMA))}")

@@ -22,7 +22,7 @@ _MAX_TRIES = 5_000  # for a new question, before all are taken to be known
 
 
 def conversations(seed: int = 0) -> Iterator[list[Turn]]:
-    """Yield conversations of up to four questions with their follow-ups, without end; the same ones for the same seed."""
+    """Yield conversations of up to four questions with follow-ups, without end; the same ones for the same seed."""
     rng = random.Random(seed)
     kinds, weights = list(KINDS), [weight for _, weight in KINDS.values()]
     while True:
