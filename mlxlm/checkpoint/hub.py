@@ -47,7 +47,7 @@ def download(id: str) -> Path:
         return folder
     raise CheckpointError(
         f"{id} has no safetensors and no PyTorch weights",
-        "HF_HUB_OFFLINE=0 if the download is incomplete; hf download and the path of one file if it has GGUF files",
+        "a network connection if the download is incomplete; hf download and the path of one file if it has GGUF files",
     )
 
 
@@ -60,9 +60,11 @@ def download_config(id: str) -> Path:
 
 
 def is_reachable() -> bool:
-    """Whether the hub answers within a few seconds; huggingface_hub itself retries for half a minute."""
+    """Whether downloads are allowed and the hub answers within seconds; huggingface_hub retries for half a minute."""
     from huggingface_hub import constants
 
+    if platform.is_offline():
+        return False
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=_TIMEOUT).close()
@@ -142,15 +144,19 @@ def partial_bytes(source: HubSource) -> int:
 def _snapshot(id: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
-    repository, _, revision = id.partition("@")
-    with _hub_errors(id, revision or None):
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    repository, _, branch = id.partition("@")
+    revision, is_local = branch or None, not is_reachable()
+    with _hub_errors(id, revision):
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, local_files_only=is_local
+        )
+    return Path(folder)
 
 
 @contextmanager
 def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into CheckpointError."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     repository, hint = id.partition("@")[0], None
     try:
@@ -170,8 +176,8 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         problem = f"{id} is neither a path nor in the cache, and the hub can't be reached"
-        offline = constants.HF_HUB_OFFLINE
-        hint = "HF_HUB_OFFLINE=0" if offline else "a network connection, or the path of a model"
+        allowed = "downloads allowed (no --offline, MLXLM_OFFLINE or HF_HUB_OFFLINE)"
+        hint = allowed if platform.is_offline() else "a network connection, or the path of a model"
     except Exception as error:  # whatever its HTTP client and file locks raise
         problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"
     raise CheckpointError(problem, hint)

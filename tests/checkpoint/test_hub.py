@@ -32,7 +32,7 @@ def cached(model_dir, tmp_path, monkeypatch):
         shutil.copy(file, repository / "blobs" / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return snapshot
@@ -43,11 +43,18 @@ def test_model_in_the_cache(cached, model_dir):
     assert checkpoint.path == cached
     tokens = mx.array([[1, 2]])
     np.testing.assert_array_equal(load_model("owner/name@main")[0](tokens), load_model(model_dir)[0](tokens))
-    with pytest.raises(CheckpointError, match="neither a path nor in the cache.*HF_HUB_OFFLINE=0"):
+    with pytest.raises(CheckpointError, match="neither a path nor in the cache.*downloads allowed"):
         open_checkpoint("owner/other")
     (cached / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="owner/name has no safetensors and no PyTorch weights"):
         open_checkpoint("owner/name")
+
+
+def test_without_a_network_the_cache_is_used_at_once(cached, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    assert hub.download("owner/name") == cached
 
 
 def test_existing_path_has_priority(cached, tmp_path, model_dir):
@@ -78,6 +85,7 @@ def test_hub_errors(monkeypatch, kind, expected):
         raise kind_of_error.__new__(kind_of_error)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
     with pytest.raises(CheckpointError, match=expected) as caught:
         open_checkpoint("owner/name@v2")
     assert calls == [("owner/name", "v2")] and "\n" not in str(caught.value)
@@ -87,13 +95,14 @@ def test_pytorch_files_are_the_fallback(monkeypatch, tmp_path):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     calls = []
 
-    def download(repository, revision, allow_patterns):
+    def download(repository, revision, allow_patterns, local_files_only):
         calls.append(allow_patterns)
         if "pytorch_model*.bin" in allow_patterns:
             (tmp_path / "pytorch_model.bin").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
     assert hub.download("owner/name") == tmp_path
     assert "model*.safetensors" in calls[0] and "*.safetensors" not in calls[0]  # nor consolidated.safetensors
     assert not any("bin" in pattern for pattern in calls[0]) and len(calls) == 2
