@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlxlm.data.small_world.stories import CHOICE, PLOTS, cast, fill, story
+from mlxlm.data.small_world.plots import PLOTS
+from mlxlm.data.small_world.stories import CHOICE, cast, fill, story
 from mlxlm.data.small_world.words import (
     ANIMALS,
     COLORS,
