@@ -2,7 +2,7 @@
 
 The blocks of a page run in their order, in a folder with small stand-ins: a model `my-model`, the texts `stories.txt`
 and `book.txt`, the questions and answers `chats.jsonl`, and `questions.jsonl`. A block for 127.0.0.1:8080 talks to a
-server of `my-model`. A comment above a block changes that:
+server of `small-world`. A comment above a block changes that:
 
     <!-- not run: REASON -->       its commands are parsed, its modules and names are looked up
     <!-- run with: OPTIONS -->     each of its commands of mlxlm gets these options too, to be quick
@@ -92,8 +92,8 @@ def folder(template, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def address(template):
-    """Host and port of a server of `my-model`."""
-    with serve(template / "my-model") as address:
+    """Host and port of a server of `small-world`."""
+    with serve("small-world") as address:
         yield address
 
 
