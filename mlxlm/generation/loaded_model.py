@@ -94,11 +94,15 @@ def load(path: Path | str) -> LoadedModel:
             "the tokenizer files that belong to these weights",
         )
     eval_weights(model)
-    return LoadedModel(model, text_tokenizer, config, Path(path), _generation_config(source, str(path)))
+    return LoadedModel(model, text_tokenizer, config, Path(path), read_generation_config(source, str(path)))
 
 
-def _generation_config(source: checkpoint.AnyCheckpoint, name: str) -> GenerationConfig:
-    """Read the folder's generation_config.json, or for a single file what the catalog says."""
+def read_generation_config(source: checkpoint.AnyCheckpoint, name: str) -> GenerationConfig:
+    """Read the generation_config.json of a model folder; of a single file, what the catalog says of the model `name`.
+
+    Raises:
+        ConfigError: The file is invalid.
+    """
     if source.format in FOLDER_FORMATS:
         return GenerationConfig.read(locate(source.path).root)
     entry = find_catalog_entry(name)

@@ -16,6 +16,8 @@ from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare, total_bytes
+from mlxlm.generation import GenerationConfig
+from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
@@ -136,8 +138,8 @@ def start_finetune(
     row, it continues in the next row after half a row of context, so that every answer is learned to its end; the run's
     log says how often (`Conversations`).
 
-    The run begins with a checkpoint of step 0, the model in float32. Training resumes from there, and first validates
-    it.
+    The run has the sampling options of the base model's generation_config.json, and begins with a checkpoint of step 0,
+    the model in float32. Training resumes from there, and first validates it.
 
     Args:
         out: The new folder.
@@ -183,6 +185,8 @@ def start_finetune(
         with atomic_new_folder(out) as folder:
             run = Run.create(folder, config, final_settings, tokenizer, shards, move_data=True)
             _save_base(run, base)
+            if options := read_generation_config(base, str(base.path)).options:
+                GenerationConfig(options).write(folder)
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
             RunLog(run.log_file).record(rows.event(config.max_position_embeddings), forecast)
         return Run.open(out)

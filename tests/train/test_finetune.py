@@ -19,7 +19,7 @@ from mlxlm.cli.main import main
 from mlxlm.cli.training import print_forecast, print_summary
 from mlxlm.data import Chunk, DataOptions, Manifest, TokenDataset, TrainBatches
 from mlxlm.families import config_to_hf
-from mlxlm.generation import load
+from mlxlm.generation import GenerationConfig, load
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train import (
@@ -115,6 +115,16 @@ def test_quantized_model_is_trained_in_float32(new_run, base, tmp_path):
     wanted = dict(tree_flatten(model.parameters()))  # on a CPU a loaded model is float32, too
     assert all(value.dtype == mx.float32 and mx.array_equal(value, wanted[name]) for name, value in found.items())
     assert not mx.array_equal(found["model.embed_tokens.weight"], load_weights(base)["model.embed_tokens.weight"])
+
+
+def test_sampling_options_of_the_base_model_stay(new_run, base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    values = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "example_prompt": "Hello!"}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    run = new_run("run", model=folder, steps=1)
+    assert load(run.path).generation_config == GenerationConfig({"temperature": 0.6, "top_p": 0.9})
+    assert load(new_run("other", steps=1).path).generation_config == GenerationConfig()
 
 
 def test_loss_is_that_of_the_answers(new_run, base):
