@@ -182,6 +182,6 @@ def _compare_losses(losses: list[float], expected: list[float]) -> Comparison:
     differences = [abs(loss - other) for loss, other in pairs]
     first = next((i for i, difference in enumerate(differences, 1) if difference), None)
     if first is None:
-        return Comparison("losses", True, f"of the first {len(pairs)} steps")
+        return Comparison("losses", bool(pairs), f"of the first {len(pairs)} steps")
     detail = f"from step {first} of {len(pairs)}, by at most {max(differences):.2g} nats"
     return Comparison("losses", False, detail)

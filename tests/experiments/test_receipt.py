@@ -56,6 +56,7 @@ def test_another_loss_is_named_with_its_step(receipt, tmp_path):
     run = RECIPE.start(tmp_path)
     receipt.results["losses"][2] += 1e-7
     receipt.results["corpus_sha256"] = "0" * 64
+    assert not {c.name: c.equal for c in receipt.compare(run)}["losses"]  # no step was trained
     events = train(run, load(run.path), should_stop=lambda: run.log_file.read_text().count('"step", "step"') >= 3)
     list(events)
     comparisons = {c.name: c for c in receipt.compare(run)}
