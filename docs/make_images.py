@@ -156,9 +156,9 @@ def chat(folder: Path, model: str, questions: list[str]) -> None:
 
 
 def quickstart(folder: Path) -> None:
-    """A longer quickstart, without the chat."""
+    """A quickstart without the chat."""
     terminal = Terminal(folder)
-    terminal.type("mlxlm quickstart --minutes 5 --no-chat")
+    terminal.type("mlxlm quickstart --no-chat")
     terminal.save("quickstart", "mlxlm quickstart")
 
 
