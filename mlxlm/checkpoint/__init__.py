@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint
     from mlxlm.checkpoint.load import load_checkpoint, load_float32_weights, load_model, load_submodule
     from mlxlm.checkpoint.locations import locate
-    from mlxlm.checkpoint.open import open_checkpoint, open_decoder_checkpoint
+    from mlxlm.checkpoint.open import open_checkpoint, open_decoder_checkpoint, open_tokenizer
     from mlxlm.checkpoint.safetensors import load_weights, save_weights
 
 __all__ = [
@@ -25,13 +25,14 @@ __all__ = [
     "locate",
     "open_checkpoint",
     "open_decoder_checkpoint",
+    "open_tokenizer",
     "save_weights",
 ]
 _MODULES = {
     "checkpoint": ("AnyCheckpoint", "Checkpoint", "MlxLmCheckpoint"),
     "load": ("load_checkpoint", "load_float32_weights", "load_model", "load_submodule"),
     "locations": ("locate",),
-    "open": ("open_checkpoint", "open_decoder_checkpoint"),
+    "open": ("open_checkpoint", "open_decoder_checkpoint", "open_tokenizer"),
     "safetensors": ("load_weights", "save_weights"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import dequantize, pytorch, safetensors
+from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.gguf import open_gguf
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
@@ -31,6 +33,18 @@ from mlxlm.utils.json_files import read_json
 
 _PART_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
+
+
+def open_tokenizer(source: Path | str) -> Tokenizer:
+    """Load the tokenizer at a path, or that of a model with a short name, which is downloaded if necessary.
+
+    Raises:
+        TokenizerError: There is none, or it is invalid.
+        CheckpointError: The model can't be downloaded or opened.
+    """
+    if os.path.exists(source) or str(source) not in model_names():
+        return load_tokenizer(source)
+    return open_checkpoint(source).load_tokenizer()
 
 
 def open_checkpoint(source: Path | str) -> AnyCheckpoint:

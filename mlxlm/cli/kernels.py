@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import DTYPES, json_option
-from mlxlm.config import ModelConfig
-from mlxlm.families import load_config, load_preset, preset_names
 from mlxlm.utils.errors import MlxlmError, PlatformError
 from mlxlm.utils.formatting import human_bytes
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from mlxlm.kernels.dispatch import Case, Operation
 
 _DEFAULT = "15m"
-_MODEL = click.argument("model", default=_DEFAULT)
+_MODEL = click.argument("model", type=MODEL, default=_DEFAULT)
 _DTYPE_HELP = "Dtype of generation.  [default: that of MODEL's weights; float32 on a CPU]"
 _DTYPE = click.option("--dtype", type=click.Choice(DTYPES), help=_DTYPE_HELP)
 _REPEATS: dict[str, Any] = {"type": click.IntRange(1), "metavar": "N", "default": 7, "show_default": True}
@@ -30,8 +28,8 @@ _REPEATS: dict[str, Any] = {"type": click.IntRange(1), "metavar": "N", "default"
 def kernels() -> None:
     """Show or benchmark the implementations of norms and attention on this machine.
 
-    MODEL is a model folder or a preset (default: 15m). The environment variable MLXLM_KERNELS selects one
-    implementation wherever it exists: auto (the default), metal, mlx or blockwise.
+    MODEL is a preset (default: 15m), a model folder, a name of mlxlm models, or a hub id. The environment variable
+    MLXLM_KERNELS selects one implementation wherever it exists: auto (the default), metal, mlx or blockwise.
     """
 
 
@@ -42,7 +40,7 @@ def kernels() -> None:
 def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """Show which implementation each operation uses.
 
-    MODEL is a model folder or a preset.
+    MODEL is a preset or a model.
     """
     from mlxlm.kernels import dispatch, measurements
 
@@ -63,7 +61,7 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
 def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
     """Benchmark all implementations of operations.
 
-    MODEL is a model folder or a preset. From then on, the fastest implementations of its operations are used.
+    MODEL is a preset or a model. From then on, the fastest implementations of its operations are used.
 
     A run that is resumed after this may use other implementations, whose sums round differently.
     """
@@ -97,18 +95,21 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
 def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
     """The operations of MODEL on this device, in generation and in training."""
     from mlxlm.plan.kernel_cases import cases_of
+    from mlxlm.plan.model_lookup import find_config
     from mlxlm.train.start import DEVICE_DTYPE
 
-    return cases_of(_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
+    return cases_of(find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
 
 
 def _stored_dtype(model: str) -> str | None:
     """The dtype that a model folder generates in; None without weights, and on a CPU, which uses float32."""
     from mlxlm.backend.mlx import ON_CPU, mx
     from mlxlm.checkpoint import load_checkpoint, open_checkpoint
+    from mlxlm.checkpoint.resolve import find
     from mlxlm.kernels.dispatch import DTYPE_NAMES
 
-    if ON_CPU or not any(Path(model).glob("*.safetensors")):
+    path = find(model)
+    if ON_CPU or path is None or not any(path.glob("*.safetensors")):
         return None
     loaded, _ = load_checkpoint(open_checkpoint(model))
     return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
@@ -137,9 +138,3 @@ def _rows(m: Measurement) -> Iterator[tuple[str, ...]]:
             human_bytes(timing.peak_bytes),
             "fastest" if path == m.fastest else "",
         )
-
-
-def _config(model: str) -> ModelConfig:
-    if model in preset_names() and not Path(model).exists():
-        return load_preset(model)
-    return load_config(model)

@@ -39,7 +39,7 @@ _VALIDATION_FRACTION = (
 
 @click.command(cls=SectionedCommand, epilog=f"{SOURCES_HELP} SOURCE=WEIGHT sets the share of training tokens.")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCES...")
-@option("Output", "--tokenizer tokenizer_path", str, "Tokenizer folder or file.", required=True, metavar="PATH")
+@option("Output", "--tokenizer", str, "Path or model name of a tokenizer.", required=True, metavar="PATH")
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
 @text_column_option("Text")
 @on_bad_input_option("Text")
@@ -48,25 +48,25 @@ _VALIDATION_FRACTION = (
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, "Random seed of the documents that are held out.  [default: 0]")
 @json_option
-def prepare(sources: tuple[str, ...], tokenizer_path: str, out: Path, as_json: bool, **options: Any) -> None:
+def prepare(sources: tuple[str, ...], tokenizer: str, out: Path, as_json: bool, **options: Any) -> None:
     """Tokenize text into memory-mapped shards for `mlxlm pretrain`.
 
     A row of a .jsonl file or table is {"text": "..."}, or a conversation {"messages": [{"role": "user", "content":
     "..."}, ...]}. Memory use is bounded, and the folder appears only when it is complete.
     """
+    from mlxlm.checkpoint import open_tokenizer
     from mlxlm.data import DataOptions, parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
-    from mlxlm.tokenizer import load
 
     validation = options.pop("validation")
     reject_unused_options(options, (validation, ["validation_fraction", "seed"], "--validation says what is held out"))
     seed = options.pop("seed")
     paths, weights = parse_weighted_sources(sources)
-    tokenizer = load(tokenizer_path)
+    loaded = open_tokenizer(tokenizer)
     start = time.perf_counter()
     with render.bytes_progress("Preparing", total_bytes([*paths, *validation])) as advance:
         data = DataOptions(paths, weights, validation=validation, stdin=sys.stdin.buffer, **given_values(options))
-        manifest = prepare_data(data, tokenizer, out, seed=seed or 0, progress=advance)
+        manifest = prepare_data(data, loaded, out, seed=seed or 0, progress=advance)
     seconds = time.perf_counter() - start
     print_skipped(manifest.skipped)
     if (duplicates := manifest.dedup) is not None:

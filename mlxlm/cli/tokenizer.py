@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from mlxlm.checkpoint.catalog import model_names
+from mlxlm.checkpoint import open_tokenizer
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     PATH,
@@ -23,7 +22,7 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.tokenizer import TOKENIZER_TYPES, Tokenizer, load, tokenizer_stats, train
+from mlxlm.tokenizer import TOKENIZER_TYPES, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.files import atomic_new_folder
@@ -78,7 +77,7 @@ def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_
 )
 def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool) -> None:
     """Print the token ids of a text."""
-    loaded = _load(path)
+    loaded = open_tokenizer(path)
     if text is None:
         text = decode_utf8(_stdin().read(), "stdin", TokenizerError, "text as UTF-8")
     ids = loaded.encode(text, add_special_tokens=add_special_tokens)
@@ -92,7 +91,7 @@ def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool)
 @click.argument("path")
 def decode(path: str) -> None:
     """Read token ids from standard input, and print their text without a line end after it."""
-    loaded = _load(path)
+    loaded = open_tokenizer(path)
     ids = []
     for word in _stdin().read().split():
         if not word.isdigit() or len(word) > 10:
@@ -113,7 +112,7 @@ def decode(path: str) -> None:
 @click.option("--text", "texts_path", metavar="FILE", help="Also measure the tokenizer on this text.")
 def info(path: str, as_json: bool, texts_path: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
-    loaded = _load(path)
+    loaded = open_tokenizer(path)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")
     facts = {name: getattr(loaded, name) for name in names}
@@ -144,14 +143,6 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
             ("vocabulary used", f"{100 * measured.vocabulary_used:.1f}%"),
         ]
     render.print_table(rows)
-
-
-def _load(path: str) -> Tokenizer:
-    if os.path.exists(path) or path not in model_names():
-        return load(path)
-    from mlxlm.checkpoint import open_checkpoint
-
-    return open_checkpoint(path).load_tokenizer()
 
 
 def _stdin() -> BinaryIO:

@@ -134,7 +134,7 @@ def data_options(vocab_size: str = "the preset's, or less if the text supports l
     """
     types = ["byte-level", "sentencepiece"]
     return add_options(
-        option(_DATA, "--tokenizer", PATH, "Tokenizer folder or file.  [default: train one on DATA]"),
+        option(_DATA, "--tokenizer", PATH, "Path or model name of a tokenizer.  [default: train one on DATA]"),
         option(_DATA, "--vocab-size", int, f"Vocabulary size of the tokenizer to train.  [default: {vocab_size}]"),
         option(_DATA, "--tokenizer-type", types, "Tokenizer type.  [default: byte-level]"),
         text_column_option(_DATA),

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxlm.checkpoint import open_tokenizer
 from mlxlm.data import DataOptions, Manifest, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import unseekable_source
@@ -80,7 +81,7 @@ def check_sources(data: DataOptions, tokenizer: TokenizerOptions) -> Path | None
 def existing_tokenizer(options: TokenizerOptions, prepared: Path | None) -> Tokenizer | None:
     """Load the tokenizer at `options.path` or of the prepared data; None if one has to be trained."""
     if options.path is not None:
-        return load(options.path)
+        return open_tokenizer(options.path)
     return load(prepared / "tokenizer") if prepared else None
 
 
