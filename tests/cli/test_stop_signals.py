@@ -13,6 +13,14 @@ def send(*numbers):
         os.kill(os.getpid(), number)
 
 
+@pytest.fixture(autouse=True)
+def hangup():
+    """SIGHUP as in a terminal, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number):
     names = []

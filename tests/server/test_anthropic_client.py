@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from tests.server.conftest import run_async
+import pytest
 
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
 
@@ -80,7 +80,7 @@ def test_async(live):
         async with client, client.messages.stream(**OPTIONS) as stream:
             return "".join([text async for text in stream.text_stream])
 
-    assert run_async(use())
+    assert asyncio.run(use())
 
 
 def test_fields_of_coding_agents(api):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import CONTEXT, run_async
+from tests.server.conftest import CONTEXT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
 MESSAGES = [("system", "Be brief."), ("human", "Hello!")]
@@ -54,7 +55,7 @@ def test_async_and_batch(make_chat):
         parts = [chunk.text async for chunk in chat.astream(MESSAGES)]
         return "".join(parts), (await chat.ainvoke(MESSAGES)).text
 
-    streamed, text = run_async(use())
+    streamed, text = asyncio.run(use())
     assert streamed == text
     assert [answer.text for answer in make_chat().batch([MESSAGES] * 3)] == [text] * 3
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import CONTEXT, HELLO, run_async
+from tests.server.conftest import CONTEXT, HELLO
 from tests.server.test_tools import WEATHER, check_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:litellm.*")
@@ -51,7 +52,7 @@ def test_async(litellm, options):
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
         return "".join(parts), (await litellm.acompletion(**options)).choices[0].message.content
 
-    streamed, text = run_async(use())
+    streamed, text = asyncio.run(use())
     assert streamed == text
 
 

@@ -22,7 +22,7 @@ from mlxlm.server import request_body, run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
-from tests.server.conftest import HELLO, events, run_async, running, wait_until
+from tests.server.conftest import HELLO, events, running, wait_until
 
 LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
 
@@ -120,7 +120,7 @@ def test_many_clients_at_once_get_what_they_get_alone(live):
         async with httpx.AsyncClient(base_url=live, timeout=60) as client:
             return [await ask(client, n) for n in range(12)]
 
-    assert run_async(together()) == run_async(alone())
+    assert asyncio.run(together()) == asyncio.run(alone())
 
 
 def test_slow_headers_are_dropped(live, monkeypatch):
