@@ -39,16 +39,16 @@ CONFIG = {
     "vocab_size": 1024,
 }
 SETTINGS = {
-    "steps": 7200,
-    "learning_rate": 5e-3,
-    "batch_size": 2,
+    "steps": 3600,
+    "learning_rate": 4e-3,
+    "batch_size": 4,
     "max_seq_length": 512,
     "packing": "best-fit",
     "document_mask": True,
     "mask_prompt": True,
-    "eval_every": 1000,
+    "eval_every": 500,
     "eval_tokens": 65536,
-    "save_every": 1000,
+    "save_every": 500,
     "seed": 0,
 }
 EXAMPLE = "Tell me a story about Anna and a kite."
@@ -66,7 +66,7 @@ mlxlm chat small-world
   questions it answers that it doesn't know, or something made up. Don't use it for anything but trying out software.
 - **Context**: {context} tokens.
 - **Architecture**: that of Qwen 3, with 3 layers and a hidden size of 256. All weights were trained here.
-- **Training**: {steps:,} steps of 1,024 tokens in {hours:.1f} hours on {cores} cores of {chip}. `mlxlm verify-receipt`
+- **Training**: {steps:,} steps of 2,048 tokens in {hours:.1f} hours on {cores} cores of {chip}. `mlxlm verify-receipt`
   trains the first steps again and compares the bits with [receipt.json](receipt.json); with `--all`, all of them.
 - **Bits per byte** of held-out conversations, of which the model predicts the answers, in float32: {bits_per_byte:.4f}.
 - **License**: MIT, as mlxlm.
