@@ -53,7 +53,12 @@ def fill(text: str, words: dict[str, str], rng: random.Random) -> str:
     """Choose among the wordings of a sentence, fill in the words, and correct capitals and articles."""
     chosen = CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text)
     filled = _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), chosen.format_map(words))
-    return _ARTICLE.sub(lambda match: match[1] + "n ", filled)
+    return correct_articles(filled)
+
+
+def correct_articles(text: str) -> str:
+    """Replace "a" before a vowel by "an"."""
+    return _ARTICLE.sub(lambda match: match[1] + "n ", text)
 
 
 def story(plot: Plot, words: dict[str, str], rng: random.Random) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxlm.data.small_world.plots import PLOTS
-from mlxlm.data.small_world.stories import CHOICE, cast, fill, story
+from mlxlm.data.small_world.stories import CHOICE, cast, correct_articles, fill, story
 from mlxlm.data.small_world.words import (
     ANIMALS,
     COLORS,
@@ -184,8 +184,8 @@ def opposite(rng: random.Random) -> Turn:
     word, other = rng.choice([*OPPOSITES.items(), *((b, a) for a, b in OPPOSITES.items())])
     thing = rng.choice(THINGS)
     return Turn(
-        f"What is the opposite of {_with_article(word)} {thing}?",
-        f"It is {_with_article(other)} {thing}.",
+        correct_articles(f"What is the opposite of a {word} {thing}?"),
+        correct_articles(f"It is a {other} {thing}."),
         ("opposite", word, thing),
         (other, thing),
     )
@@ -202,11 +202,10 @@ def sound(rng: random.Random) -> Turn:
     """What an animal says."""
     animal = rng.choice(list(SOUNDS))
     name = rng.choice(NAMES)
-    an_animal = _with_article(animal)
     if rng.random() < 0.4:
-        question = f"What does {an_animal} say?"
-        return Turn(question, f"{an_animal.capitalize()} says {SOUNDS[animal]}.", (), (SOUNDS[animal],))
-    question = f"{rng.choice(('', 'My friend '))}{name} has {an_animal}. What does it say?"
+        question = correct_articles(f"What does a {animal} say?")
+        return Turn(question, correct_articles(f"A {animal} says {SOUNDS[animal]}."), (), (SOUNDS[animal],))
+    question = correct_articles(f"{rng.choice(('', 'My friend '))}{name} has a {animal}. What does it say?")
     return Turn(question, f"The {animal} of {name} says {SOUNDS[animal]}.", ("sound", name, animal), (SOUNDS[animal],))
 
 
@@ -225,7 +224,7 @@ def introduce(rng: random.Random) -> Turn:
                 ("likes", name, thing),
             ),
             (
-                f"I am {name} and I have {_with_article(animal)}.",
+                correct_articles(f"I am {name} and I have a {animal}."),
                 f"Hello, {name}! What is the name of your {animal}?",
                 ("has", name, animal),
             ),
@@ -258,10 +257,6 @@ def small_talk(rng: random.Random) -> Turn:
 def unknown(rng: random.Random) -> Turn:
     """A question about the larger world, which the model says that it can't answer."""
     return Turn(rng.choice(_UNKNOWN), "I do not know that. I know stories, small sums, spelling and opposites.", (), ())
-
-
-def _with_article(word: str) -> str:
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 _WORDS = sorted({*NAMES, *TOYS, *COLORS, *ANIMALS, *FRUITS, *THINGS, *map(str, range(MAX_NUMBER + 1))})
