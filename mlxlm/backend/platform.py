@@ -12,6 +12,7 @@ from mlxlm.utils.errors import PlatformError
 
 _M_MMAP_THRESHOLD = -3  # of glibc's <malloc.h>
 INSTALL_BACKEND = "pip install 'mlxlm[cpu]' (or cuda12, cuda13 for an NVIDIA GPU)"
+ALLOW_DOWNLOADS = "downloads allowed (no --offline, MLXLM_OFFLINE or HF_HUB_OFFLINE)"
 
 
 def cpu_cores() -> int:

@@ -119,6 +119,6 @@ def _folder_size(folder: Path) -> int:
 
 def _offline_error(entry: CatalogEntry) -> CheckpointError:
     present = next((other.name for other in catalog().values() if find_entry(other) is not None), None)
-    hint = "mlxlm models pull, with downloads allowed (no --offline, MLXLM_OFFLINE or HF_HUB_OFFLINE)"
+    hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
     hint = f"{present}, which is; or {hint}" if present else hint
     return CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)

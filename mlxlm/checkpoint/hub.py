@@ -39,10 +39,11 @@ def download(id: str) -> Path:
     Raises:
         CheckpointError: The model can't be downloaded, with a hint.
     """
-    folder = _snapshot(id, _SAFETENSORS)
+    is_local = not is_reachable()
+    folder = _snapshot(id, _SAFETENSORS, is_local)
     if safetensors.has_weights(folder):
         return folder
-    folder = _snapshot(id, _PYTORCH)
+    folder = _snapshot(id, _PYTORCH, is_local)
     if pytorch.has_weights(folder):
         return folder
     raise CheckpointError(
@@ -53,7 +54,7 @@ def download(id: str) -> Path:
 
 def download_config(id: str) -> Path:
     """Download a model's config.json only and return its path. Raises CheckpointError as `download` does."""
-    folder = _snapshot(id, ["config.json"])
+    folder = _snapshot(id, ["config.json"], not is_reachable())
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{id} has no config.json", "hf download and the path of one file if it has GGUF files")
     return folder / "config.json"
@@ -114,7 +115,7 @@ def download_source(source: HubSource) -> Path:
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-        return _snapshot(source.repository, _SAFETENSORS)
+        return _snapshot(source.repository, _SAFETENSORS, is_local=False)
 
 
 @contextmanager
@@ -141,11 +142,12 @@ def partial_bytes(source: HubSource) -> int:
     return size
 
 
-def _snapshot(id: str, patterns: list[str]) -> Path:
+def _snapshot(id: str, patterns: list[str], is_local: bool) -> Path:
+    """Return the folder of a repository with the files of `patterns`; `is_local`: without the network."""
     import huggingface_hub
 
     repository, _, branch = id.partition("@")
-    revision, is_local = branch or None, not is_reachable()
+    revision = branch or None
     with _hub_errors(id, revision):
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=is_local
@@ -176,8 +178,7 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         problem = f"{id} is neither a path nor in the cache, and the hub can't be reached"
-        allowed = "downloads allowed (no --offline, MLXLM_OFFLINE or HF_HUB_OFFLINE)"
-        hint = allowed if platform.is_offline() else "a network connection, or the path of a model"
+        hint = platform.ALLOW_DOWNLOADS if platform.is_offline() else "a network connection, or the path of a model"
     except Exception as error:  # whatever its HTTP client and file locks raise
         problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"
     raise CheckpointError(problem, hint)
