@@ -1,8 +1,8 @@
 // Causal grouped-query attention in tiles: softmax(scale * queries keys^T) values, and the log-sum-exp of each row's
 // scores, without the matrix of scores in memory.
 //
-// Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; window, an
-// int from 1 to S. Row t has position p = S - T + t and sees the keys s with p - window < s <= p.
+// Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; first_keys
+// [B, T] int, non-decreasing along T and at least 0. Row t sees the keys from first_keys[t] to S - T + t.
 // Outputs: output [B, H, T, D] of type T; lse [B, H, T] float. A row that sees no key has output 0 and lse -inf.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the query rows of a threadgroup, 8 for each SIMD group;
 // STAGED, a multiple of 8, the keys in threadgroup memory at a time.
@@ -38,6 +38,9 @@ const int simd_first = first + 8 * int(simdgroup_index_in_threadgroup);
 const int row = simd_first + place.y;
 const int position = offset + row;
 const bool inside = row < query_count;
+const int64_t visible = batch * first_keys_strides[0];
+const int first_key = first_keys[visible + min(row, last) * first_keys_strides[1]];
+const int simd_first_key = first_keys[visible + min(simd_first, last) * first_keys_strides[1]];
 T query[2 * TILES];
 tile_hold_row<T, D>(query, query_rows + row * queries_strides[2], queries_strides[3], inside, place);
 
@@ -51,7 +54,7 @@ float total = 0.0f;     // this lane's part of the sum of exp2(score - top)
 const float scale_log2 = scale * M_LOG2E_F;
 
 const int key_end = offset + last + 1;
-for (int start = max(0, offset + first - window + 1); start < key_end; start += STAGED) {
+for (int start = first_keys[visible + first * first_keys_strides[1]]; start < key_end; start += STAGED) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int count = key_count - start;
   tile_stage_rows<T, STAGED, D, LD, THREADS>(
@@ -61,7 +64,7 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   const bool seen = simd_first < query_count && start <= offset + simd_first + 7 &&
-      start + STAGED > offset + simd_first - window + 1;
+      start + STAGED > simd_first_key;
   if (seen) {
     float2 scores[STAGED / 8];
     UNROLL
@@ -82,8 +85,8 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
     UNROLL
     for (int j = 0; j < STAGED / 8; ++j) {
       const int key = start + 8 * j + place.x;
-      scores[j].x = key <= position && key > position - window ? scores[j].x * scale_log2 : -INFINITY;
-      scores[j].y = key + 1 <= position && key + 1 > position - window ? scores[j].y * scale_log2 : -INFINITY;
+      scores[j].x = key >= first_key && key <= position ? scores[j].x * scale_log2 : -INFINITY;
+      scores[j].y = key + 1 >= first_key && key + 1 <= position ? scores[j].y * scale_log2 : -INFINITY;
       highest = max(highest, scores[j]);
     }
     const float new_top = max(top, tile_row_max(highest));

@@ -1,8 +1,9 @@
 // Gradients of attention_forward with respect to the keys and the values.
 //
-// Inputs (any strides): queries, keys, values, scale and window as for attention_forward; output_grad [B, H, T, D] of
-// type T, the cotangent of its output; lse [B, H, T] float, its second output; delta [B, H, T] float, from
-// attention_grad_query.
+// Inputs (any strides): queries, keys, values and scale as for attention_forward; output_grad [B, H, T, D] of type T,
+// the cotangent of its output; lse [B, H, T] float, its second output; delta [B, H, T] float, from
+// attention_grad_query; query_ends [B, S] int, non-decreasing along S and at most T. Key s is seen by the rows from
+// s - (S - T) to query_ends[s] - 1.
 // Outputs: key_grad and value_grad [B, H_kv, S, D] of type T.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the keys of a threadgroup, 8 for each SIMD group;
 // STAGED, a multiple of 8, the query rows in threadgroup memory at a time.
@@ -35,6 +36,9 @@ const int64_t key_head = threadgroup_position_in_grid.y;
 const int simd_first = first + 8 * int(simdgroup_index_in_threadgroup);
 const int row = simd_first + place.y;
 const bool inside = row < key_count;
+const int64_t visible = batch * query_ends_strides[0];
+const int row_end = query_ends[visible + min(row, last) * query_ends_strides[1]];
+const int simd_end = query_ends[visible + min(simd_first + 7, last) * query_ends_strides[1]];
 const device T* key_row = keys + batch * keys_strides[0] + key_head * keys_strides[1] + row * keys_strides[2];
 const device T* value_row =
     values + batch * values_strides[0] + key_head * values_strides[1] + row * values_strides[2];
@@ -53,7 +57,7 @@ for (int d = 0; d < TILES; ++d) {
 const float scale_log2 = scale * M_LOG2E_F;
 
 const int query_first = max(0, first - offset);
-const int query_end = min(query_count, last + window - offset);
+const int query_end = query_ends[visible + last * query_ends_strides[1]];
 const int heads = queries_shape[1] / keys_shape[1];
 for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
   const device T* query_rows = queries + batch * queries_strides[0] + head * queries_strides[1];
@@ -71,7 +75,6 @@ for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
         grad_tile, grad_rows + start * output_grad_strides[2], output_grad_strides[2], output_grad_strides[3], count,
         thread_index);
     if (thread_index < uint(STAGED)) {
-      // A row outside sees all keys, with probability 0.
       const bool real = int(thread_index) < count;
       const int64_t query = start + int(thread_index);
       lse_tile[thread_index] = real ? lse[lse_rows + query * lse_strides[2]] * M_LOG2E_F : INFINITY;
@@ -80,8 +83,7 @@ for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     for (int j = 0; j < STAGED; j += 8) {
-      const int position = offset + start + j;  // of the tile's first query
-      const bool seen = simd_first < key_count && simd_first <= position + 7 && simd_first + 7 > position - window;
+      const bool seen = simd_first < key_count && simd_first <= offset + start + j + 7 && start + j < simd_end;
       if (seen) {
         float2 scores = float2(0.0f);
         float2 slopes = float2(0.0f);  // values output_grad^T
@@ -96,9 +98,9 @@ for (int64_t head = key_head * heads; head < (key_head + 1) * heads; ++head) {
               tile_load_transposed<T, LD>(grad_tile + j * LD + 8 * d, place));
         }
         const int column = j + place.x;
-        const int seer = position + place.x;
-        const bool first_sees = row <= seer && row > seer - window;
-        const bool second_sees = row <= seer + 1 && row > seer + 1 - window;
+        const int query = start + column;
+        const bool first_sees = row <= offset + query && query < row_end;
+        const bool second_sees = row <= offset + query + 1 && query + 1 < row_end;
         float2 probabilities = exp2(scores * scale_log2 - float2(lse_tile[column], lse_tile[column + 1]));
         // Infinite for a row that sees no key, whose lse is -inf: it is masked.
         probabilities.x = first_sees ? probabilities.x : 0.0f;

@@ -1,6 +1,6 @@
 // Gradient of attention_forward with respect to the queries, and each row's correction of the score gradients.
 //
-// Inputs (any strides): queries, keys, values, scale and window as for attention_forward; its outputs, output and
+// Inputs (any strides): queries, keys, values, scale and first_keys as for attention_forward; its outputs, output and
 // lse; their cotangents, output_grad [B, H, T, D] of type T and lse_grad [B, H, T] float.
 // Outputs: query_grad [B, H, T, D] of type T; delta [B, H, T] float, sum(output_grad * output) - lse_grad.
 // Template: T; D, a multiple of 8; ROWS, a multiple of 8, the query rows of a threadgroup, 8 for each SIMD group;
@@ -36,6 +36,9 @@ const int simd_first = first + 8 * int(simdgroup_index_in_threadgroup);
 const int row = simd_first + place.y;
 const int position = offset + row;
 const bool inside = row < query_count;
+const int64_t visible = batch * first_keys_strides[0];
+const int first_key = first_keys[visible + min(row, last) * first_keys_strides[1]];
+const int simd_first_key = first_keys[visible + min(simd_first, last) * first_keys_strides[1]];
 const device T* query_row =
     queries + batch * queries_strides[0] + head * queries_strides[1] + row * queries_strides[2];
 const device T* output_row = output + batch * output_strides[0] + head * output_strides[1] + row * output_strides[2];
@@ -71,7 +74,7 @@ for (int d = 0; d < TILES; ++d) {
 const float scale_log2 = scale * M_LOG2E_F;
 
 const int key_end = offset + last + 1;
-for (int start = max(0, offset + first - window + 1); start < key_end; start += STAGED) {
+for (int start = first_keys[visible + first * first_keys_strides[1]]; start < key_end; start += STAGED) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int count = key_count - start;
   tile_stage_rows<T, STAGED, D, LD, THREADS>(
@@ -82,7 +85,7 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
 
   for (int j = 0; j < STAGED; j += 8) {
     const bool seen = simd_first < query_count && start + j <= offset + simd_first + 7 &&
-        start + j + 8 > offset + simd_first - window + 1;
+        start + j + 8 > simd_first_key;
     if (seen) {
       float2 scores = float2(0.0f);
       float2 slopes = float2(0.0f);  // output_grad values^T
@@ -100,8 +103,8 @@ for (int start = max(0, offset + first - window + 1); start < key_end; start += 
       const float2 probabilities = exp2(scores * scale_log2 - row_lse);
       const int key = start + j + place.x;
       slopes -= correction;
-      scores.x = key <= position && key > position - window ? probabilities.x * slopes.x : 0.0f;
-      scores.y = key + 1 <= position && key + 1 > position - window ? probabilities.y * slopes.y : 0.0f;
+      scores.x = key >= first_key && key <= position ? probabilities.x * slopes.x : 0.0f;
+      scores.y = key + 1 >= first_key && key + 1 <= position ? probabilities.y * slopes.y : 0.0f;
       UNROLL
       for (int d = 0; d < TILES; ++d) {
         simdgroup_barrier(mem_flags::mem_none);

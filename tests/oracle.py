@@ -30,12 +30,15 @@ def rms_norm_grad_size(x, weight, eps, g):
     return dx, (np.abs(g) * normed).reshape(-1, x.shape[-1]).sum(0)
 
 
-def _visible(T, S, window):
+def _visible(T, S, window, segment_ids=None):
     p, s = np.arange(S - T, S)[:, None], np.arange(S)[None]
-    return (s <= p) & ((s > p - window) if window is not None else True)
+    visible = (s <= p) & ((s > p - window) if window is not None else True)
+    if segment_ids is None:
+        return visible
+    return visible & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
 
 
-def _probabilities(q, k, scale, window, softcap=None, slopes=None):
+def _probabilities(q, k, scale, window, softcap=None, slopes=None, segment_ids=None):
     """Probabilities and log-sum-exp of grouped heads; a row that sees nothing has 0 and -inf."""
     H, T, S = q.shape[1], q.shape[2], k.shape[2]
     scores = scale * q @ np.repeat(k, H // k.shape[1], axis=1).swapaxes(-1, -2)
@@ -44,7 +47,7 @@ def _probabilities(q, k, scale, window, softcap=None, slopes=None):
     if slopes is not None:
         distance = np.arange(S)[None] - np.arange(S - T, S)[:, None]
         scores = scores + np.asarray(slopes, np.float64)[:, None, None] * distance
-    scores = np.where(_visible(T, S, window), scores, -np.inf)
+    scores = np.where(_visible(T, S, window, segment_ids), scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     e = np.exp(scores - np.where(np.isfinite(top), top, 0))
     total = e.sum(-1, keepdims=True)
@@ -53,18 +56,18 @@ def _probabilities(q, k, scale, window, softcap=None, slopes=None):
     return e / np.where(total > 0, total, 1), lse[..., 0]
 
 
-def attention(q, k, v, scale, window=None, softcap=None, slopes=None):
+def attention(q, k, v, scale, window=None, softcap=None, slopes=None, segment_ids=None):
     """(output, log-sum-exp): `[B, H, T, D]` and `[B, H, T]`."""
-    probs, lse = _probabilities(q, k, scale, window, softcap, slopes)
+    probs, lse = _probabilities(q, k, scale, window, softcap, slopes, segment_ids)
     return probs @ np.repeat(v, q.shape[1] // v.shape[1], axis=1), lse
 
 
-def attention_grad(q, k, v, scale, do, window=None):
+def attention_grad(q, k, v, scale, do, window=None, segment_ids=None):
     """Gradients of sum(do * output) by q, k and v."""
     B, kv_heads, S, D = k.shape
     groups = q.shape[1] // kv_heads
     keys, values = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
-    probs, _ = _probabilities(q, k, scale, window)
+    probs, _ = _probabilities(q, k, scale, window, segment_ids=segment_ids)
     dp = do @ values.swapaxes(-1, -2)
     ds = probs * (dp - (dp * probs).sum(-1, keepdims=True))
     dk, dv = scale * ds.swapaxes(-1, -2) @ q, probs.swapaxes(-1, -2) @ do

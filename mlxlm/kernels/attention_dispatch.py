@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -71,7 +72,7 @@ def _unsupported_reason(path: str, case: Case) -> str | None:
     if path == "mlx":
         unsupported = ("softcap", "slopes")
     elif path == "metal":
-        unsupported = ("first", "segment_ids") if decoding else ("softcap", "slopes", "first", "segment_ids")
+        unsupported = ("first", "segment_ids") if decoding else ("softcap", "slopes", "first")
     if missing := [name for name in case.features if name in unsupported]:
         return f"it doesn't support {' and '.join(missing)}"
     if path != "metal":
@@ -181,7 +182,11 @@ def _quantized_decode(
     return decode_attention.quantized_decode_attention(queries, keys, values, scale, bits=key_bits, **options)
 
 
-_PATHS = {"mlx": mlx_attention, "metal": flash_attention.tiled_attention, "blockwise": blockwise_attention}
+_PATHS: dict[str, Callable[..., Any]] = {
+    "mlx": mlx_attention,
+    "metal": flash_attention.tiled_attention,
+    "blockwise": blockwise_attention,
+}
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
 _QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
 

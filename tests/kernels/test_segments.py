@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import attention, use_kernels
 from mlxlm.kernels import blockwise_attention as module
-from mlxlm.kernels.attention_dispatch import TRAINING, attention_case
+from mlxlm.kernels.attention_dispatch import DECODE, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.mlx_attention import mlx_attention
 from tests import oracle
@@ -83,10 +83,9 @@ def test_gradient_with_soft_cap_and_alibi_equals_separate_documents(monkeypatch)
             np.testing.assert_allclose(np.array(found)[:, :, start:stop], np.array(wanted), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["auto", "mlx", "blockwise", "metal"])
+@pytest.mark.parametrize("mode", ["auto", "mlx", "blockwise"])
 @pytest.mark.parametrize("training", [True, False])
 def test_every_mode(mode, training):
-    """Kernels without document masks are skipped."""
     q, k, v = (random((2, n, 12, 8), n) for n in (4, 2, 2))
     segment_ids = mx.array([[0] * 5 + [1] * 7, [0] * 12]).astype(mx.int32)
     with use_kernels(mode):
@@ -97,11 +96,11 @@ def test_every_mode(mode, training):
             np.testing.assert_allclose(alone(out[b : b + 1], start, stop), wanted, atol=1e-5)
 
 
-def test_metal_kernels_do_not_support_segment_ids():
+def test_which_paths_support_segment_ids():
     case = attention_case(TRAINING, "float32", 64, 4, 2, 512, 512, ("segment_ids",))
-    assert "segment_ids" in case.features
-    assert TRAINING.unsupported_reason("metal", case) == "it doesn't support segment_ids"
-    assert TRAINING.unsupported_reason("mlx", case) is None and TRAINING.unsupported_reason("blockwise", case) is None
+    assert [TRAINING.unsupported_reason(path, case) for path in TRAINING.paths] == [None, None, None]
+    case = attention_case(DECODE, "float32", 64, 4, 2, 8, 8, ("segment_ids",))
+    assert DECODE.unsupported_reason("metal", case) == "it doesn't support segment_ids"
 
 
 @pytest.mark.parametrize("segment_ids", [mx.zeros((1, 5), mx.int32), mx.zeros((2, 6), mx.int32), mx.zeros((1, 6))])

@@ -21,6 +21,7 @@ CASES = [
     attend(QUANTIZED, "bfloat16", 1, group_size=32, key_bits=4, value_bits=4),
     attend(PREFILL, "float16", 2048),
     attend(TRAINING, "float32", 2048, "window"),
+    attend(TRAINING, "bfloat16", 2048, "segment_ids"),
 ]
 
 

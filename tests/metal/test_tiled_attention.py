@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.flash_attention import attention_with_lse, tiled_attention
 from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.mlx_attention import mlx_attention
 from tests import oracle
 from tests.metal import harness
 from tests.oracle import as64
@@ -46,19 +47,21 @@ def error(actual, expected):
     return np.abs(actual[finite] - expected[finite]).max() / max(np.abs(expected[finite]).max(), 1)
 
 
-def lse_gradients(q, k, scale, lse_grad, window):
+def lse_gradients(q, k, scale, lse_grad, window, segment_ids):
     """Gradients of sum(lse_grad * lse) by queries and keys: the probabilities times the other one."""
-    dq = scale * lse_grad[..., None] * oracle.attention(q, k, k, scale, window)[0]
-    dk = oracle.attention_grad(q, k, k, scale, scale * lse_grad[..., None] * q, window)[2]
+    dq = scale * lse_grad[..., None] * oracle.attention(q, k, k, scale, window, segment_ids=segment_ids)[0]
+    dk = oracle.attention_grad(q, k, k, scale, scale * lse_grad[..., None] * q, window, segment_ids)[2]
     return dq, dk
 
 
-def check(q, k, v, output_grad, lse_grad, scale, window=None):
-    (output, lse), gradients = mx.vjp(attention_with_lse(scale, window), [q, k, v], [output_grad, lse_grad])
+def check(q, k, v, output_grad, lse_grad, scale, window=None, segment_ids=None):
+    segments = () if segment_ids is None else (mx.array(segment_ids, mx.int32),)
+    attend = attention_with_lse(scale, window)
+    (output, lse), gradients = mx.vjp(lambda *qkv: attend(*qkv, *segments), [q, k, v], [output_grad, lse_grad])
     q64, k64, v64, do64, dlse64 = map(as64, (q, k, v, output_grad, lse_grad))
-    expected, expected_lse = oracle.attention(q64, k64, v64, scale, window)
-    dq, dk, dv = oracle.attention_grad(q64, k64, v64, scale, do64, window)
-    more_dq, more_dk = lse_gradients(q64, k64, scale, dlse64, window)
+    expected, expected_lse = oracle.attention(q64, k64, v64, scale, window, segment_ids=segment_ids)
+    dq, dk, dv = oracle.attention_grad(q64, k64, v64, scale, do64, window, segment_ids)
+    more_dq, more_dk = lse_gradients(q64, k64, scale, dlse64, window, segment_ids)
     assert output.dtype == q.dtype and lse.dtype == mx.float32
     assert error(lse, expected_lse) < LSE_TOLERANCE
     errors = [
@@ -81,6 +84,38 @@ def test_values_and_gradients_equal_float64(metal, data):
     D = {mx.float32: 8, mx.float16: 64, mx.bfloat16: 40}[dtype]
     B = draw(st.integers(1, 2)) if kv_heads * groups == 1 else 1
     check(*problem(B, kv_heads * groups, kv_heads, T, S, D, dtype), D**-0.5, window)
+
+
+def texts(seed, B, T, count):
+    """Segment ids: each row has up to `count` texts of any lengths."""
+    rng = np.random.default_rng(seed)
+    return np.sort(rng.integers(0, 3 * count, (B, count))[:, rng.integers(0, count, T)], axis=1)
+
+
+@given(data=st.data())
+@few
+def test_segments_equal_float64(metal, data):
+    draw = data.draw
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
+    T, B = draw(st.integers(1, 100)), draw(st.integers(1, 2))
+    window = draw(st.none() | st.integers(1, 40))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    D = {mx.float32: 8, mx.float16: 64, mx.bfloat16: 40}[dtype]
+    segment_ids = texts(draw(st.integers(0, 99)), B, T, draw(st.integers(1, 9)))
+    arrays = problem(B, kv_heads * groups, kv_heads, T, T, D, dtype)
+    check(*arrays, D**-0.5, window, segment_ids)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_segments_equal_mlx(metal, window):
+    """Packed rows whose padding is a text of its own."""
+    q, k, v, output_grad, _ = problem(2, 2, 1, 150, 150, 16)
+    segment_ids = mx.array(np.array([[0] * 70 + [1] * 3 + [2] * 60 + [3] * 17, [0] * 149 + [1]]), mx.int32)
+    options = {"window": window, "segment_ids": segment_ids}
+    out, gradients = mx.vjp(lambda *x: tiled_attention(*x, 0.25, **options), [q, k, v], [output_grad])
+    expected, wanted = mx.vjp(lambda *x: mlx_attention(*x, 0.25, **options), [q, k, v], [output_grad])
+    for x, y in zip((*out, *gradients), (*expected, *wanted), strict=True):
+        assert mx.abs(x - y).max() < 1e-5
 
 
 # By the bytes of a row: 32 rows are staged at a time up to 256 bytes, then 24, then 16.
@@ -107,12 +142,14 @@ def test_keys_that_no_query_sees_are_ignored(metal):
         assert (mx.where(unseen, x, 0) == 0).all()
 
 
-@pytest.mark.parametrize("window, times", [(16, 2), (None, 4.5)])
-def test_tiles_that_no_query_sees_are_not_read(needs_harness, window, times):
-    """32 rows with a window of 16 see 47 others, two tiles; all of 8 tiles of rows see 4.5 on average."""
+@pytest.mark.parametrize("window, texts, times", [(16, 1, 2), (None, 1, 4.5), (None, 8, 1.01)])
+def test_tiles_that_no_query_sees_are_not_read(needs_harness, window, texts, times):
+    """32 rows with a window of 16 see 47 others, two tiles; all of 8 tiles of rows see 4.5 on average; texts of 32
+    rows see one."""
     q, k, v, output_grad, _ = problem(1, 1, 1, 256, 256, 8)
+    options = {"window": window, "segment_ids": mx.arange(256)[None] * texts // 256}
     with harness.use() as log:
-        mx.vjp(lambda *qkv: tiled_attention(*qkv, 0.2, window=window), [q, k, v], [output_grad])
+        mx.vjp(lambda *qkv: tiled_attention(*qkv, 0.2, **options), [q, k, v], [output_grad])
     assert len(log.launches) == 3
     for launch in log.launches:
         assert launch.loaded <= times * launch.unique_read
