@@ -18,16 +18,14 @@ from pathlib import Path
 import numpy as np
 from common import report
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "metal")]
-
-import harness  # noqa: E402
-import oracle  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
 from mlxlm.kernels.flash_attention import tiled_attention  # noqa: E402
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
+from tests import oracle  # noqa: E402
+from tests.metal import harness  # noqa: E402
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 EPS = 1e-5
@@ -72,7 +70,7 @@ def run(function: Callable[[], list[mx.array]], kernels: str) -> tuple[list[mx.a
     with harness.use(seed=0) as log:
         out = function()
         mx.eval(out)
-    return out, sum(x.read + x.written for x in log.launches if x.kernel.startswith(kernels))
+    return out, sum(x.read + x.written for x in log.launches if x.kernel.startswith(f"mlxlm_{kernels}"))
 
 
 def cases() -> dict[str, Callable]:

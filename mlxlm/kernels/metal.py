@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.utils.resources import resource
@@ -63,7 +64,7 @@ class MetalKernel:
         Returns:
             The output arrays.
         """
-        return self._function(
+        return _function(mx.fast.metal_kernel, self)(
             inputs=list(inputs),
             template=list(template.items()),
             grid=grid,
@@ -72,13 +73,15 @@ class MetalKernel:
             output_dtypes=[dtype for _, dtype in outputs],
         )
 
-    @cached_property
-    def _function(self) -> Callable[..., list[mx.array]]:
-        return mx.fast.metal_kernel(
-            name=f"mlxlm_{self.name}",
-            input_names=list(self.inputs),
-            output_names=list(self.outputs),
-            source=f'#line 1 "{self.name}.metal"\n{self.source}',
-            header=self.header,
-            ensure_row_contiguous=self.contiguous,
-        )
+
+@cache
+def _function(metal_kernel: Callable[..., Any], kernel: MetalKernel) -> Callable[..., list[mx.array]]:
+    """MLX's function for a kernel; per `metal_kernel`, so that a test can replace `mx.fast.metal_kernel`."""
+    return metal_kernel(
+        name=f"mlxlm_{kernel.name}",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=f'#line 1 "{kernel.name}.metal"\n{kernel.source}',
+        header=kernel.header,
+        ensure_row_contiguous=kernel.contiguous,
+    )

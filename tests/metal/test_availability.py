@@ -30,7 +30,7 @@ def test_a_named_compiler_that_is_none_is_no_reason_to_take_another(monkeypatch)
 @pytest.mark.parametrize("kind", ["own", "open to others", "file", "link"])
 def test_objects_are_kept_only_where_nobody_else_writes(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"mlxlm-metal-harness-{os.getuid()}"
+    folder = tmp_path / f"metal-harness-{os.getuid()}"
     if kind == "file":
         folder.touch()
     elif kind == "link":

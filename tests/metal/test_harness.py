@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from textwrap import dedent
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.rms_norm_metal import rms_norm_metal
 from tests.metal import harness
+from tests.metal.harness.kernel import Kernel
 from tests.metal.harness.signature import ATTRIBUTES, signature
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
@@ -19,15 +23,28 @@ FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 GID = "uint g = thread_position_in_grid.x;\n"
 
 
-def run(source, inputs, outputs, grid, threadgroup=None, template=(), contiguous=True, header="", seed=0, report=None):
+def run(
+    source, inputs, outputs, grid, threadgroup=None, template=None, seed=0, report=None, init_value=None, **options
+):
     """Inputs are called a, b, c, outputs y, z."""
-    names = tuple("abc"[: len(inputs)]), tuple("yz"[: len(outputs)])
-    kernel = harness.inline(source, *names, contiguous=contiguous, header=header)
-    grid = (*np.atleast_1d(grid), 1, 1)[:3]
-    threadgroup = (*np.atleast_1d(threadgroup or 32), 1, 1)[:3]
-    sizes = [tuple(int(n) for n in size) for size in (grid, threadgroup)]
-    results = harness.launch(kernel, inputs, dict(template), *sizes, outputs, seed=seed, report=report)
+    names = list("abc"[: len(inputs)]), list("yz"[: len(outputs)])
+    with harness.use(seed) as log:
+        results = mx.fast.metal_kernel("inline", *names, dedent(source), **options)(
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=three(grid),
+            threadgroup=three(threadgroup or 32),
+            template=list((template or {}).items()),
+            init_value=init_value,
+        )
+    if report is not None:
+        report += log.launches
     return [np.array(r.astype(mx.float32) if r.dtype in FLOATS else r) for r in results]
+
+
+def three(size):
+    return tuple(int(n) for n in (*np.atleast_1d(size), 1, 1)[:3])
 
 
 def as_numpy(x):
@@ -150,7 +167,7 @@ def test_strides_describe_any_layout(seed, shape):
         uint to = (p.z * a_shape[1] + p.y) * a_shape[2] + p.x;
         y[to] = a[p.z * a_strides[0] + p.y * a_strides[1] + p.x * a_strides[2]];
     """
-    (y,) = run(source, [a], [(tuple(shape), a.dtype)], shape[::-1], (4, 2, 2), contiguous=False, seed=seed)
+    (y,) = run(source, [a], [(tuple(shape), a.dtype)], shape[::-1], (4, 2, 2), seed=seed, ensure_row_contiguous=False)
     assert_array_equal(y, np.array(a))
 
 
@@ -368,13 +385,73 @@ def test_results_do_not_depend_on_the_seed():
         assert_array_equal(results[0], other)
 
 
-def test_use_replaces_the_launch_and_puts_it_back():
-    kernel = harness.inline(GID + "y[g] = 2 * x[g];", name="double")
-    real = MetalKernel.__call__
-    with harness.use() as log:
-        (y,) = kernel([mx.ones(8)], {}, (8, 1, 1), (8, 1, 1), [((8,), mx.float32)])
-    assert MetalKernel.__call__ is real
+def test_use_replaces_metal_kernel_and_puts_it_back():
+    real = mx.fast.metal_kernel
+    with harness.use(seed=3) as log:
+        kernel = mx.fast.metal_kernel("double", ["x"], ["y"], GID + "y[g] = 2 * x[g];")
+        (y,) = kernel(
+            inputs=[mx.ones(8)], output_shapes=[(8,)], output_dtypes=[mx.float32], grid=(8, 1, 1), threadgroup=(8, 1, 1)
+        )
+    assert mx.fast.metal_kernel is real
     assert (y == 2).all() and [launch.kernel for launch in log.launches] == ["double"]
+
+
+def test_a_kernel_that_was_already_constructed_runs_in_the_harness():
+    x, weight = numbers(3, 64), mx.ones(64)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="No Metal back-end"):
+            rms_norm_metal(x, weight, 1e-5)
+        with harness.use() as log:
+            rms_norm_metal(x, weight, 1e-5)
+        assert [launch.kernel for launch in log.launches] == ["mlxlm_rms_norm"]
+
+
+def call(**changes):
+    construct = {"name": "k", "input_names": ["x"], "output_names": ["y"], "source": GID + "y[g] = x[g];"}
+    construct |= {name: changes.pop(name) for name in [*construct, "compile_options"] if name in changes}
+    arguments = {"inputs": [mx.ones(8)], "output_shapes": [(8,)], "output_dtypes": [mx.float32]}
+    arguments |= {"grid": (8, 1, 1), "threadgroup": (8, 1, 1)} | changes
+    return harness.metal_kernel(**construct)(**arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"output_names": []}, ValueError, "at least one output"),
+        ({"input_names": "x"}, TypeError, "incompatible"),
+        ({"compile_options": {"math_mode": "quick"}}, ValueError, "math_mode"),
+        ({"inputs": []}, ValueError, "`inputs` to have size 1"),
+        ({"output_shapes": [(8,)] * 2}, ValueError, "`output_shapes` to have size 1"),
+        ({"output_dtypes": []}, ValueError, "`output_dtypes` to have size 1"),
+        ({"template": {"N": 3}}, TypeError, "incompatible"),
+        ({"template": [("N", 1.5)]}, ValueError, "Invalid template argument"),
+        ({"template": [("N", 2**31)]}, ValueError, "Invalid template argument"),
+        ({"grid": (8, 1)}, TypeError, "incompatible"),
+        ({"grid": (2**32, 1, 1)}, TypeError, "incompatible"),
+        ({"threadgroup": (1056, 1, 1)}, ValueError, r"Thread group size \(1056\)"),
+        ({"init_value": "zero"}, TypeError, "incompatible"),
+        ({"stream": mx.cpu}, ValueError, "Only supports the GPU"),
+        ({"threads": 3}, TypeError, "unexpected keyword"),
+    ],
+    ids=str,
+)
+def test_what_mlx_rejects_raises_mlx_s_error(changes, error, message):
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_inputs_may_be_numbers_and_numpy_arrays():
+    (y,) = call(inputs=[np.arange(8.0)], stream=mx.gpu)
+    assert_array_equal(y, np.arange(8))
+    (y,) = call(inputs=[2], source=GID + "y[g] = x + 0.5f;")
+    assert_array_equal(y, np.full(8, 2.5))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, mx.int32], ids=str)
+def test_init_value_is_what_the_outputs_contain_before_the_launch(dtype):
+    source = GID + "if (g % 2) y[g] += T(1);"
+    (y,) = run(source, [], [((8,), dtype)], 8, template={"T": dtype}, init_value=3)
+    assert_array_equal(y, [3, 4] * 4)
 
 
 SIGNATURES = {
@@ -391,22 +468,24 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_is_what_mlx_writes(name, tmp_path, capfd):
-    """MLX prints the text of a kernel that is exported, also where it can't run one."""
+def test_generated_source_is_mlx_s(name, tmp_path, capfd):
+    """MLX prints the source of a kernel that is exported, also where it can't run one."""
     source, size, count, has_template = SIGNATURES[name]
-    template = {"T": mx.bfloat16, "N": 3, "B": True, "S": mx.float16} if has_template else {}
+    template = [("T", mx.bfloat16), ("N", 3), ("B", True), ("S", mx.float16)] if has_template else []
     inputs = [mx.zeros(size, mx.float16), mx.array(1.0)]
-    outputs = [((1,), mx.float32), ((2,), mx.bfloat16)][:count]
-    kernel = harness.inline(source, ("a", "b"), ("y", "z")[:count])
-    real = mx.fast.metal_kernel(
-        name=f"mlxlm_{kernel.name}", input_names=["a", "b"], output_names=list(kernel.outputs), source=source
+    dtypes = [mx.float32, mx.bfloat16][:count]
+    arguments = "inline", ["a", "b"], ["y", "z"][:count], source, "// header\n"
+    kernel = mx.fast.metal_kernel(*arguments)
+    call = partial(
+        kernel,
+        template=template,
+        verbose=True,
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[(1,)] * count,
+        output_dtypes=dtypes,
     )
-    shapes, dtypes = zip(*outputs, strict=True)
-
-    def call(*arrays):
-        geometry = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": shapes, "output_dtypes": dtypes}
-        return real(inputs=list(arrays), template=list(template.items()), verbose=True, **geometry)
-
-    mx.export_function(str(tmp_path / "kernel.mlxfn"), call, *inputs)
-    ours = signature(kernel, inputs, template, outputs).text
-    assert ours in capfd.readouterr().out
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), lambda *arrays: call(inputs=list(arrays)), *inputs)
+    kernel = Kernel(arguments[0], *map(tuple, arguments[1:3]), *arguments[3:])
+    ours = signature(kernel, inputs, template, dtypes).source(kernel)
+    assert capfd.readouterr().out == f"Generated source code for `inline`:\n```\n{ours}\n```\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -17,11 +18,25 @@ from tests.metal.plants import GID, PLANTS, REVERSED, TID, Plant
 pytestmark = pytest.mark.usefixtures("needs_harness")
 
 
-def run(plant: Plant, seed: int = 0) -> list[mx.array]:
-    x = mx.arange(plant.inputs).astype(plant.dtype)
-    kernel = harness.inline(plant.source, outputs=plant.results, header=plant.header, name="planted")
-    sizes = (plant.grid, 1, 1), (plant.threadgroup, 1, 1)
-    return harness.launch(kernel, [x], plant.template, *sizes, plant.outputs, seed=seed)
+def launch(plant: Plant, x: mx.array | None = None, **options) -> mx.array:
+    kernel = harness.metal_kernel(
+        "planted", ["x"], list(plant.results), dedent(plant.source), header=plant.header, **options
+    )
+    results = kernel(
+        inputs=[mx.arange(plant.inputs).astype(plant.dtype) if x is None else x],
+        output_shapes=[shape for shape, _ in plant.outputs],
+        output_dtypes=[dtype for _, dtype in plant.outputs],
+        grid=(plant.grid, 1, 1),
+        threadgroup=(plant.threadgroup, 1, 1),
+        template=list(plant.template.items()),
+        init_value=plant.init_value,
+    )
+    return results[0]
+
+
+def run(plant: Plant, seed: int = 0) -> mx.array:
+    with harness.use(seed):
+        return launch(plant)
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -41,9 +56,9 @@ def test_bug_is_found_in_any_order_of_threads(name):
 
 def test_more_arguments_than_metal_allows():
     names = tuple(f"y{i}" for i in range(31))
-    kernel = harness.inline("".join(f"{name}[0] = x[0];" for name in names), outputs=names)
+    source = "".join(f"{name}[0] = x[0];" for name in names)
     with pytest.raises(harness.Fault, match="32 buffers .* 31"):
-        harness.launch(kernel, [mx.ones(8)], {}, (1, 1, 1), (1, 1, 1), [((1,), mx.float32)] * 31)
+        run(Plant(source, "", outputs=[((1,), mx.float32)] * 31, results=names))
 
 
 def test_a_fault_names_line_and_thread():
@@ -76,21 +91,14 @@ def test_an_endless_loop_ends_and_leaves_the_process_as_it_was(monkeypatch):
 
 
 def test_launches_of_two_python_threads():
-    kernel = harness.inline(REVERSED.format("threadgroup_barrier(mem_flags::mem_threadgroup);"))
-    x = mx.arange(64).astype(mx.float32)
-    mx.eval(x)
-
-    def launch(seed):
-        (y,) = harness.launch(kernel, [x], {}, (64, 1, 1), (64, 1, 1), [((64,), mx.float32)], seed=seed)
-        return np.array(y)
-
-    with ThreadPoolExecutor(4) as pool:
-        for y in pool.map(launch, range(40)):
+    plant = Plant(REVERSED.format("threadgroup_barrier(mem_flags::mem_threadgroup);"), "")
+    with harness.use(), ThreadPoolExecutor(4) as pool:
+        for y in pool.map(lambda _: np.array(launch(plant)), range(40)):
             np.testing.assert_array_equal(y, np.arange(64)[::-1])
 
 
 def test_uninitialised_variables_are_nan():
-    (y,) = run(Plant(GID + "float v[2]; if (x[g] > 5) v[1] = 3.0f; y[g] = v[1];", ""))
+    y = run(Plant(GID + "float v[2]; if (x[g] > 5) v[1] = 3.0f; y[g] = v[1];", ""))
     y = np.array(y)
     assert np.isnan(y[:6]).all() and (y[6:] == 3).all()
 
@@ -106,22 +114,19 @@ def test_a_wrong_lane_layout_changes_the_product():
         y[2 * t + 1] = a.thread_elements()[1];
     """
     )
-    (y,) = run(Plant(source, "", grid=32, threadgroup=32))
+    y = run(Plant(source, "", grid=32, threadgroup=32))
     assert sorted(np.array(y)) == list(range(64)) and (np.array(y) != np.arange(64)).any()
 
 
 def test_a_kernel_that_forgets_strides_is_wrong_for_some_layout():
-    kernel = harness.inline(GID + "y[g] = x[g / 8 * x_strides[0] + g % 8];", contiguous=False)
+    source = GID + "y[g] = x[g / 8 * x_strides[0] + g % 8];"
     x = mx.arange(64).reshape(8, 8).astype(mx.float32)
-
-    def right(seed):
-        (y,) = harness.launch(kernel, [x], {}, (64, 1, 1), (64, 1, 1), [((64,), mx.float32)], seed=seed)
-        return bool((y == mx.arange(64)).all())
-
     outcomes = []
-    for seed in range(12):
-        try:
-            outcomes.append(right(seed))
-        except harness.Fault:
-            outcomes.append(False)
+    with harness.use():  # each launch has another layout
+        for _ in range(12):
+            try:
+                y = launch(Plant(source, ""), x, ensure_row_contiguous=False)
+                outcomes.append(bool((y == mx.arange(64)).all()))
+            except harness.Fault:
+                outcomes.append(False)
     assert not all(outcomes) and any(outcomes)

@@ -13,9 +13,9 @@ a path that no thread of the run takes; accesses of more than 16 bytes. Atomics,
 threadgroup memory sized at launch do not compile. A vector in threadgroup memory must be written as a whole.
 """
 
+from .api import Log, metal_kernel, use
 from .build import available
 from .fault import Fault
-from .inline import inline
-from .run import Launch, Log, launch, use
+from .run import Launch
 
-__all__ = ["Fault", "Launch", "Log", "available", "inline", "launch", "use"]
+__all__ = ["Fault", "Launch", "Log", "available", "metal_kernel", "use"]

@@ -23,11 +23,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from mlxlm.kernels.metal import MetalKernel
-
 from .audit import audit
 from .fault import Fault
-from .inline import inline
+from .kernel import Kernel
 from .signature import Parameter, Signature
 from .translate import translate
 
@@ -97,9 +95,8 @@ def available() -> str | None:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"the Metal harness runs on Linux on x86-64 and aarch64, not on {sys.platform} {platform.machine()}"
     try:
-        compiled(
-            inline("y[0] = 1;", ()), Signature("hx_trivial", (), (Parameter("device float*", "y", "y", "data"),), ())
-        )
+        output = Parameter("device float*", "y", "y", "data")
+        compiled(Kernel("trivial", (), ("y",), "y[0] = 1;"), Signature("hx_trivial", (), (output,), ()))
     except (Fault, OSError) as error:  # also a compiler that can't link, or lacks the C library's headers
         return str(error)[:500]
     return None
@@ -130,14 +127,14 @@ def symbolizer() -> str | None:
 @cache
 def _folder() -> Path:
     """This user's folder, if nobody else can write there, else one that goes with this process."""
-    folder = Path(tempfile.gettempdir()) / f"mlxlm-metal-harness-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"metal-harness-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:  # a file, or a link to nowhere
         found = None
     if not found or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        private = tempfile.TemporaryDirectory(prefix="mlxlm-metal-harness-")
+        private = tempfile.TemporaryDirectory(prefix="metal-harness-")
         atexit.register(private.cleanup)
         return Path(private.name)
     _prune(folder)
@@ -207,7 +204,7 @@ class Compiled:
 _compiled: dict[tuple, Compiled] = {}
 
 
-def compiled(kernel: MetalKernel, signature: Signature) -> Compiled:
+def compiled(kernel: Kernel, signature: Signature) -> Compiled:
     key = (kernel.header, kernel.source, signature)
     if key not in _compiled:
         runtime()
@@ -224,7 +221,7 @@ def compiled(kernel: MetalKernel, signature: Signature) -> Compiled:
     return _compiled[key]
 
 
-def translated(kernel: MetalKernel, signature: Signature) -> str:
+def translated(kernel: Kernel, signature: Signature) -> str:
     """What clang compiles: the stand-in library, MLX's text translated, the entry point."""
     text = (
         f'#line 1 "header"\n{kernel.header}\n'

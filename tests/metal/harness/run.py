@@ -6,18 +6,16 @@ import ctypes
 import math
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
-
-from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel, Output
 
 from .build import Compiled, compiled, runtime, symbolizer
 from .fault import Fault
-from .signature import Parameter, signature
+from .kernel import Kernel
+from .signature import Parameter, Signature
 
 MAX_THREADS = 1024
 SECONDS = 60.0  # of processor time that a launch may take, of all threads of this process
@@ -40,26 +38,6 @@ class Launch:
     threadgroup_memory: int  # bytes per threadgroup
 
 
-@dataclass
-class Log:
-    launches: list[Launch] = field(default_factory=list)
-
-
-@contextmanager
-def use(seed: int = 0) -> Iterator[Log]:
-    """While this is open, MetalKernel launches run here. `seed` shuffles the order of threads and memory layouts."""
-    log = Log()
-
-    def launch_here(kernel: MetalKernel, inputs, template, grid, threadgroup, outputs):
-        return launch(kernel, inputs, template, grid, threadgroup, outputs, seed + len(log.launches), log.launches)
-
-    real, MetalKernel.__call__ = MetalKernel.__call__, launch_here
-    try:
-        yield log
-    finally:
-        MetalKernel.__call__ = real
-
-
 class _Buffer(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
@@ -71,7 +49,7 @@ class _Buffer(ctypes.Structure):
     ]
 
 
-_INPUT, _OUTPUT, _CONSTANT, _LAYOUT = range(4)
+_INPUT, _OUTPUT, _INITIALIZED_OUTPUT, _CONSTANT, _LAYOUT = range(5)
 _COUNTS = ("read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "groups")
 
 
@@ -85,32 +63,51 @@ class _Report(ctypes.Structure):
 
 
 def launch(
-    kernel: MetalKernel,
+    kernel: Kernel,
+    generated: Signature,
     inputs: Sequence[mx.array],
-    template: Mapping[str, int | bool | mx.Dtype],
     grid: Sequence[int],
     threadgroup: Sequence[int],
-    outputs: Sequence[Output],
-    seed: int = 0,
-    report: list[Launch] | None = None,
-) -> list[mx.array]:
-    """As `MetalKernel.__call__`, evaluated at once. Raises Fault for what the kernel does wrong."""
-    inputs = list(inputs)
-    head = signature(kernel, inputs, template, outputs)
-    group = _group(kernel, grid, threadgroup)
-    code = compiled(kernel, head)
+    outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+    init_value: float | None,
+    seed: int,
+) -> tuple[list[mx.array], Launch]:
+    """Run a kernel and wait for it.
+
+    Args:
+        kernel: The kernel.
+        generated: Its signature for these arguments.
+        inputs: Input arrays.
+        grid: Number of threads.
+        threadgroup: Threads per threadgroup.
+        outputs: Shape and dtype of each output.
+        init_value: What the outputs contain before the launch. None: nothing, and reading them is an error.
+        seed: Selects the order of the threads and the layout of strided inputs.
+
+    Returns:
+        The output arrays, and what the launch did.
+
+    Raises:
+        Fault: An error in the kernel.
+    """
+    group = _group_size(kernel, grid, threadgroup)
+    code = compiled(kernel, generated)
 
     mx.eval(inputs)
     rng = np.random.default_rng(seed)
-    arrays = {name: _in_memory(a, kernel.contiguous, rng) for name, a in zip(kernel.inputs, inputs, strict=True)}
-    results = {n: np.zeros(shape, _numpy_type(t)) for n, (shape, t) in zip(kernel.outputs, outputs, strict=True)}
-    buffers = (_Buffer * len(head.parameters))()
-    data = [results[p.of] if p.of in results else _argument(p, *arrays[p.of]) for p in head.parameters]
-    for buffer, parameter, values in zip(buffers, head.parameters, data, strict=True):
+    contiguous = kernel.ensure_row_contiguous
+    arrays = {name: _in_memory(a, contiguous, rng) for name, a in zip(kernel.input_names, inputs, strict=True)}
+    results = {
+        name: _to_numpy(mx.full(shape, mx.array(init_value or 0.0).astype(dtype))).copy()
+        for name, (shape, dtype) in zip(kernel.output_names, outputs, strict=True)
+    }
+    buffers = (_Buffer * len(generated.parameters))()
+    data = [results[p.of] if p.of in results else _argument(p, *arrays[p.of]) for p in generated.parameters]
+    for buffer, parameter, values in zip(buffers, generated.parameters, data, strict=True):
         if parameter.what != "data":
             buffer.kind = _LAYOUT
         elif parameter.of in results:
-            buffer.kind = _OUTPUT
+            buffer.kind = _OUTPUT if init_value is None else _INITIALIZED_OUTPUT
         else:
             buffer.kind = _INPUT if "device" in parameter.type.split() else _CONSTANT
         buffer.name, buffer.data = parameter.name.encode(), values.ctypes.data
@@ -126,26 +123,23 @@ def launch(
         failed = runtime().hx_launch(*arguments, ctypes.c_uint64(seed), ctypes.c_double(SECONDS), ctypes.byref(seen))
     if failed:
         raise Fault(_explain(kernel, code, seen))
-    if report is not None:
-        counts = {name: getattr(seen, name) for name in _COUNTS}
-        report.append(Launch(kernel=kernel.name, threads=math.prod(grid), **counts))
-    return [_to_mlx(results[n], dtype) for n, (_, dtype) in zip(kernel.outputs, outputs, strict=True)]
+    counts = {name: getattr(seen, name) for name in _COUNTS}
+    report = Launch(kernel=kernel.name, threads=math.prod(grid), **counts)
+    return [_to_mlx(results[n], dtype) for n, (_, dtype) in zip(kernel.output_names, outputs, strict=True)], report
 
 
-def _group(kernel: MetalKernel, grid: Sequence[int], threadgroup: Sequence[int]) -> list[int]:
-    """Threads of a full group, as MLX dispatches them."""
-    if len(grid) != 3 or len(threadgroup) != 3 or min(grid) < 1 or min(threadgroup) < 1:
-        raise Fault(f"{kernel.name}: grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be 3 positive sizes")
-    if max(grid) >= 2**31 or math.prod(grid) >= 2**32:
-        raise Fault(f"{kernel.name}: a grid of {tuple(grid)}: MLX takes sizes below 2^31")
-    if math.prod(threadgroup) > MAX_THREADS:
-        raise Fault(f"{kernel.name}: a threadgroup of {math.prod(threadgroup)} threads, the limit is {MAX_THREADS}")
+def _group_size(kernel: Kernel, grid: Sequence[int], threadgroup: Sequence[int]) -> list[int]:
+    """The size of a threadgroup as MLX dispatches it."""
+    if min(grid) < 1 or min(threadgroup) < 1:
+        raise Fault(f"{kernel.name}: grid {tuple(grid)} and threadgroup {tuple(threadgroup)} must be positive")
+    if math.prod(grid) >= 2**32:
+        raise Fault(f"{kernel.name}: a grid of {tuple(grid)} has 2^32 threads or more")
+    if (threads := math.prod(threadgroup)) > MAX_THREADS:  # the message of MLX
+        raise ValueError(
+            f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup "
+            f"({MAX_THREADS})."
+        )
     return [min(t, g) for t, g in zip(threadgroup, grid, strict=True)]
-
-
-def _numpy_type(dtype: mx.Dtype) -> np.dtype:
-    """Of the same size; bfloat16, which numpy lacks, as uint16."""
-    return np.dtype(np.uint16) if dtype == mx.bfloat16 else np.array(mx.array([], dtype)).dtype
 
 
 def _to_numpy(array: mx.array) -> np.ndarray:
@@ -191,7 +185,7 @@ def _argument(parameter: Parameter, memory: np.ndarray, view: np.ndarray) -> np.
     return np.array(view.ndim, np.int32) if parameter.what == "ndim" else memory
 
 
-def _explain(kernel: MetalKernel, code: Compiled, seen: _Report) -> str:
+def _explain(kernel: Kernel, code: Compiled, seen: _Report) -> str:
     text = f"{kernel.name}: {seen.message.decode(errors='replace')}"
     if place := _line(code, seen.place):
         text += f"; at {place}"

@@ -7,13 +7,13 @@ in which address space, which extra arguments a name in the body brings, and how
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+import mlx.core as mx
 
 from .fault import Fault
+from .kernel import Kernel
 
 MAX_BUFFERS = 31  # arguments that a Metal function can have
 CONSTANT_BELOW = 8  # inputs of fewer elements are passed in the constant address space
@@ -90,6 +90,14 @@ class Signature:
         arguments += [f"  {'uint3' if ATTRIBUTES[a] else 'uint'} {a} [[{a}]]" for a in self.attributes]
         return "\n".join(lines) + "\n" + ",\n".join(arguments) + ") {\n"
 
+    def source(self, kernel: Kernel) -> str:
+        """All that MLX compiles, except MLX's own utilities."""
+        text = f"{kernel.header}{self.text}{kernel.source}\n}}\n"
+        if self.template:
+            instance = f"{self.name}<{', '.join(value for _, _, value in self.template)}>"
+            text += f'\ntemplate [[host_name("{self.name}")]] [[kernel]] decltype({instance}) {instance};\n'
+        return text
+
     @property
     def entry(self) -> str:
         """The function without arguments that the runtime calls on every thread."""
@@ -105,31 +113,30 @@ class Signature:
         return f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {call}(\n    {joined});\n}}\n'
 
 
-def signature(kernel: MetalKernel, inputs: Sequence[mx.array], template: Mapping, outputs: Sequence) -> Signature:
-    """Raises Fault for what MLX or the Metal compiler would refuse."""
-    if not kernel.outputs:
-        raise Fault(f"{kernel.name}: a kernel needs at least one output")
-    for what, given, names in (("inputs", inputs, kernel.inputs), ("outputs", outputs, kernel.outputs)):
-        if len(given) != len(names):
-            raise Fault(f"{kernel.name}: {len(names)} {what} are declared ({', '.join(names)}), {len(given)} given")
-
-    arguments = tuple(_template_argument(kernel, name, value) for name, value in template.items())
-    name = f"custom_kernel_mlxlm_{kernel.name}"
+def signature(
+    kernel: Kernel,
+    inputs: Sequence[mx.array],
+    template: Sequence[tuple[str, bool | int | mx.Dtype]],
+    output_dtypes: Sequence[mx.Dtype],
+) -> Signature:
+    """The signature for these arguments. Raises Fault for what MLX accepts but Metal's compiler rejects."""
+    arguments = tuple(_template_argument(kernel, name, value) for name, value in template)
+    name = f"custom_kernel_{kernel.name}"
     if arguments:
         name += "__" + "_".join(value for _, _, value in arguments)
     parameters = []
-    for array_name, array in zip(kernel.inputs, inputs, strict=True):
+    for array_name, array in zip(kernel.input_names, inputs, strict=True):
         space = "constant" if array.size < CONSTANT_BELOW else "device"
         dtype = _type(kernel, array.dtype)
         parameters.append(
             Parameter(f"const {space} {dtype}{'*' if array.ndim else '&'}", array_name, array_name, "data")
         )
-        name += f"_{dtype}{'' if array.size >= CONSTANT_BELOW else 'c' if array.ndim else 's'}"
+        name += f"_{dtype}{'s' if not array.ndim else 'c' if array.size < CONSTANT_BELOW else ''}"
         if array.ndim:
             for what, dtype in (("shape", "int*"), ("strides", "int64_t*"), ("ndim", "int&")):
                 if f"{array_name}_{what}" in kernel.source:
                     parameters.append(Parameter(f"const constant {dtype}", f"{array_name}_{what}", array_name, what))
-    for array_name, (_, dtype) in zip(kernel.outputs, outputs, strict=True):
+    for array_name, dtype in zip(kernel.output_names, output_dtypes, strict=True):
         dtype = _type(kernel, dtype)
         parameters.append(Parameter(f"device {dtype}*", array_name, array_name, "data"))
         name += f"_{dtype}"
@@ -138,24 +145,21 @@ def signature(kernel: MetalKernel, inputs: Sequence[mx.array], template: Mapping
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise Fault(f"{kernel.name}: MLX would name the function {name}, which Metal can't parse (a negative number?)")
     attributes = tuple(a for a in ATTRIBUTES if a in kernel.source)
-    if not attributes and len(outputs) > 1 and len(parameters) > len(inputs) + len(outputs):
+    arrays = len(inputs) + len(output_dtypes)
+    if not attributes and len(output_dtypes) > 1 and len(parameters) > arrays:
         raise Fault(f"{kernel.name}: with a shape, several outputs and no attribute MLX closes the signature too early")
     return Signature(name, arguments, tuple(parameters), attributes)
 
 
-def _type(kernel: MetalKernel, dtype: mx.Dtype) -> str:
+def _type(kernel: Kernel, dtype: mx.Dtype) -> str:
     if dtype not in TYPES:
         raise Fault(f"{kernel.name}: the harness has no {dtype}")
     return TYPES[dtype]
 
 
-def _template_argument(kernel: MetalKernel, name: str, value) -> tuple[str, str, str]:
+def _template_argument(kernel: Kernel, name: str, value: bool | int | mx.Dtype) -> tuple[str, str, str]:
     if isinstance(value, bool):
         return "bool", name, str(int(value))
     if isinstance(value, int):
-        if not -(2**31) <= value < 2**31:
-            raise Fault(f"{kernel.name}: the template argument {name}={value} is no 32-bit integer")
         return "int", name, str(value)
-    if isinstance(value, mx.Dtype):
-        return "typename", name, _type(kernel, value)
-    raise Fault(f"{kernel.name}: the template argument {name}={value!r} is no int, bool or dtype")
+    return "typename", name, _type(kernel, value)

@@ -16,7 +16,10 @@
 #include "shared.h"
 
 // Constants are inputs of few elements; a layout is the shape, strides or ndim of an input.
-enum Kind : uint32_t { kInput, kOutput, kConstant, kLayout, kThreadgroup };
+enum Kind : uint32_t { kInput, kOutput, kInitializedOutput, kConstant, kLayout, kThreadgroup };
+constexpr uint32_t kBeforeLaunch = ~0u;  // as the number of the group that wrote a cell of an initialized output
+
+inline bool is_output(Kind kind) { return kind == kOutput || kind == kInitializedOutput; }
 
 struct Cell {
   uint32_t write_group, read_group;  // number of the threadgroup, 0: never
@@ -25,6 +28,7 @@ struct Cell {
   int32_t write_place, read_place;   // where in the kernel's code, or -1
   uint16_t writer, reader;           // threads
   uint8_t readers;                   // since that clock: 0 one thread, 1 several of one SIMD group, 2 several groups
+  bool other_group_read;             // a threadgroup other than read_group
 };
 
 struct Clock {
@@ -145,9 +149,10 @@ inline void touch(const Region& r, Cell& c, const Clock& clock, bool write, cons
     return then_all != all || (thread / kLanes == me.simd && then_simd != simd);
   };
   if (c.write_group != L.group) {
-    if (device && c.write_group)
+    const bool initialized = device && c.write_group == kBeforeLaunch;
+    if (device && c.write_group && !initialized)
       fault(place, c.write_place, "two threadgroups touch %s[%ld], one of them writes it", r.name, index);
-    if (!write)
+    if (!write && !initialized)
       fault(place, -1, "%s[%ld] is read before it is written%s", r.name, index, device ? "" : " in this threadgroup");
   } else if (c.writer != me.thread && !ordered(c.writer, c.write_all, c.write_simd)) {
     fault(place, c.write_place, "race: %s[%ld] is %s while thread %u of the group writes it: no barrier between them",
@@ -155,6 +160,8 @@ inline void touch(const Region& r, Cell& c, const Clock& clock, bool write, cons
   }
   const bool read_here = c.read_group == L.group && c.read_all == all;
   if (write) {
+    if (device && c.read_group && (c.read_group != L.group || c.other_group_read))
+      fault(place, c.read_place, "two threadgroups touch %s[%ld], one of them writes it", r.name, index);
     const bool others = c.readers || c.reader != me.thread;
     if (read_here && others && (c.readers == 2 || !ordered(c.reader, c.read_all, c.read_simd)))
       fault(place, c.read_place, "race: %s[%ld] is written while %s of the group reads it: no barrier between them",
@@ -173,6 +180,7 @@ inline void touch(const Region& r, Cell& c, const Clock& clock, bool write, cons
     if (c.read_simd != simd) c.readers = 0;
     else if (c.reader != me.thread) c.readers = 1;
   }
+  if (c.read_group && c.read_group != L.group) c.other_group_read = true;
   c.read_group = L.group;
   c.read_all = all, c.read_simd = simd;
   c.reader = me.thread;
@@ -196,7 +204,7 @@ inline void device_access(uintptr_t address, size_t n, bool write, const void* p
   const Region& r = L.buffers[(address - L.space) >> L.slot_shift];
   const uint64_t at = address - (uintptr_t)r.base;
   if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, write, place);
-  if (write && r.kind != kOutput) fault(place, -1, "write to the input %s", r.name);
+  if (write && !is_output(r.kind)) fault(place, -1, "write to the input %s", r.name);
   if (r.kind == kConstant || r.kind == kLayout) return;
   Report& report = *L.report;
   const uint64_t first = at / r.granule, last = (at + n - 1) / r.granule;
@@ -218,7 +226,7 @@ inline void device_access(uintptr_t address, size_t n, bool write, const void* p
     const uint32_t wrote = c.write_group, read = c.read_group;
     touch(r, c, L.device_clock, write, place);
     if (write) {
-      if (!wrote) report.unique_written += r.granule;
+      if (!wrote || wrote == kBeforeLaunch) report.unique_written += r.granule;
       if (wrote != L.group) report.stored += r.granule;
     } else {
       if (!read) report.unique_read += r.granule;

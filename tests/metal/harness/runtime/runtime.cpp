@@ -70,8 +70,11 @@ static bool place_buffers(const Buffer* given, int count) {
     if (b.kind == kInput || b.kind == kConstant) base += random_below(4) * b.granule;
     L.buffers[i] = {b.name, base, b.bytes, b.start, b.granule, b.kind, nullptr, nullptr};
     const size_t cells = b.bytes / b.granule + 1;
-    if (b.kind == kOutput) memset(base, 0xff, b.bytes), L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
+    if (b.kind == kOutput) memset(base, 0xff, b.bytes);
     else memcpy(base, b.data, b.bytes);
+    if (is_output(b.kind)) L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
+    if (b.kind == kInitializedOutput)
+      for (size_t c = 0; c < cells; c++) L.buffers[i].cells[c].write_group = kBeforeLaunch;
     if (b.kind == kInput) L.buffers[i].read_marks = (uint32_t*)calloc(cells, sizeof(uint32_t));
   }
   return true;
@@ -81,7 +84,7 @@ static void finish(const Buffer* given) {
   L.current = nullptr;
   for (int i = 0; i < L.buffer_count; i++) {
     Region& r = L.buffers[i];
-    if (r.kind == kOutput && !L.faulted) {
+    if (is_output(r.kind) && !L.faulted) {
       memcpy(given[i].data, r.base, r.bytes);
       for (uint64_t c = 0; c < r.bytes / r.granule; c++)
         if (!r.cells[c].write_group) {

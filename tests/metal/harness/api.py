@@ -1,0 +1,118 @@
+"""`metal_kernel` replaces `mx.fast.metal_kernel` and runs kernels on the CPU; `use` installs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from .kernel import Kernel
+from .run import Launch, launch
+from .signature import signature
+
+_mlx_metal_kernel = mx.fast.metal_kernel
+
+
+@dataclass
+class Log:
+    """What ran while `use` was open.
+
+    Attributes:
+        seed: Selects the order of the threads and the layout of strided inputs; launch i uses `seed + i`.
+        launches: One entry per launch.
+    """
+
+    seed: int = 0
+    launches: list[Launch] = field(default_factory=list)
+
+
+_log: Log | None = None
+
+
+@contextmanager
+def use(seed: int = 0) -> Iterator[Log]:
+    """Replace `mx.fast.metal_kernel` by `metal_kernel` while the context is open.
+
+    Args:
+        seed: Selects the order of the threads and the layout of strided inputs.
+
+    Yields:
+        The log of the launches.
+    """
+    global _log
+    before = _log, mx.fast.metal_kernel
+    _log, mx.fast.metal_kernel = Log(seed), metal_kernel
+    try:
+        yield _log
+    finally:
+        _log, mx.fast.metal_kernel = before
+
+
+def metal_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    atomic_outputs: bool = False,
+    compile_options: dict[str, str] | None = None,
+) -> Callable[..., list[mx.array]]:
+    """`mx.fast.metal_kernel` for a CPU: the same arguments, the same result, the same errors for wrong arguments.
+
+    The arrays are evaluated when the returned function is called, so it can't be called in `mx.compile`.
+    `compile_options` are checked but not used: floating-point arithmetic is always IEEE.
+    """
+    # MLX constructs a kernel and checks the arguments of a call without Metal, too.
+    check_arguments = _mlx_metal_kernel(
+        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
+    )
+    kernel = Kernel(
+        name, tuple(input_names), tuple(output_names), source, header, ensure_row_contiguous, atomic_outputs
+    )
+
+    def call(
+        *,
+        inputs: Sequence[Any],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, bool | int | mx.Dtype]] | None = None,
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+    ) -> list[mx.array]:
+        arguments = {
+            "inputs": inputs,
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "template": template,
+            "init_value": init_value,
+            "verbose": verbose,
+            "stream": stream,
+        }
+        try:
+            check_arguments(**arguments)
+        except RuntimeError as error:
+            if "No Metal back-end" not in str(error):
+                raise
+        if stream is not None and getattr(stream, "device", stream) == mx.cpu:
+            raise ValueError("[metal_kernel] Only supports the GPU.")
+        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        outputs = [(tuple(shape), dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        generated = signature(kernel, arrays, template or (), [dtype for _, dtype in outputs])
+        if verbose:
+            print(f"Generated source code for `{name}`:\n```\n{generated.source(kernel)}\n```")
+        seed = _log.seed + len(_log.launches) if _log else 0
+        results, report = launch(kernel, generated, arrays, grid, threadgroup, outputs, init_value, seed)
+        if _log:
+            _log.launches.append(report)
+        return results
+
+    return call

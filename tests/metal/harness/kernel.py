@@ -1,0 +1,18 @@
+"""The text of a kernel, as `mx.fast.metal_kernel` gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The arguments of `mx.fast.metal_kernel`."""
+
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    source: str
+    header: str = ""
+    ensure_row_contiguous: bool = True
+    atomic_outputs: bool = False
