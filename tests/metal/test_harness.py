@@ -88,6 +88,7 @@ def test_reduction_and_its_bytes(dtype, threads):
     assert launch.read == launch.unique_read == launch.loaded == 1500 * size
     assert launch.written == launch.unique_written == launch.stored == 5 * size
     assert launch.threadgroup_memory == 128
+    assert (launch.threadgroup_loads, launch.products, launch.barriers) == (5 * threads // 32, 0, 5)
 
 
 def test_bytes_of_repeated_reads():
@@ -137,9 +138,10 @@ MATRICES = """
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_matrix_product_and_lane_layout(dtype, transposed):
-    a, b = numbers(8, 24, dtype=dtype), numbers(24, 8, dtype=dtype, seed=1)
+    a, b, report = numbers(8, 24, dtype=dtype), numbers(24, 8, dtype=dtype, seed=1), []
     template = {"T": dtype, "TRANSPOSED": transposed}
-    y, z = run(MATRICES, [a, b], [((8, 8), mx.float32)] * 2, 32, template=template)
+    y, z = run(MATRICES, [a, b], [((8, 8), mx.float32)] * 2, 32, template=template, report=report)
+    assert report[0].products == 3
     right = as_numpy(b).reshape(3, 8, 8)
     expected = as_numpy(a) @ (right.swapaxes(1, 2) if transposed else right).reshape(24, 8)
     assert_allclose(y, expected, rtol=1e-5, atol=1e-5)

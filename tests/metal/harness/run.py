@@ -36,6 +36,9 @@ class Launch:
     loaded: int  # distinct addresses per threadgroup, summed: the traffic of groups with perfect caches
     stored: int
     threadgroup_memory: int  # bytes per threadgroup
+    threadgroup_loads: int  # loads from threadgroup memory, by every thread
+    products: int  # 8x8 matrix products, by every SIMD group
+    barriers: int  # threadgroup barriers, by every threadgroup
 
 
 class _Buffer(ctypes.Structure):
@@ -50,7 +53,10 @@ class _Buffer(ctypes.Structure):
 
 
 _INPUT, _OUTPUT, _INITIALIZED_OUTPUT, _CONSTANT, _LAYOUT = range(5)
-_COUNTS = ("read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "groups")
+_COUNTS = (
+    "read", "written", "unique_read", "unique_written", "loaded", "stored", "threadgroup_memory", "threadgroup_loads",
+    "products", "barriers", "groups",
+)  # fmt: skip
 
 
 class _Report(ctypes.Structure):

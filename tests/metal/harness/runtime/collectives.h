@@ -8,7 +8,10 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define PLACE __builtin_return_address(0)
 
-EXPORT void hx_threadgroup_barrier(int flags) { yield(State::barrier, 0, flags, PLACE); }
+EXPORT void hx_threadgroup_barrier(int flags) {
+  if (!L.current->thread) L.report->barriers++;
+  yield(State::barrier, 0, flags, PLACE);
+}
 EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PLACE); }
 EXPORT uint32_t hx_lane() { return L.current->lane; }
 
@@ -87,6 +90,7 @@ EXPORT float2 hx_multiply(float2 a, float2 b, float2 c) {
   whole_simd(PLACE, "simdgroup_multiply");
   Exchange& x = mine();
   const int lane = L.current->lane;
+  if (!lane) L.report->products++;
   const int row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
   x.a[row * 8 + column] = a.x, x.a[row * 8 + column + 1] = a.y;
   x.b[row * 8 + column] = b.x, x.b[row * 8 + column + 1] = b.y;

@@ -56,7 +56,8 @@ struct Region {  // a buffer of the launch, or a threadgroup array
 };
 
 struct Report {  // as Python reads it
-  uint64_t read, written, unique_read, unique_written, loaded, stored, threadgroup_memory, groups;
+  uint64_t read, written, unique_read, unique_written, loaded, stored, threadgroup_memory;
+  uint64_t threadgroup_loads, products, barriers, groups;
   int64_t place, other_place;  // of a fault: offsets into the kernel's code, or -1
   char message[1000];
 };
@@ -241,6 +242,7 @@ inline void threadgroup_access(uintptr_t address, size_t n, bool write, const vo
   const uint64_t at = address - (uintptr_t)r.base;
   if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, write, place);
   if (write) whole_elements(r, at, n, place);
+  else L.report->threadgroup_loads++;
   for (uint64_t i = at / r.granule; i <= (at + n - 1) / r.granule; i++)
     touch(r, r.cells[i], L.threadgroup_clock, write, place);
 }
