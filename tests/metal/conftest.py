@@ -1,4 +1,4 @@
-"""The fixture under which every kernel test runs twice: in the harness, and on a real GPU where there is one."""
+"""Fixtures that run a kernel test twice: in the harness, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.metal import harness
 
 
 def need_harness() -> None:
-    """Skips the test where the harness can't run; fails it where MLXLM_REQUIRE_HARNESS=1 promises that it can."""
+    """Skip the test if the harness can't run here, or fail it if MLXLM_REQUIRE_HARNESS=1."""
     if reason := harness.available():
         if os.environ.get("MLXLM_REQUIRE_HARNESS") == "1":
             pytest.fail(reason)
@@ -20,7 +20,7 @@ def need_harness() -> None:
 
 @pytest.fixture(params=["harness", "gpu"])
 def metal(request):
-    """Makes Metal kernels run for the duration of a test; in the harness, gives its log, else None."""
+    """Make Metal kernels run; returns the log of the harness, or None on a GPU."""
     if request.param == "harness":
         need_harness()
         with harness.use() as log:

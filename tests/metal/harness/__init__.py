@@ -1,16 +1,12 @@
-"""Runs the Metal kernels of `metal_kernels/` on a Linux CPU, and watches what they do.
+"""Runs custom Metal kernels on a Linux CPU and checks every load and store. README.md describes how to use it.
 
-A body is given the signature that MLX gives it (signature.py), is translated to a C++ dialect that has Metal's
-address spaces (translate.py), compiled with a stand-in for Metal's standard library (build.py, metal_stdlib.h), held
-against rules of Metal that clang does not know (audit.py), and run one fiber per thread (run.py, runtime/). Every
-load and store is checked: bounds, initialisation, data races, with barriers understood as in Metal; every collective
-for divergence; every index into an array of known length. What goes wrong raises Fault. plants.py lists the alarms.
+A launch goes through these steps:
 
-Not seen: speed, registers, occupancy; the rounding of Apple's functions and matrix units and their order of summation;
-what Apple's compiler refuses beyond the rules here; an index that is off by more than three times the largest buffer
-and so hits another one; the alignment of threadgroup arrays; an uninitialised number that max or min drops; a race on
-a path that no thread of the run takes; accesses of more than 16 bytes. Atomics, textures, quad functions and
-threadgroup memory sized at launch do not compile. A vector in threadgroup memory must be written as a whole.
+1. `signature.py` generates the function signature that MLX generates.
+2. `translate.py` rewrites Metal to clang's "C++ for OpenCL", which has the same address spaces.
+3. `build.py` compiles it with our implementation of Metal's standard library (`metal_*.h`).
+4. `metal_rules.py` reports code that clang accepts but Metal's compiler rejects.
+5. `run.py` and `runtime/` run it, one fiber per thread. Clang's ThreadSanitizer instrumentation reports each access.
 """
 
 from .api import Log, metal_kernel, use

@@ -1,4 +1,4 @@
-"""`metal_kernel` replaces `mx.fast.metal_kernel` and runs kernels on the CPU; `use` installs it."""
+"""`metal_kernel`, which runs kernels on the CPU, and `use`, which puts it in place of `mx.fast.metal_kernel`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _mlx_metal_kernel = mx.fast.metal_kernel
 
 @dataclass
 class Log:
-    """What ran while `use` was open.
+    """The launches inside a `with use()` block.
 
     Attributes:
-        seed: Selects the order of the threads and the layout of strided inputs; launch i uses `seed + i`.
+        seed: Random seed for the order of the threads and the layout of the inputs. Launch i uses `seed + i`.
         launches: One entry per launch.
     """
 
@@ -34,10 +34,10 @@ _log: Log | None = None
 
 @contextmanager
 def use(seed: int = 0) -> Iterator[Log]:
-    """Replace `mx.fast.metal_kernel` by `metal_kernel` while the context is open.
+    """Replace `mx.fast.metal_kernel` with `metal_kernel` inside a `with` block.
 
     Args:
-        seed: Selects the order of the threads and the layout of strided inputs.
+        seed: Random seed for the order of the threads and the layout of the inputs.
 
     Yields:
         The log of the launches.
@@ -61,12 +61,15 @@ def metal_kernel(
     atomic_outputs: bool = False,
     compile_options: dict[str, str] | None = None,
 ) -> Callable[..., list[mx.array]]:
-    """`mx.fast.metal_kernel` for a CPU: the same arguments, the same result, the same errors for wrong arguments.
+    """Like `mx.fast.metal_kernel`, but runs the kernel on the CPU and checks it.
 
-    The arrays are evaluated when the returned function is called, so it can't be called in `mx.compile`.
-    `compile_options` are checked but not used: floating-point arithmetic is always IEEE.
+    Takes the same arguments, and raises the same errors for wrong ones. `compile_options` have no effect.
+
+    Returns:
+        A function with the parameters of the one that MLX returns. It evaluates its inputs, so it can't be used in
+        `mx.compile`. It raises `Fault` for an error in the kernel.
     """
-    # MLX constructs a kernel and checks the arguments of a call without Metal, too.
+    # Without Metal, too, MLX constructs kernels and checks the arguments of calls.
     check_arguments = _mlx_metal_kernel(
         name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
     )

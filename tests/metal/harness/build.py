@@ -1,7 +1,7 @@
-"""Compiles the runtime and the translated kernels, once per text and compiler.
+"""Compiles the runtime and the kernels, and caches the shared objects.
 
-Objects are kept in a folder of this user under the system's temporary directory, named by a hash of everything
-that goes into them, so that a second run of the tests compiles nothing.
+The cache is a folder of this user in the system's temporary directory. File names are hashes of the source, the
+compiler and its options.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from .audit import audit
 from .fault import Fault
 from .kernel import Kernel
+from .metal_rules import violations
 from .signature import Parameter, Signature
 from .translate import translate
 
 HERE = Path(__file__).parent
 
-# What Metal has of OpenCL and what not, the same for every processor: no double, no variables of a program outside
-# the constant address space.
+# The OpenCL extensions that match Metal, on every processor: half but no double, no global variables outside of the
+# constant address space.
 EXTENSIONS = "+cl_khr_fp16,+__opencl_c_generic_address_space," + ",".join(
     f"-{name}"
     for name in (
@@ -47,14 +47,13 @@ DIALECT = shlex.split(f"""
     -x cl -cl-std=CLC++2021 -cl-no-stdinc -Xclang -cl-ext={EXTENSIONS}
     -Wno-unknown-attributes -fno-color-diagnostics -fno-caret-diagnostics
 """)
-# - half and bfloat are rounded after every operation, as by a GPU.
-# - -O1: no vectorised loops, so that the loads and stores are about those that the kernel's text does.
-# - Divergence is told by the address of a call: so every function is inlined and equal calls stay apart.
-# - Thread instrumentation reports every load and store, also a load just before a store to the same place.
-# - Of the thread's own arrays, which the instrumentation leaves out, indices are checked against declared extents.
-# - A large frame touches the guard below its stack before anything else.
-# - What a kernel leaves uninitialised of its own variables becomes NaN, so that it hardly passes by luck
-#   (fmax and fmin drop a NaN; integers become 0xAAAAAAAA).
+# - half and bfloat are rounded after each operation, as on a GPU.
+# - -O1 doesn't vectorize loops, so the counted loads and stores are close to those in the source.
+# - Barriers are identified by the address of the call. So all functions are inlined, and calls are never merged.
+# - ThreadSanitizer's instrumentation calls our runtime for each load and store, except of local variables.
+# - For local arrays and vectors, clang's array-bounds check compares indices with the declared length.
+# - A stack overflow reaches the guard page below the stack.
+# - Uninitialized local variables are filled with a pattern: NaN for floats, 0xAAAAAAAA for integers.
 KERNEL_FLAGS = shlex.split("""
     -O1 -gline-tables-only -fPIC -shared -ffp-contract=off
     -mllvm -enable-tail-merge=0 -fno-optimize-sibling-calls -mllvm -inline-threshold=1000000
@@ -67,20 +66,20 @@ RUNTIME_FLAGS = shlex.split("""
     -x c++ -std=c++17 -O2 -g -fPIC -shared -fno-exceptions -fno-rtti -fno-threadsafe-statics -fvisibility=hidden
     -ffp-contract=off
 """)
-# Metal's own headers: ours stands for all of them.
+# Metal's own headers: metal_stdlib.h replaces all of them.
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<metal_\w+>.*$", re.MULTILINE)
 
 
 @cache
 def clang() -> str:
-    """A clang of version 19 or later; Fault if there is none. MLXLM_CLANG names another than the one on the PATH."""
-    named = os.environ.get("MLXLM_CLANG")
+    """Path of clang 19 or later: METAL_HARNESS_CLANG, or the first one on PATH. Raises Fault if there is none."""
+    named = os.environ.get("METAL_HARNESS_CLANG")
     for name in [named] if named else ["clang-19", *(f"clang-{n}" for n in range(30, 19, -1)), "clang"]:
         if (path := shutil.which(name)) and _version(path) >= 19:
             return path
     if named:
-        raise Fault(f"MLXLM_CLANG={named} is no clang of version 19 or later")
-    raise Fault("the Metal harness needs clang 19 or later (apt install clang-19 lld-19)")
+        raise Fault(f"METAL_HARNESS_CLANG={named} is not clang 19 or later")
+    raise Fault("the Metal harness needs clang 19 or later (try: apt install clang-19 lld-19)")
 
 
 @cache
@@ -91,20 +90,20 @@ def _version(path: str) -> int:
 
 
 def available() -> str | None:
-    """None if kernels can run on this machine's processor, else why not."""
+    """Return None if kernels can run on this machine, else the reason why not."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return f"the Metal harness runs on Linux on x86-64 and aarch64, not on {sys.platform} {platform.machine()}"
+        return f"the Metal harness needs Linux on x86-64 or aarch64 (this is {sys.platform} on {platform.machine()})"
     try:
         output = Parameter("device float*", "y", "y", "data")
         compiled(Kernel("trivial", (), ("y",), "y[0] = 1;"), Signature("hx_trivial", (), (output,), ()))
-    except (Fault, OSError) as error:  # also a compiler that can't link, or lacks the C library's headers
+    except (Fault, OSError) as error:  # OSError: clang can't link, or the C library's headers are missing
         return str(error)[:500]
     return None
 
 
 @cache
 def _target() -> tuple[str, ...]:
-    """Conversions between half and float in one instruction where the processor has it: all x86-64 since 2013."""
+    """Enable hardware conversion between half and float, which x86-64 processors have since 2013."""
     if platform.machine() != "x86_64":
         return ()
     flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
@@ -119,14 +118,14 @@ def _linker() -> tuple[str, ...]:
 
 @cache
 def symbolizer() -> str | None:
-    """A program that tells lines from addresses, if there is one: messages are poorer without."""
+    """Path of a program that finds the source line of an address, or None."""
     names = (f"llvm-symbolizer-{_version(clang())}", "llvm-symbolizer", "addr2line")
     return next(filter(None, map(shutil.which, names)), None)
 
 
 @cache
 def _folder() -> Path:
-    """This user's folder, if nobody else can write there, else one that goes with this process."""
+    """The cache folder: this user's, if nobody else can write to it, else a temporary one."""
     folder = Path(tempfile.gettempdir()) / f"metal-harness-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -142,27 +141,27 @@ def _folder() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    """Removes what no run used for a week."""
+    """Delete files that were not used for a week."""
     for entry in folder.iterdir():
-        with suppress(OSError):  # another process may be at it
+        with suppress(OSError):  # another process may delete it
             if time.time() - entry.stat().st_mtime > 7 * 86400:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 @cache
 def _key_of_harness() -> bytes:
-    files = sorted([*HERE.glob("*.h"), *HERE.glob("runtime/*"), HERE / "audit.py"])
+    files = sorted([*HERE.glob("*.h"), *HERE.glob("runtime/*"), HERE / "metal_rules.py"])
     version = subprocess.run([clang(), "--version"], capture_output=True).stdout
     return b"\0".join([version, *(f.read_bytes() for f in files)])
 
 
 def _object(text: str, flags: list[str]) -> Path:
-    """Where the shared object for a text is, or will be."""
+    """Path of the cached shared object."""
     command = [clang(), *flags, *_target(), *_linker()]
     key = hashlib.sha256("\0".join([text, *command]).encode() + _key_of_harness()).hexdigest()[:32]
     path = _folder() / f"{key}.so"
     with suppress(FileNotFoundError):
-        os.utime(path)  # used today: _prune leaves it
+        os.utime(path)  # so that _prune keeps it
     return path
 
 
@@ -170,11 +169,11 @@ def _compile(text: str, flags: list[str], target: Path, what: str) -> None:
     with tempfile.TemporaryDirectory(dir=_folder()) as work:
         made = Path(work, "object.so")
         _run([*flags, *_target(), *_linker(), "-", "-o", str(made)], text, what)
-        os.replace(made, target)  # at once: other processes may look for it
+        os.replace(made, target)  # atomic: other processes may read it
 
 
 def _run(arguments: list[str], text: str, what: str) -> str:
-    """Clang's output."""
+    """Run clang and return its output. `what` is named in the error message."""
     done = subprocess.run([clang(), *arguments], input=text, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise Fault(f"{what} does not compile:\n{done.stderr}")
@@ -188,12 +187,12 @@ def runtime() -> ctypes.CDLL:
     path = _object(text, flags)
     if not path.exists():
         _compile(text, flags, path, "the runtime")
-    # Global, because the kernels call it by name.
+    # RTLD_GLOBAL: kernels link to its symbols.
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 class Compiled:
-    """A kernel in this process: `entry` is the address to call, `path` its shared object."""
+    """A compiled kernel: `path` of its shared object, and the address of its `entry`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -214,15 +213,15 @@ def compiled(kernel: Kernel, signature: Signature) -> Compiled:
         if not path.exists():
             what = f"{kernel.name} ({signature.name})"
             tree = _run([*flags, "-w", "-fsyntax-only", "-Xclang", "-ast-dump", "-"], text, what)
-            if offences := audit(tree):
-                raise Fault(f"{kernel.name}: Metal's compiler would refuse this:\n" + "\n".join(offences))
+            if errors := violations(tree):
+                raise Fault(f"{kernel.name}: Metal's compiler would reject this:\n" + "\n".join(errors))
             _compile(text, [*flags, *KERNEL_FLAGS], path, what)
         _compiled[key] = Compiled(path)
     return _compiled[key]
 
 
 def translated(kernel: Kernel, signature: Signature) -> str:
-    """What clang compiles: the stand-in library, MLX's text translated, the entry point."""
+    """The source for clang: our standard library, the translated kernel, and the entry point."""
     text = (
         f'#line 1 "header"\n{kernel.header}\n'
         f'#line 1 "signature"\n{signature.text}'

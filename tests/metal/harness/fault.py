@@ -1,5 +1,5 @@
-"""The one error of the harness."""
+"""The exception of the harness."""
 
 
 class Fault(AssertionError):
-    """What a kernel does wrong, or would not be compiled or launched for on a GPU."""
+    """An error in a kernel, or code or a launch that Metal rejects."""

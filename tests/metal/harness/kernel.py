@@ -1,4 +1,4 @@
-"""The text of a kernel, as `mx.fast.metal_kernel` gets it."""
+"""The definition of a kernel."""
 
 from __future__ import annotations
 

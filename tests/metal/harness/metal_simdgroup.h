@@ -1,16 +1,13 @@
-// What the threads of a SIMD group or of a threadgroup do together: the runtime makes them meet.
-//
-// The runtime tells a divergent call by its return address. That is a place in the kernel's text because build.py has
-// clang inline all functions and merge no calls. Included by metal_stdlib.h.
+// Barriers, SIMD-group functions and SIMD-group matrices. Included by metal_stdlib.h.
 #pragma once
 #include "runtime/shared.h"
 
 namespace hx {
-// Runtime functions.
+// Defined in runtime/collectives.h.
 extern "C" {
 void hx_threadgroup_barrier(int flags);
 void hx_simdgroup_barrier(int flags);
-void hx_simd_meet(int what);
+void hx_simd_synchronize(int what);
 float hx_simd_reduce_float(int what, float value);
 long hx_simd_reduce_long(int what, long value);
 ulong hx_simd_shuffle(int what, ulong bits, uint argument);
@@ -56,7 +53,11 @@ METAL_FUNC T exchange(int what, T value, uint argument) {
 
 namespace metal {
 
-enum class mem_flags { mem_none = hx::no_fence, mem_device = hx::device_fence, mem_threadgroup = hx::threadgroup_fence };
+enum class mem_flags {
+  mem_none = hx::no_fence,
+  mem_device = hx::device_fence,
+  mem_threadgroup = hx::threadgroup_fence,
+};
 METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { hx::hx_threadgroup_barrier(int(flags)); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { hx::hx_simdgroup_barrier(int(flags)); }
@@ -71,14 +72,14 @@ METAL_FUNC hx::if_number<T> simd_product(T x) {
 }
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_min(T x) {
-  return hx::reduce(hx::smallest, x);
+  return hx::reduce(hx::minimum, x);
 }
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_max(T x) {
-  return hx::reduce(hx::largest, x);
+  return hx::reduce(hx::maximum, x);
 }
-METAL_FUNC bool simd_all(bool x) { return hx::reduce(hx::smallest, int(x)); }
-METAL_FUNC bool simd_any(bool x) { return hx::reduce(hx::largest, int(x)); }
+METAL_FUNC bool simd_all(bool x) { return hx::reduce(hx::minimum, int(x)); }
+METAL_FUNC bool simd_any(bool x) { return hx::reduce(hx::maximum, int(x)); }
 
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_shuffle(T x, ushort lane) {
@@ -105,8 +106,8 @@ METAL_FUNC hx::if_number<T> simd_shuffle_up(T x, ushort delta) {
   return hx::exchange(hx::up, x, delta);
 }
 
-// An 8x8 matrix spread over 32 lanes, two neighbours of a row per lane. Metal leaves the layout open; this is
-// the one of every Apple GPU so far, on which MLX's own kernels rely.
+// Each of the 32 lanes holds two adjacent elements of a row. Metal doesn't specify the layout; this is the one that
+// MLX's kernels assume.
 template <typename T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "Metal has 8x8 matrices only");
@@ -128,7 +129,7 @@ struct simdgroup_matrix {
     uint lane = hx::hx_lane();
     return (lane / 4 & 2) * 2 + lane % 2 * 2;
   }
-  // The lane's two offsets from the matrix's first element in memory.
+  // Offset in memory of element i of this lane.
   METAL_FUNC static long offset(int i, ulong row_length, ulong2 origin, bool transposed) {
     ulong r = row(), c = column() + i;
     return (origin.y + (transposed ? c : r)) * row_length + origin.x + (transposed ? r : c);
@@ -149,20 +150,20 @@ METAL_FUNC simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T val
   template <typename T>                                                                                     \
   METAL_FUNC void simdgroup_load(__private simdgroup_matrix<T, 8, 8>& m, const space T* from,               \
                                  ulong row_length = 8, ulong2 origin = ulong2{0, 0}, bool transposed = false) { \
-    hx::hx_simd_meet(0);                                                                                    \
+    hx::hx_simd_synchronize(0);                                                                                    \
     for (int i = 0; i < 2; i++) m.elements[i] = from[m.offset(i, row_length, origin, transposed)];          \
   }                                                                                                         \
   template <typename T>                                                                                     \
   METAL_FUNC void simdgroup_store(simdgroup_matrix<T, 8, 8> m, space T* to, ulong row_length = 8,           \
                                   ulong2 origin = ulong2{0, 0}, bool transposed = false) {                  \
-    hx::hx_simd_meet(1);                                                                                    \
+    hx::hx_simd_synchronize(1);                                                                                    \
     for (int i = 0; i < 2; i++) to[m.offset(i, row_length, origin, transposed)] = m.elements[i];            \
   }
 HX_LOAD_AND_STORE(__global)
 HX_LOAD_AND_STORE(__local)
 #undef HX_LOAD_AND_STORE
 
-// d = a b + c, summed in float and rounded once to d's type.
+// d = a b + c, computed in float and rounded once to d's type.
 template <typename D, typename A, typename B, typename C>
 METAL_FUNC void simdgroup_multiply_accumulate(__private simdgroup_matrix<D, 8, 8>& d, simdgroup_matrix<A, 8, 8> a,
                                               simdgroup_matrix<B, 8, 8> b, simdgroup_matrix<C, 8, 8> c) {

@@ -1,8 +1,8 @@
-// The part of Metal's standard library that the kernels use, for clang's "C++ for OpenCL" dialect on a CPU.
+// Metal's standard library in clang's "C++ for OpenCL", as far as the harness supports it.
 //
-// The dialect has Metal's address spaces under other names (see the end of this file), so that a pointer to
-// threadgroup memory and one to device memory are different types here too. What this file leaves out does not
-// compile, which is the right answer for a test. Functions that threads run together are in metal_simdgroup.h.
+// The dialect has Metal's address spaces under other names (see the end of this file), so pointers to device and to
+// threadgroup memory are different types here, too. Anything missing here is a compile error. SIMD-group functions and
+// barriers are in metal_simdgroup.h.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 
@@ -21,7 +21,7 @@ typedef ulong uint64_t;
 typedef ulong size_t;
 typedef long ptrdiff_t;
 typedef __bf16 bfloat;
-typedef bfloat bfloat16_t;  // these two names are MLX's
+typedef bfloat bfloat16_t;  // MLX's names
 typedef half float16_t;
 
 #define METAL_FUNC inline __attribute__((always_inline))
@@ -48,7 +48,7 @@ using vec = T __attribute__((ext_vector_type(N)));
 HX_VECTORS(char) HX_VECTORS(uchar) HX_VECTORS(short) HX_VECTORS(ushort) HX_VECTORS(int) HX_VECTORS(uint)
 HX_VECTORS(half) HX_VECTORS(float) HX_VECTORS(bfloat)
 #undef HX_VECTORS
-typedef vec<long, 2> long2;  // not longer: the instrumentation does not report accesses of more than 16 bytes
+typedef vec<long, 2> long2;  // ThreadSanitizer doesn't instrument accesses of more than 16 bytes
 typedef vec<ulong, 2> ulong2;
 
 template <typename A, typename B>
@@ -74,13 +74,13 @@ using conditional_t = typename conditional<condition, A, B>::type;
 
 }  // namespace metal
 
-// What the translation puts in place of constructs whose meaning differs between the dialects.
+// Used by translate.py.
 namespace hx {
 
 template <typename T>
 struct shape {
   using element = T;
-  static __constant constexpr int size = 0;  // a scalar or a class
+  static __constant constexpr int size = 0;  // scalars and classes
 };
 #define HX_SHAPE(T, N)                   \
   template <>                            \
@@ -103,7 +103,7 @@ __constant constexpr bool is_float =
     __is_same(element<T>, float) || __is_same(element<T>, half) || __is_same(element<T>, bfloat);
 template <typename T>
 __constant constexpr bool is_number = is_float<T> || __is_integral(element<T>);
-// The smallest part of a threadgroup variable that threads may share out: of a class, any byte.
+// Bytes per shadow cell of a threadgroup variable: different threads may write different cells.
 template <typename T>
 __constant constexpr ulong unit = __is_class(T) ? 1 : sizeof(element<T>);
 template <typename T>
@@ -122,13 +122,13 @@ METAL_FUNC constexpr int append(__private V& v, int at, A a) {
   }
 }
 
-// T(arguments): OpenCL reads float4(a) with an int4 as a reinterpretation of the bits, Metal as a conversion.
+// T(arguments). With an int4 a, float4(a) converts in Metal, but reinterprets the bits in OpenCL.
 template <typename T, typename... A>
 METAL_FUNC constexpr T make(A... a) {
   if constexpr (!is_vector<T>) {
     return T(a...);
   } else {
-    static_assert(sizeof...(A) > 0, "a vector without a value");
+    static_assert(sizeof...(A) > 0, "a vector needs arguments");
     constexpr int given = ((is_vector<A> ? shape<A>::size : 1) + ...);
     static_assert(given == shape<T>::size || given == 1, "wrong number of elements for this vector");
     T v{};
@@ -183,7 +183,7 @@ HX_FLOAT(half, ushort, 0x0400, 0x7bff, 0x1400, 0x7c00, 0x7e00)
 HX_FLOAT(bfloat, ushort, 0x0080, 0x7f7f, 0x3c00, 0x7f80, 0x7fc0)
 #undef HX_FLOAT
 
-// A function of half or bfloat is computed in float and rounded once.
+// Functions of half and bfloat are computed in float and rounded once.
 #define HX_UNARY(name, expression)                                                       \
   template <typename T>                                                                  \
   METAL_FUNC hx::if_float<T> name(T value) {                                             \
@@ -241,7 +241,7 @@ HX_FLOAT(bfloat, ushort, 0x0080, 0x7f7f, 0x3c00, 0x7f80, 0x7fc0)
   HX_BINARY(fmin, __builtin_fminf(x, y))            \
   HX_BINARY(fmax, __builtin_fmaxf(x, y))
 HX_MATH
-// The two families differ in accuracy on a GPU; here both are the precise one.
+// On a GPU these differ in accuracy, here they don't.
 namespace fast { HX_MATH }
 namespace precise { HX_MATH }
 #undef HX_MATH
@@ -331,12 +331,12 @@ METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
 
 using namespace metal;
 
-// Metal's address spaces in the dialect's words.
+// Metal's address spaces in OpenCL.
 #define device __global
 #define constant __constant
 #define threadgroup __local
 #define thread __private
-// Words that OpenCL reserves and Metal does not.
+// Keywords of OpenCL that are ordinary names in Metal.
 #define local hx_local
 #define global hx_global
 #define generic hx_generic

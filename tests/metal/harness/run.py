@@ -1,4 +1,4 @@
-"""Launches: arrays to bytes and back, the limits that a GPU has, and what is observed."""
+"""Launches a compiled kernel: passes arrays to the runtime, and turns its report into results or an error."""
 
 from __future__ import annotations
 
@@ -18,27 +18,43 @@ from .kernel import Kernel
 from .signature import Parameter, Signature
 
 MAX_THREADS = 1024
-SECONDS = 60.0  # of processor time that a launch may take, of all threads of this process
-_ONE_AT_A_TIME = threading.Lock()  # the runtime has one state, and ctypes lets other threads run meanwhile
+SECONDS = 60.0  # CPU time of this process after which a launch is stopped
+_LOCK = threading.Lock()  # the runtime has global state, and ctypes releases the GIL
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one launch did. Bytes are of device memory; inputs of fewer than 8 elements are not in it."""
+    """Counts of one launch. Bytes are of device memory, without inputs of fewer than 8 elements.
+
+    Attributes:
+        kernel: Name of the kernel.
+        threads: Number of threads.
+        groups: Number of threadgroups.
+        read: Bytes of all loads of all threads.
+        written: Bytes of all stores.
+        unique_read: Bytes at distinct addresses that were read.
+        unique_written: The same for stores.
+        loaded: Bytes at distinct addresses per threadgroup, summed over the threadgroups.
+        stored: The same for stores.
+        threadgroup_memory: Bytes of threadgroup memory per threadgroup.
+        threadgroup_loads: Number of loads from threadgroup memory by all threads.
+        products: Number of 8x8 matrix products by all SIMD groups.
+        barriers: Number of threadgroup barriers of all threadgroups.
+    """
 
     kernel: str
     threads: int
     groups: int
-    read: int  # by every load of every thread
+    read: int
     written: int
-    unique_read: int  # distinct addresses in the launch
+    unique_read: int
     unique_written: int
-    loaded: int  # distinct addresses per threadgroup, summed: the traffic of groups with perfect caches
+    loaded: int
     stored: int
-    threadgroup_memory: int  # bytes per threadgroup
-    threadgroup_loads: int  # loads from threadgroup memory, by every thread
-    products: int  # 8x8 matrix products, by every SIMD group
-    barriers: int  # threadgroup barriers, by every threadgroup
+    threadgroup_memory: int
+    threadgroup_loads: int
+    products: int
+    barriers: int
 
 
 class _Buffer(ctypes.Structure):
@@ -62,8 +78,8 @@ _COUNTS = (
 class _Report(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint64) for name in _COUNTS),
-        ("place", ctypes.c_int64),
-        ("other_place", ctypes.c_int64),
+        ("pc", ctypes.c_int64),
+        ("other_pc", ctypes.c_int64),
         ("message", ctypes.c_char * 1000),
     ]
 
@@ -87,11 +103,11 @@ def launch(
         grid: Number of threads.
         threadgroup: Threads per threadgroup.
         outputs: Shape and dtype of each output.
-        init_value: What the outputs contain before the launch. None: nothing, and reading them is an error.
-        seed: Selects the order of the threads and the layout of strided inputs.
+        init_value: Value of all output elements before the launch; None: uninitialized.
+        seed: Random seed for the order of the threads and the layout of the inputs.
 
     Returns:
-        The output arrays, and what the launch did.
+        The output arrays, and counts of the launch.
 
     Raises:
         Fault: An error in the kernel.
@@ -122,14 +138,14 @@ def launch(
             memory, view = arrays[parameter.of]
             buffer.start = view.__array_interface__["data"][0] - memory.ctypes.data
 
-    seen = _Report()
+    found = _Report()
     three = ctypes.c_uint32 * 3
     arguments = (code.entry, buffers, len(buffers), three(*grid), three(*group))
-    with _ONE_AT_A_TIME:
-        failed = runtime().hx_launch(*arguments, ctypes.c_uint64(seed), ctypes.c_double(SECONDS), ctypes.byref(seen))
+    with _LOCK:
+        failed = runtime().hx_launch(*arguments, ctypes.c_uint64(seed), ctypes.c_double(SECONDS), ctypes.byref(found))
     if failed:
-        raise Fault(_explain(kernel, code, seen))
-    counts = {name: getattr(seen, name) for name in _COUNTS}
+        raise Fault(_message(kernel, code, found))
+    counts = {name: getattr(found, name) for name in _COUNTS}
     report = Launch(kernel=kernel.name, threads=math.prod(grid), **counts)
     return [_to_mlx(results[n], dtype) for n, (_, dtype) in zip(kernel.output_names, outputs, strict=True)], report
 
@@ -157,11 +173,11 @@ def _to_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 def _in_memory(array: mx.array, contiguous: bool, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(memory, view): the bytes that a kernel gets, and the array as a strided view of them.
+    """Return the memory to pass to the kernel, and the array as a strided view of it.
 
-    A kernel that takes inputs as they lie gets a layout by lot, of those that transposing, slicing and broadcasting
-    make: axes in any order, padded rows, steps, negative strides, stride 0 along an axis without change. What is
-    between the elements is NaN (all bits set), so that an index that forgets a stride shows.
+    Unless MLX makes inputs contiguous, the layout is random, as after transposing, slicing and broadcasting: permuted
+    axes, padded rows, steps, negative strides, and stride 0 along axes of equal values. The gaps are NaN (all bits
+    set), so that a kernel which ignores strides gives a wrong result.
     """
     values = _to_numpy(array)
     if contiguous or values.size == 0 or values.ndim == 0:
@@ -191,21 +207,21 @@ def _argument(parameter: Parameter, memory: np.ndarray, view: np.ndarray) -> np.
     return np.array(view.ndim, np.int32) if parameter.what == "ndim" else memory
 
 
-def _explain(kernel: Kernel, code: Compiled, seen: _Report) -> str:
-    text = f"{kernel.name}: {seen.message.decode(errors='replace')}"
-    if place := _line(code, seen.place):
-        text += f"; at {place}"
-    if other := _line(code, seen.other_place):
-        text += f", the other access at {other}"
+def _message(kernel: Kernel, code: Compiled, found: _Report) -> str:
+    text = f"{kernel.name}: {found.message.decode(errors='replace')}"
+    if line := _line(code, found.pc):
+        text += f", at {line}"
+    if other := _line(code, found.other_pc):
+        text += f" (the other thread: {other})"
     return text
 
 
-def _line(code: Compiled, offset: int) -> str:
-    """file:line of a place in the code, if a symbolizer is installed."""
+def _line(code: Compiled, pc: int) -> str:
+    """Source file and line of a return address in the kernel, if a symbolizer is installed."""
     tool = symbolizer()
-    if offset < 0 or tool is None:
+    if pc < 0 or tool is None:
         return ""
-    command = [tool, "-e", str(code.path), "-i", hex(offset - 1)]  # the call itself, not where it returns to
+    command = [tool, "-e", str(code.path), "-i", hex(pc - 1)]  # an address in the call instruction
     lines = subprocess.run(command, capture_output=True, encoding="utf-8").stdout.split()
     places = [p.rsplit("/", 1)[-1] for p in lines if ":" in p and "??" not in p]
     ours = [":".join(p.split(":")[:2]) for p in places if not p.startswith(("metal_", "entry", "signature"))]

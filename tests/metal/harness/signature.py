@@ -1,8 +1,4 @@
-"""The function that `mx.fast.metal_kernel` writes around a body, as text.
-
-Follows mlx/backend/common/metal_kernel.cpp, so that what compiles here is what a GPU would get: which inputs come
-in which address space, which extra arguments a name in the body brings, and how the function is named.
-"""
+"""Generates the function signature that `mx.fast.metal_kernel` generates (mlx/backend/common/metal_kernel.cpp)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import mlx.core as mx
 from .fault import Fault
 from .kernel import Kernel
 
-MAX_BUFFERS = 31  # arguments that a Metal function can have
+MAX_BUFFERS = 31  # Metal's limit per function
 CONSTANT_BELOW = 8  # inputs of fewer elements are passed in the constant address space
 
 TYPES = {
@@ -33,7 +29,7 @@ TYPES = {
     mx.bfloat16: "bfloat16_t",
 }
 
-# Attribute and whether it has three components; in the order in which MLX passes them.
+# Name of each attribute, and whether it is a uint3 (otherwise uint), in MLX's order.
 ATTRIBUTES = {
     "dispatch_quadgroups_per_threadgroup": False,
     "dispatch_simdgroups_per_threadgroup": False,
@@ -60,12 +56,19 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of the generated function. `of` is the array it comes from: an input's or output's name."""
+    """One buffer parameter of the generated function.
 
-    type: str  # with address space and * or &
+    Attributes:
+        type: Type with address space and * or &.
+        name: Name of the parameter.
+        of: Name of the input or output that it belongs to.
+        what: "data", "shape", "strides" or "ndim".
+    """
+
+    type: str
     name: str
     of: str
-    what: str  # "data", "shape", "strides" or "ndim"
+    what: str
 
     @property
     def is_reference(self) -> bool:
@@ -81,7 +84,7 @@ class Signature:
 
     @property
     def text(self) -> str:
-        """The head of the function, up to the opening brace."""
+        """The function's declaration, up to the opening brace."""
         lines = []
         if self.template:
             lines.append("template <" + ", ".join(f"{kind} {name}" for kind, name, _ in self.template) + ">")
@@ -91,7 +94,7 @@ class Signature:
         return "\n".join(lines) + "\n" + ",\n".join(arguments) + ") {\n"
 
     def source(self, kernel: Kernel) -> str:
-        """All that MLX compiles, except MLX's own utilities."""
+        """The source that MLX compiles, without MLX's own utilities."""
         text = f"{kernel.header}{self.text}{kernel.source}\n}}\n"
         if self.template:
             instance = f"{self.name}<{', '.join(value for _, _, value in self.template)}>"
@@ -100,7 +103,7 @@ class Signature:
 
     @property
     def entry(self) -> str:
-        """The function without arguments that the runtime calls on every thread."""
+        """A function without parameters that calls the kernel; the runtime calls it once per thread."""
         arguments = []
         for i, p in enumerate(self.parameters):
             pointer = f"({p.type[:-1]}*)hx::hx_buffer({i})"
@@ -119,7 +122,7 @@ def signature(
     template: Sequence[tuple[str, bool | int | mx.Dtype]],
     output_dtypes: Sequence[mx.Dtype],
 ) -> Signature:
-    """The signature for these arguments. Raises Fault for what MLX accepts but Metal's compiler rejects."""
+    """Return the signature for these arguments. Raises Fault where MLX would generate invalid Metal code."""
     arguments = tuple(_template_argument(kernel, name, value) for name, value in template)
     name = f"custom_kernel_{kernel.name}"
     if arguments:
@@ -141,19 +144,25 @@ def signature(
         parameters.append(Parameter(f"device {dtype}*", array_name, array_name, "data"))
         name += f"_{dtype}"
     if len(parameters) > MAX_BUFFERS:
-        raise Fault(f"{kernel.name}: {len(parameters)} buffers with shapes and strides, the limit is {MAX_BUFFERS}")
+        raise Fault(
+            f"{kernel.name}: {len(parameters)} buffers including shapes and strides; Metal's limit is {MAX_BUFFERS}"
+        )
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise Fault(f"{kernel.name}: MLX would name the function {name}, which Metal can't parse (a negative number?)")
+        raise Fault(
+            f"{kernel.name}: MLX names the function {name}, which is not an identifier (a negative template argument?)"
+        )
     attributes = tuple(a for a in ATTRIBUTES if a in kernel.source)
     arrays = len(inputs) + len(output_dtypes)
     if not attributes and len(output_dtypes) > 1 and len(parameters) > arrays:
-        raise Fault(f"{kernel.name}: with a shape, several outputs and no attribute MLX closes the signature too early")
+        raise Fault(
+            f"{kernel.name}: with a shape, several outputs and no attribute, MLX generates an invalid signature"
+        )
     return Signature(name, arguments, tuple(parameters), attributes)
 
 
 def _type(kernel: Kernel, dtype: mx.Dtype) -> str:
     if dtype not in TYPES:
-        raise Fault(f"{kernel.name}: the harness has no {dtype}")
+        raise Fault(f"{kernel.name}: {dtype} is not supported by the harness")
     return TYPES[dtype]
 
 

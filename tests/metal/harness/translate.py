@@ -1,7 +1,7 @@
-"""From Metal to clang's "C++ for OpenCL": the constructs that differ, and rules that its syntax tree doesn't show.
+"""Rewrites Metal to clang's "C++ for OpenCL".
 
-Works on the tokens of the text after the preprocessor (so macros can't hide anything). Types are told from values
-by collecting the names that the text declares for types.
+Works on tokens, after the preprocessor. Rewrites conversions to vectors and declarations of threadgroup variables, and
+rejects what would have another meaning in OpenCL.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MARKER = re.compile(r'#\s*(?:line\s+)?(\d+)\s+"([^"]*)"')
 
 
 class Text:
-    """The tokens of a text without white space, with the place of each."""
+    """The tokens of a source text, with their file and line."""
 
     def __init__(self, text: str):
         self.tokens: list[str] = []
         self.before: list[str] = []  # white space and line markers before each token
-        self.places: list[str] = []
+        self.locations: list[str] = []
         gap, line, file = "", 1, ""
         for match in _TOKEN.finditer(text):
             token = match.group()
@@ -39,7 +39,7 @@ class Text:
             else:
                 self.tokens.append(token)
                 self.before.append(gap)
-                self.places.append(f"{file}:{line}")
+                self.locations.append(f"{file}:{line}")
                 gap = ""
             line += token.count("\n")
         self.tail = gap
@@ -54,15 +54,15 @@ class Text:
         return len(self.tokens)
 
     def part(self, start: int, end: int) -> str:
-        """The tokens from `start` to before `end` on one line, apart where they are apart."""
+        """The text of tokens `start` to `end - 1` on one line."""
         return "".join((" " if self.before[k] else "") + self[k] for k in range(start, end))
 
     def closing(self, i: int) -> int:
-        """The index of the bracket that closes the one at `i`; of < only where template arguments are plain."""
+        """Index of the bracket that closes the one at `i`, or -1."""
         return self._partner(i, {"(": ")", "[": "]", "{": "}", "<": ">"}, range(i, len(self)))
 
     def opening(self, i: int) -> int:
-        """The index of the bracket that is closed at `i`."""
+        """Index of the bracket that is closed at `i`, or -1."""
         return self._partner(i, {")": "(", "]": "[", "}": "{", ">": "<"}, range(i, -1, -1))
 
     def _partner(self, i: int, pairs: dict[str, str], way: range) -> int:
@@ -79,18 +79,23 @@ class Text:
         return -1
 
 
-def translate(text: str, body_marker: str) -> str:
-    """The text for clang. `body_marker` is the name of the generated function, whose braces hold the body."""
+def translate(text: str, function: str) -> str:
+    """Return C++ for OpenCL.
+
+    Args:
+        text: Preprocessed Metal source.
+        function: Name of the kernel function.
+    """
     tokens = Text(text)
     _reject_unqualified_auto(tokens)
     _reject_atomics(tokens)
-    _rewrite_threadgroup_arrays(tokens, body_marker)
+    _rewrite_threadgroup_variables(tokens, function)
     _rewrite_conversions(tokens, _aliases(tokens))
     return str(tokens)
 
 
 def _aliases(text: Text) -> set[str]:
-    """Names that stand for some other type: aliases and template parameters."""
+    """Names of type aliases and template type parameters, which may be vectors."""
     aliases = set()
     for i, token in enumerate(text.tokens):
         if (token in ("typename", "class") and text[i + 2] in (",", ">", "=")) or (
@@ -107,11 +112,11 @@ def _aliases(text: Text) -> set[str]:
 
 
 def _fail(text: Text, i: int, message: str) -> None:
-    raise Fault(f"{text.places[i]}: {message}")
+    raise Fault(f"{text.locations[i]}: {message}")
 
 
 def _reject_unqualified_auto(text: Text) -> None:
-    """`auto*` takes the address space from its value in clang; every other pointer without one audit.py finds."""
+    """Clang deduces the address space of `auto*`, Metal doesn't. metal_rules.py checks all other pointers."""
     for i, token in enumerate(text.tokens):
         if token == "auto" and text[i + 1] in ("*", "&", "&&"):
             k = i - 1
@@ -122,14 +127,14 @@ def _reject_unqualified_auto(text: Text) -> None:
 
 
 def _reject_atomics(text: Text) -> None:
-    """OpenCL has types of the same names; the runtime's notion of a race does not know atomic operations."""
+    """OpenCL has types of the same names."""
     for i, token in enumerate(text.tokens):
         if token.startswith("atomic"):
-            _fail(text, i, f"{token}: the harness has no atomics")
+            _fail(text, i, f"{token}: atomics are not supported by the harness")
 
 
 def _rewrite_conversions(text: Text, aliases: set[str]) -> None:
-    """T(x) and static_cast<T>(x) to hx::make<T>(x), where T may be a vector."""
+    """Rewrite T(x) and static_cast<T>(x) to hx::make<T>(x) if T may be a vector."""
     may_be_vector = VECTORS | aliases
     for i, token in enumerate(text.tokens):
         if token == "static_cast" and text[i + 1] == "<":
@@ -147,7 +152,7 @@ def _rewrite_conversions(text: Text, aliases: set[str]) -> None:
 
 
 def _is_metal(text: Text, i: int) -> bool:
-    """Whether the name at `i` stands alone or as metal::name: no member, operator or name of a class."""
+    """Whether the name at `i` is unqualified or metal::name, and not a member or operator."""
     return text[i - 2] == "metal" if text[i - 1] == "::" else text[i - 1] not in (".", "->", "~", "operator")
 
 
@@ -156,22 +161,22 @@ def _drop_qualifier(text: Text, i: int) -> None:
         text.tokens[i - 2] = text.tokens[i - 1] = ""
 
 
-def _rewrite_threadgroup_arrays(text: Text, body_marker: str) -> None:
-    """`threadgroup T a[N], b;` at the outermost level of the body to references to the runtime's memory."""
-    depth, sites = 0, 0
-    start = next(i for i, t in enumerate(text.tokens) if t == body_marker and text[i + 1] == "(")
+def _rewrite_threadgroup_variables(text: Text, function: str) -> None:
+    """Rewrite `threadgroup T a[N], b;` in the kernel function to references to memory of the runtime."""
+    depth, count = 0, 0
+    start = next(i for i, t in enumerate(text.tokens) if t == function and text[i + 1] == "(")
     body = text.closing(start + 1) + 1
     for i in range(len(text)):
         if i >= body:
             depth += {"{": 1, "}": -1}.get(text[i], 0)
         if text[i] == "threadgroup" and (end := _end_of_declaration(text, i)):
             if i < body or depth != 1:
-                _fail(text, i, "threadgroup memory must be declared at the outermost level of the kernel's body")
-            sites = _rewrite_declaration(text, i, end, sites)
+                _fail(text, i, "threadgroup variables must be declared in the outermost scope of the kernel function")
+            count = _rewrite_declaration(text, i, end, count)
 
 
 def _end_of_declaration(text: Text, i: int) -> int:
-    """The index of the ; if a variable in threadgroup memory is declared at `i`, else 0 (a pointer, a reference)."""
+    """Index of the semicolon if a threadgroup variable is declared at `i`; 0 for a pointer or reference."""
     k = i + 1
     while k < len(text) and text[k] not in (";", "*", "&", "&&", ")", "{", "}"):
         if text[k] == "<":
@@ -179,12 +184,12 @@ def _end_of_declaration(text: Text, i: int) -> int:
         elif text[k] == "[":
             k = text.closing(k)
         if text[k] == "=":
-            _fail(text, i, "threadgroup memory can't be initialised where it is declared")
+            _fail(text, i, "initializers of threadgroup variables are not supported by the harness")
         k += 1
     return k if text[k] == ";" else 0
 
 
-def _rewrite_declaration(text: Text, start: int, end: int, sites: int) -> int:
+def _rewrite_declaration(text: Text, start: int, end: int, count: int) -> int:
     k = start + 1  # the type: words up to the one that is followed by [ , or ;
     while text[k + 1] not in ("[", ",", ";"):
         k = text.closing(k + 1) if text[k + 1] == "<" else k + 1
@@ -197,17 +202,17 @@ def _rewrite_declaration(text: Text, start: int, end: int, sites: int) -> int:
             close = text.closing(k)
             extents += text.part(k, close + 1)
             k = close + 1
-        array = f"hx_array_{sites}"
+        array = f"hx_array_{count}"
         declarations.append(
             f"typedef {type_name} {array}{extents}; __local {array}& {name} = *(__local {array}*)"
-            f'hx::hx_threadgroup_memory({sites}, "{name}", sizeof({array}), '
+            f'hx::hx_threadgroup_memory({count}, "{name}", sizeof({array}), '
             f"hx::unit<{type_name}>);"
         )
-        sites += 1
+        count += 1
         k += 1
     for i in range(start, end):
         text.before[i] = "\n" * text.before[i].count("\n") if i > start else text.before[i]
         text.tokens[i] = ""
     text.tokens[start] = " ".join(declarations)
     text.tokens[end] = ""
-    return sites
+    return count

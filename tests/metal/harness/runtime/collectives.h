@@ -1,4 +1,4 @@
-// What kernels call; declared for them in metal_simdgroup.h.
+// The runtime functions that kernels call, declared in metal_simdgroup.h.
 #pragma once
 #include <math.h>
 #include <stdlib.h>
@@ -6,33 +6,33 @@
 #include "schedule.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define PLACE __builtin_return_address(0)
+#define PC __builtin_return_address(0)
 
 EXPORT void hx_threadgroup_barrier(int flags) {
   if (!L.current->thread) L.report->barriers++;
-  yield(State::barrier, 0, flags, PLACE);
+  yield(State::barrier, 0, flags, PC);
 }
-EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PLACE); }
+EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PC); }
 EXPORT uint32_t hx_lane() { return L.current->lane; }
 
-// The exchange into which the current lane puts something before it meets the others.
-static Exchange& mine() { return simds[L.current->simd].exchange[L.current->phase]; }
+// The Exchange for the current lane's next SIMD-group function.
+static Exchange& current_exchange() { return simds[L.current->simd].exchange[L.current->phase]; }
 
-static void whole_simd(const void* place, const char* what) {
-  if (simds[L.current->simd].active != ~0u) fault(place, -1, "%s in a SIMD group of less than 32 threads", what);
+static void require_full_simd_group(const void* pc, const char* what) {
+  if (simds[L.current->simd].active != ~0u) fault(pc, -1, "%s in a SIMD group with less than 32 threads", what);
 }
 
-EXPORT void hx_simd_meet(int what) {
-  whole_simd(PLACE, name_of(what));
-  yield(State::collective, what, 0, PLACE);
+EXPORT void hx_simd_synchronize(int what) {
+  require_full_simd_group(PC, name_of(what));
+  yield(State::collective, what, 0, PC);
 }
 
-// Reduces in a tree, as a GPU does; the first lane that comes back does it for all.
+// Reduces in a tree. The first lane that continues computes the result for all.
 template <typename T, typename Combine>
-static T reduce(int what, T value, T identity, const void* place, Combine combine) {
-  Exchange& x = mine();
+static T reduce(int what, T value, T identity, const void* pc, Combine combine) {
+  Exchange& x = current_exchange();
   memcpy(&x.value[L.current->lane], &value, sizeof value);
-  yield(State::collective, kReduce + what, 0, place);
+  yield(State::collective, kReduce + what, 0, pc);
   if (!x.reduced) {
     T tree[kLanes];
     for (int i = 0; i < kLanes; i++) {
@@ -50,71 +50,72 @@ static T reduce(int what, T value, T identity, const void* place, Combine combin
 }
 
 EXPORT float hx_simd_reduce_float(int what, float value) {
-  const void* place = PLACE;
+  const void* pc = PC;
   switch (what) {
-    case hx::sum: return reduce(what, value, 0.0f, place, [](float a, float b) { return a + b; });
-    case hx::product: return reduce(what, value, 1.0f, place, [](float a, float b) { return a * b; });
-    case hx::smallest: return reduce(what, value, INFINITY, place, [](float a, float b) { return fminf(a, b); });
-    default: return reduce(what, value, -INFINITY, place, [](float a, float b) { return fmaxf(a, b); });
+    case hx::sum: return reduce(what, value, 0.0f, pc, [](float a, float b) { return a + b; });
+    case hx::product: return reduce(what, value, 1.0f, pc, [](float a, float b) { return a * b; });
+    case hx::minimum: return reduce(what, value, INFINITY, pc, [](float a, float b) { return fminf(a, b); });
+    default: return reduce(what, value, -INFINITY, pc, [](float a, float b) { return fmaxf(a, b); });
   }
 }
 EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
-  const void* place = PLACE;
+  const void* pc = PC;
   switch (what) {
-    case hx::sum: return reduce(what, value, int64_t(0), place, [](int64_t a, int64_t b) { return a + b; });
-    case hx::product: return reduce(what, value, int64_t(1), place, [](int64_t a, int64_t b) { return a * b; });
-    case hx::smallest: return reduce(what, value, INT64_MAX, place, [](int64_t a, int64_t b) { return a < b ? a : b; });
-    default: return reduce(what, value, INT64_MIN, place, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    case hx::sum: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a + b; });
+    case hx::product: return reduce(what, value, int64_t(1), pc, [](int64_t a, int64_t b) { return a * b; });
+    case hx::minimum: return reduce(what, value, INT64_MAX, pc, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    default: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
   }
 }
 
-// Lanes that a shift leaves without a source keep their value. A source that does not exist is a fault: on a GPU the
-// value is undefined. The lane of a broadcast must be the same for all.
+// Lanes without a source in a shift up or down keep their value. Another lane that doesn't exist is a fault, since the
+// value is undefined on a GPU. The lane of a broadcast must be the same in all lanes.
 EXPORT uint64_t hx_simd_shuffle(int what, uint64_t bits, uint32_t argument) {
   const int lane = L.current->lane;
-  Exchange& x = mine();
+  Exchange& x = current_exchange();
   x.value[lane] = bits;
-  yield(State::collective, kShuffle + what, what == hx::broadcast ? argument : 0, PLACE);
+  yield(State::collective, kShuffle + what, what == hx::broadcast ? argument : 0, PC);
   const bool shifts = what == hx::down || what == hx::up;
   int64_t from = argument;
   if (what == hx::exclusive_or) from = lane ^ from;
   if (shifts) from = what == hx::down ? lane + from : lane - from;
   if (shifts && (from < 0 || from >= kLanes)) from = lane;
   if (from >= kLanes || !(simds[L.current->simd].active >> from & 1))
-    fault(PLACE, -1, "a SIMD shuffle reads lane %ld, which does not exist", long(from));
+    fault(PC, -1, "simd_shuffle reads lane %ld, which doesn't exist", long(from));
   return x.value[from];
 }
 
 typedef float float2 __attribute__((ext_vector_type(2)));
 EXPORT float2 hx_multiply(float2 a, float2 b, float2 c) {
-  whole_simd(PLACE, "simdgroup_multiply");
-  Exchange& x = mine();
+  require_full_simd_group(PC, "simdgroup_multiply");
+  Exchange& x = current_exchange();
   const int lane = L.current->lane;
   if (!lane) L.report->products++;
   const int row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
   x.a[row * 8 + column] = a.x, x.a[row * 8 + column + 1] = a.y;
   x.b[row * 8 + column] = b.x, x.b[row * 8 + column + 1] = b.y;
-  yield(State::collective, kMultiply, 0, PLACE);
+  yield(State::collective, kMultiply, 0, PC);
   for (int k = 0; k < 8; k++) c += x.a[row * 8 + k] * float2{x.b[k * 8 + column], x.b[k * 8 + column + 1]};
   return c;
 }
 
 EXPORT uint64_t hx_buffer(int index) { return (uint64_t)(L.buffers[index].base + L.buffers[index].start); }
 
-// A threadgroup array of the kernel. Each has a slot of its own, so that an index past its end hits nothing else.
+// Address of a threadgroup variable. Each has its own slot, so that out-of-bounds accesses don't reach another.
 EXPORT uint64_t hx_threadgroup_memory(int index, const char* name, uint64_t bytes, uint64_t unit) {
-  if (index >= kMaxSites) fault(PLACE, -1, "more than %d threadgroup arrays", kMaxSites);
-  Region& site = L.sites[index];
-  if (!site.base) {
+  if (index >= kMaxThreadgroupArrays) fault(PC, -1, "more than %d threadgroup arrays", kMaxThreadgroupArrays);
+  Region& array = L.threadgroup_arrays[index];
+  if (!array.base) {
     L.report->threadgroup_memory += (bytes + 15) / 16 * 16;
     if (L.report->threadgroup_memory > kThreadgroupLimit)
-      fault(PLACE, -1, "%lu bytes of threadgroup memory, the limit is %zu",
+      fault(PC, -1, "%lu bytes of threadgroup memory; the limit is %zu",
             (unsigned long)L.report->threadgroup_memory, kThreadgroupLimit);
-    site = {name, arena() + index * kArenaSlot + kArenaFront, bytes, 0, uint32_t(unit), kThreadgroup, nullptr, nullptr};
-    site.cells = (Cell*)calloc(bytes / unit, sizeof(Cell));
-    memset(site.base, 0xff, bytes);
+    uint8_t* base = arena() + index * kArenaSlot + kArenaFront;
+    array = {name, base, bytes, 0, uint32_t(unit), kThreadgroup, nullptr, nullptr};
+    array.cells = (Cell*)calloc(bytes / unit, sizeof(Cell));
+    memset(array.base, 0xff, bytes);
   }
-  return (uint64_t)site.base;
+  return (uint64_t)array.base;
 }
 
 EXPORT uint32_t hx_attribute(int index, int axis) {
@@ -145,7 +146,7 @@ EXPORT uint32_t hx_attribute(int index, int axis) {
   __builtin_unreachable();
 }
 
-// clang rounds to bfloat through this where the processor has no instruction.
+// Clang calls this to convert float to bfloat on processors without an instruction for it.
 EXPORT __bf16 __truncsfbf2(float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);

@@ -1,10 +1,10 @@
-// One fiber per thread of a threadgroup: a stack and a switch of a few instructions, without system calls.
+// Fibers: one per thread of a threadgroup, each with its own stack. A switch needs no system call.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/mman.h>
 
-// void hx_switch(void** save, void* to): keep the callee-saved registers on this stack, go on with the other.
+// void hx_switch(void** save, void* to): save the callee-saved registers on this stack and continue on the other one.
 #if defined(__x86_64__)
 asm(R"(
 .text
@@ -41,7 +41,7 @@ hx_switch:
 )");
 constexpr int kReturnWord = 11, kFrameWords = 20;
 #else
-#error "the harness knows x86-64 and aarch64"
+#error "unsupported processor"
 #endif
 extern "C" void hx_switch(void** save, void* to);
 
@@ -52,17 +52,17 @@ enum class State : uint8_t { runnable, collective, barrier, returned };
 
 struct Fiber {
   void* stack_pointer;
-  uint8_t* stack;  // kStackBytes, below it an inaccessible guard
+  uint8_t* stack;  // kStackBytes, with an inaccessible guard below
   uint32_t position[3];  // in the threadgroup
   uint16_t thread, simd;
   uint8_t lane;
   State state;
-  uint8_t phase;  // of the SIMD group's double-buffered exchange
-  int what, flags;  // of the collective or barrier it waits at
-  const void* place;  // the return address of that call: where in the kernel
+  uint8_t phase;  // index of the SIMD group's Exchange
+  int what, flags;  // of the SIMD-group function or barrier that it waits at
+  const void* pc;  // return address of that call
 };
 
-// The stacks are made once per process and touched only as far as kernels use them.
+// All stacks are mapped once per process; pages are allocated when kernels use them.
 inline uint8_t* all_stacks() {
   static uint8_t* all = [] {
     size_t bytes = kMaxThreads * (kStackBytes + kGuardBytes);
@@ -76,7 +76,7 @@ inline uint8_t* all_stacks() {
 
 inline uint8_t* stack_of(int thread) { return all_stacks() + thread * (kStackBytes + kGuardBytes) + kGuardBytes; }
 
-// The next switch to the fiber calls `start` on a fresh stack.
+// Makes the next switch to the fiber call `start` on an empty stack.
 inline void prepare(Fiber& fiber, void (*start)()) {
   void** top = (void**)(fiber.stack + kStackBytes);
   void** frame = top - kFrameWords;

@@ -1,39 +1,39 @@
-// Runs a kernel that was compiled for this machine: all threads of a threadgroup as fibers, group after group.
+// Runs a compiled kernel: one threadgroup after the other, with one fiber per thread.
 //
-// The kernel is compiled with -fsanitize=thread for the instrumentation only: the __tsan_* calls that the compiler
-// puts before every load and store end here, not in ThreadSanitizer's runtime.
+// The kernel is compiled with -fsanitize=thread, but not linked to ThreadSanitizer: the __tsan_* functions, which
+// the compiler calls before each load and store, are defined here.
 #include <dlfcn.h>
 #include <link.h>
 
 #include "collectives.h"
 #include "signals.h"
 
-// The compiler states that an address is a multiple of its access's size, or calls the unaligned variant.
-static void aligned_access(const void* pointer, size_t n, bool write, const void* place) {
+// Accesses that the compiler can't assume to be aligned call __tsan_unaligned_*.
+static void aligned_access(const void* pointer, size_t n, bool write, const void* pc) {
   if ((uintptr_t)pointer % n)
-    fault(place, -1, "misaligned %s: %zu bytes at an address that is no multiple", write ? "write" : "read", n);
-  access(pointer, n, write, place);
+    fault(pc, -1, "misaligned %s of %zu bytes", write ? "write" : "read", n);
+  access(pointer, n, write, pc);
 }
 
 #define ACCESS(n)                                                                   \
-  EXPORT void __tsan_read##n(void* p) { aligned_access(p, n, false, PLACE); }       \
-  EXPORT void __tsan_write##n(void* p) { aligned_access(p, n, true, PLACE); }       \
-  EXPORT void __tsan_unaligned_read##n(void* p) { access(p, n, false, PLACE); }     \
-  EXPORT void __tsan_unaligned_write##n(void* p) { access(p, n, true, PLACE); }
+  EXPORT void __tsan_read##n(void* p) { aligned_access(p, n, false, PC); }       \
+  EXPORT void __tsan_write##n(void* p) { aligned_access(p, n, true, PC); }       \
+  EXPORT void __tsan_unaligned_read##n(void* p) { access(p, n, false, PC); }     \
+  EXPORT void __tsan_unaligned_write##n(void* p) { access(p, n, true, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 EXPORT void __tsan_init() {}
 EXPORT void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  access(from, n, false, PLACE);
-  access(to, n, true, PLACE);
+  access(from, n, false, PC);
+  access(to, n, true, PC);
   return memcpy(to, from, n);
 }
 EXPORT void* __tsan_memmove(void* to, const void* from, size_t n) {
-  access(from, n, false, PLACE);
-  access(to, n, true, PLACE);
+  access(from, n, false, PC);
+  access(to, n, true, PC);
   return memmove(to, from, n);
 }
 EXPORT void* __tsan_memset(void* to, int value, size_t n) {
-  access(to, n, true, PLACE);
+  access(to, n, true, PC);
   return memset(to, value, n);
 }
 
@@ -53,9 +53,9 @@ static void find_code(const void* entry) {
       (void*)entry);
 }
 
-// Each buffer lies a quarter into a slot at least four times its size: what misses it by less hits no other buffer.
-// Inputs, also small ones, begin at any element, as slices do that MLX passes without a copy.
-static bool place_buffers(const Buffer* given, int count) {
+// Each buffer gets a slot of at least four times the size of the largest buffer, and starts at a quarter of it, so that
+// an out-of-bounds access doesn't reach another buffer. Inputs are aligned to their elements only, as slices are.
+static bool allocate_buffers(const Buffer* given, int count) {
   uint64_t largest = 1 << 18;
   for (int i = 0; i < count; i++) largest = given[i].bytes > largest ? given[i].bytes : largest;
   L.slot_shift = 64 - __builtin_clzl(largest * 4 - 1);
@@ -88,19 +88,19 @@ static void finish(const Buffer* given) {
       memcpy(given[i].data, r.base, r.bytes);
       for (uint64_t c = 0; c < r.bytes / r.granule; c++)
         if (!r.cells[c].write_group) {
-          snprintf(L.report->message, sizeof L.report->message, "no thread writes %s[%lu]", r.name, (unsigned long)c);
+          snprintf(L.report->message, sizeof L.report->message, "%s[%lu] is never written", r.name, (unsigned long)c);
           L.faulted = true;
           break;
         }
     }
     free(r.cells), free(r.read_marks);
   }
-  for (Region& site : L.sites) free(site.cells), site = Region{};
+  for (Region& array : L.threadgroup_arrays) free(array.cells), array = Region{};
   munmap((void*)L.space, L.space_bytes);
   L.space_bytes = 0;
 }
 
-static uint32_t common_factor(uint32_t a, uint32_t b) { return b ? common_factor(b, a % b) : a; }
+static uint32_t gcd(uint32_t a, uint32_t b) { return b ? gcd(b, a % b) : a; }
 
 EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const uint32_t* grid, const uint32_t* group,
                      uint64_t seed, double seconds, Report* report) {
@@ -108,11 +108,11 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
   L.entry = entry;
   L.faulted = false;
   L.group = 0;
-  report->place = report->other_place = -1;
+  report->pc = report->other_pc = -1;
   find_code((void*)entry);
   random_state = (seed + 1) * 0x9e3779b97f4a7c15ull;
-  if (all_stacks() == MAP_FAILED || arena() == MAP_FAILED || !place_buffers(buffers, count)) {
-    snprintf(report->message, sizeof report->message, "no address space for the stacks and buffers");
+  if (all_stacks() == MAP_FAILED || arena() == MAP_FAILED || !allocate_buffers(buffers, count)) {
+    snprintf(report->message, sizeof report->message, "can't allocate address space for stacks and buffers");
     return 1;
   }
   uint32_t total = 1;
@@ -121,11 +121,11 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
     L.groups[i] = (grid[i] + group[i] - 1) / group[i];
     total *= L.groups[i];
   }
-  // A stride without a common factor with the number of groups visits each once.
+  // A step coprime to the number of groups visits each once.
   uint32_t step = 1 + random_below(total);
-  while (common_factor(step, total) != 1) step++;
+  while (gcd(step, total) != 1) step++;
   uint32_t number = random_below(total);
-  watch(seconds);
+  install_handlers(seconds);
   for (uint32_t i = 0; i < total && !L.faulted; i++) {
     number = uint32_t((uint64_t(number) + step) % total);
     L.group_position[0] = number % L.groups[0];
@@ -137,7 +137,7 @@ EXPORT int hx_launch(void (*entry)(), const Buffer* buffers, int count, const ui
     }
     run_group();
   }
-  unwatch();
+  restore_handlers();
   report->groups = total;
   finish(buffers);
   return L.faulted;

@@ -1,9 +1,9 @@
-// Which thread runs when, and where threads wait for each other.
+// Schedules the threads of a threadgroup, and checks barriers and SIMD-group functions for divergence.
 //
-// A SIMD group runs until all its lanes wait at a threadgroup barrier or have returned; then the next one does. The
-// order of lanes and of SIMD groups is by lot. All lanes must come to the same collective, and all threads of the
-// threadgroup to the same barrier: "the same" is the same call in the compiled kernel, told by its return address,
-// with the same fence or, of simd_broadcast, the same lane. (build.py has the compiler keep calls apart.)
+// A SIMD group runs until each lane waits at a threadgroup barrier or has returned, then the next one runs. The order
+// of lanes and SIMD groups is random. All lanes must reach the same call of a SIMD-group function, and all threads of
+// the threadgroup the same call of threadgroup_barrier: the same return address (see KERNEL_FLAGS in build.py), with
+// the same mem_flags, or for simd_broadcast the same lane.
 #pragma once
 #include "memory.h"
 
@@ -13,7 +13,7 @@ static uint32_t random_below(uint32_t n) {
   return uint32_t((random_state >> 32) * n >> 32);
 }
 
-// What lanes hand to each other. Double-buffered: a lane may be one collective ahead of the others, not two.
+// Values that the lanes exchange. Double-buffered, since a lane can be one SIMD-group function ahead of others.
 struct Exchange {
   uint64_t value[kLanes];
   float a[64], b[64];
@@ -22,24 +22,24 @@ struct Exchange {
 };
 static struct Simd {
   Exchange exchange[2];
-  uint32_t active;  // mask of the lanes that exist
+  uint32_t active;  // bit mask of the existing lanes
 } simds[kMaxThreads / kLanes];
 
-enum What { kReduce = 16, kShuffle = 32, kMultiply = 48, kBarrier = 49 };
+enum Collective { kReduce = 16, kShuffle = 32, kMultiply = 48, kBarrier = 49 };
 
 static const char* name_of(int what) {
   static const char* const names[] = {"simdgroup_load", "simdgroup_store"};
   static const char* const reductions[] = {"simd_sum", "simd_product", "simd_min", "simd_max"};
   if (what >= kBarrier) return "simdgroup_barrier";
   if (what >= kMultiply) return "simdgroup_multiply";
-  if (what >= kShuffle) return what == kShuffle + hx::broadcast ? "simd_broadcast" : "a SIMD shuffle";
+  if (what >= kShuffle) return what == kShuffle + hx::broadcast ? "simd_broadcast" : "simd_shuffle";
   if (what >= kReduce) return reductions[what - kReduce];
   return names[what];
 }
 
-static void yield(State state, int what, int flags, const void* place) {
+static void yield(State state, int what, int flags, const void* pc) {
   Fiber& me = *L.current;
-  me.state = state, me.what = what, me.flags = flags, me.place = place;
+  me.state = state, me.what = what, me.flags = flags, me.pc = pc;
   hx_switch(&me.stack_pointer, L.main_stack_pointer);
 }
 
@@ -55,26 +55,26 @@ static void describe(char (&text)[120], const Fiber& f) {
              f.state == State::barrier ? "threadgroup_barrier" : name_of(f.what));
 }
 
-static void diverged(const char* which, const Fiber& waiting, const Fiber& other) {
+static void report_divergence(const char* which, const Fiber& waiting, const Fiber& other) {
   char one[120], two[120];
   describe(one, waiting), describe(two, other);
-  int64_t there = other.state == State::returned ? -1 : code_offset(other.place);
+  int64_t there = other.state == State::returned ? -1 : relative_pc(other.pc);
   const char* how = other.state != waiting.state                                         ? ""
-                    : other.place == waiting.place && other.what == waiting.what ? " with another argument"
-                                                                                         : " elsewhere";
-  stop(waiting.place, there, "divergent %s: %s, %s%s", which, one, two, how);
+                    : other.pc == waiting.pc && other.what == waiting.what ? " with a different argument"
+                                                                                         : " in a different place";
+  report_fault(waiting.pc, there, "%s divergence: %s, %s%s", which, one, two, how);
 }
 
-static bool together(const Fiber& a, const Fiber& b) {
-  return a.state == b.state && a.place == b.place && a.what == b.what && a.flags == b.flags;
+static bool same_call(const Fiber& a, const Fiber& b) {
+  return a.state == b.state && a.pc == b.pc && a.what == b.what && a.flags == b.flags;
 }
 
-static void tick(int flags, bool all, int simd) {
+static void advance_clock(int flags, bool all, int simd) {
   if (flags & hx::device_fence) (all ? L.device_clock.all : L.device_clock.simd[simd])++;
   if (flags & hx::threadgroup_fence) (all ? L.threadgroup_clock.all : L.threadgroup_clock.simd[simd])++;
 }
 
-// Runs the lanes of one SIMD group until each waits at a threadgroup barrier or has returned.
+// Runs one SIMD group until each lane waits at a threadgroup barrier or has returned.
 static void run_simd(int s) {
   Fiber* first = &L.fibers[s * kLanes];
   const int lanes = L.threads - s * kLanes < kLanes ? L.threads - s * kLanes : kLanes;
@@ -92,8 +92,8 @@ static void run_simd(int s) {
       if (first[i].state == State::collective) waiting = &first[i];
     if (!waiting) return;
     for (int i = 0; i < lanes; i++)
-      if (!together(*waiting, first[i])) return diverged("SIMD collective", *waiting, first[i]);
-    if (waiting->what == kBarrier) tick(waiting->flags, false, s);
+      if (!same_call(*waiting, first[i])) return report_divergence("SIMD-group", *waiting, first[i]);
+    if (waiting->what == kBarrier) advance_clock(waiting->flags, false, s);
     const int next = first[0].phase ^ 1;
     simds[s].exchange[next].reduced = false;
     for (int i = 0; i < lanes; i++) first[i].state = State::runnable, first[i].phase = next;
@@ -102,11 +102,11 @@ static void run_simd(int s) {
 
 static void run_group() {
   L.group++;
-  tick(hx::device_fence | hx::threadgroup_fence, true, 0);
+  advance_clock(hx::device_fence | hx::threadgroup_fence, true, 0);
   L.threads = L.group_size[0] * L.group_size[1] * L.group_size[2];
   L.simds = (L.threads + kLanes - 1) / kLanes;
-  for (Region& site : L.sites)
-    if (site.base) memset(site.base, 0xff, site.bytes);
+  for (Region& array : L.threadgroup_arrays)
+    if (array.base) memset(array.base, 0xff, array.bytes);
   for (int t = 0; t < L.threads; t++) {
     Fiber& f = L.fibers[t];
     f.thread = t, f.simd = t / kLanes, f.lane = t % kLanes;
@@ -137,8 +137,8 @@ static void run_group() {
       if (L.fibers[t].state == State::barrier) waiting = &L.fibers[t];
     if (!waiting) return;
     for (int t = 0; t < L.threads; t++)
-      if (!together(*waiting, L.fibers[t])) return diverged("threadgroup_barrier", *waiting, L.fibers[t]);
-    tick(waiting->flags, true, 0);
+      if (!same_call(*waiting, L.fibers[t])) return report_divergence("barrier", *waiting, L.fibers[t]);
+    advance_clock(waiting->flags, true, 0);
     for (int t = 0; t < L.threads; t++) L.fibers[t].state = State::runnable;
   }
 }

@@ -1,8 +1,8 @@
-// Names that kernels (in OpenCL's dialect) and the runtime (in C++) both use.
+// Constants used by kernels (C++ for OpenCL) and by the runtime (C++).
 #pragma once
 
 namespace hx {
-enum Reduction { sum, product, smallest, largest };
+enum Reduction { sum, product, minimum, maximum };
 enum Shuffle { to_lane, exclusive_or, down, up, broadcast };
 enum Fence { no_fence = 0, device_fence = 1, threadgroup_fence = 2 };
 enum Attribute {

@@ -1,4 +1,4 @@
-// A division by zero, a stack that overflows or a loop without end would otherwise take the whole test run along.
+// Turns crashes and endless loops of a kernel into faults, so that they don't end the process.
 #pragma once
 #include <pthread.h>
 #include <signal.h>
@@ -7,14 +7,14 @@
 
 #include "memory.h"
 
-// The traps of -fsanitize-trap are SIGILL on x86-64 and SIGTRAP on aarch64.
+// -fsanitize-trap raises SIGILL on x86-64 and SIGTRAP on aarch64.
 static const int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGVTALRM};
 constexpr int kSignalCount = sizeof kSignals / sizeof *kSignals;
 static struct {
   struct sigaction actions[kSignalCount];
   stack_t stack;
   itimerval limit;
-} before;  // what the process had set, put back after the launch
+} before;  // of the process, restored after the launch
 static pthread_t launching;
 static double seconds_allowed;
 
@@ -30,38 +30,38 @@ static void on_signal(int number, siginfo_t*, void* context) {
 #else
   const uintptr_t at = machine.pc, stack = machine.sp;
 #endif
-  // Only from a fiber's stack (or the guard below it) is there a way back to the scheduler.
+  // Only a fiber (its stack or the guard page below it) can switch to the scheduler.
   if (!here || !L.current || stack - (uintptr_t)(L.current->stack - kGuardBytes) > kStackBytes + kGuardBytes) {
-    for (int i = 0; i < kSignalCount; i++)  // not a kernel's: the instruction runs again, under the old handler
+    for (int i = 0; i < kSignalCount; i++)  // not in a kernel: return to the instruction, with the old handler
       if (kSignals[i] == number && number != SIGVTALRM) sigaction(number, &before.actions[i], nullptr);
-    return;  // the timer comes again
+    return;  // the timer repeats
   }
   const char* what = "";
   switch (number) {
-    case SIGVTALRM: fault(nullptr, -1, "still running after %g seconds of processor time", seconds_allowed);
+    case SIGVTALRM: fault(nullptr, -1, "timeout after %g seconds of CPU time", seconds_allowed);
     case SIGILL:
-    case SIGTRAP: what = ": an index outside an array of the kernel's own, or a division by zero"; break;
-    case SIGFPE: what = ": an integer division without a result"; break;
-    case SIGSEGV: what = " (out of stack?)";
+    case SIGTRAP: what = ": index out of bounds of a local array or vector, or division by zero"; break;
+    case SIGFPE: what = ": integer division overflow"; break;
+    case SIGSEGV: what = " (stack overflow?)";
   }
-  fault((const void*)(at + 1), -1, "stopped by signal %d%s", number, what);  // + 1: places are return addresses
+  fault((const void*)(at + 1), -1, "signal %d%s", number, what);  // + 1: like a return address
 }
 
-static void watch(double seconds) {
+static void install_handlers(double seconds) {
   static uint8_t stack[64 << 10];
   launching = pthread_self();
   seconds_allowed = seconds;
-  stack_t mine = {stack, 0, sizeof stack};
-  sigaltstack(&mine, &before.stack);
+  stack_t current_exchange = {stack, 0, sizeof stack};
+  sigaltstack(&current_exchange, &before.stack);
   struct sigaction action = {};
   action.sa_sigaction = on_signal;
-  action.sa_flags = SA_ONSTACK | SA_NODEFER | SA_SIGINFO;  // the handler does not return: it switches stacks
+  action.sa_flags = SA_ONSTACK | SA_NODEFER | SA_SIGINFO;  // the handler switches stacks and doesn't return
   for (int i = 0; i < kSignalCount; i++) sigaction(kSignals[i], &action, &before.actions[i]);
   const itimerval limit = {{0, 10000}, {time_t(seconds), suseconds_t((seconds - time_t(seconds)) * 1e6)}};
   setitimer(ITIMER_VIRTUAL, &limit, &before.limit);
 }
 
-static void unwatch() {
+static void restore_handlers() {
   setitimer(ITIMER_VIRTUAL, &before.limit, nullptr);
   for (int i = 0; i < kSignalCount; i++) sigaction(kSignals[i], &before.actions[i], nullptr);
   sigaltstack(&before.stack, nullptr);

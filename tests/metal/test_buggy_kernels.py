@@ -1,4 +1,4 @@
-"""The harness finds each bug of plants.py."""
+"""The harness reports each bug of buggy_kernels.py."""
 
 from __future__ import annotations
 
@@ -12,53 +12,55 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from tests.metal import harness
+from tests.metal.buggy_kernels import BUGGY_KERNELS, GID, REVERSED, TID, BuggyKernel
 from tests.metal.harness.build import symbolizer
-from tests.metal.plants import GID, PLANTS, REVERSED, TID, Plant
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
 
 
-def launch(plant: Plant, x: mx.array | None = None, **options) -> mx.array:
-    kernel = harness.metal_kernel(
-        "planted", ["x"], list(plant.results), dedent(plant.source), header=plant.header, **options
+def launch(kernel: BuggyKernel, x: mx.array | None = None, **options) -> mx.array:
+    function = harness.metal_kernel(
+        "buggy", ["x"], list(kernel.results), dedent(kernel.source), header=kernel.header, **options
     )
-    results = kernel(
-        inputs=[mx.arange(plant.inputs).astype(plant.dtype) if x is None else x],
-        output_shapes=[shape for shape, _ in plant.outputs],
-        output_dtypes=[dtype for _, dtype in plant.outputs],
-        grid=(plant.grid, 1, 1),
-        threadgroup=(plant.threadgroup, 1, 1),
-        template=list(plant.template.items()),
-        init_value=plant.init_value,
+    results = function(
+        inputs=[mx.arange(kernel.inputs).astype(kernel.dtype) if x is None else x],
+        output_shapes=[shape for shape, _ in kernel.outputs],
+        output_dtypes=[dtype for _, dtype in kernel.outputs],
+        grid=(kernel.grid, 1, 1),
+        threadgroup=(kernel.threadgroup, 1, 1),
+        template=list(kernel.template.items()),
+        init_value=kernel.init_value,
     )
     return results[0]
 
 
-def run(plant: Plant, seed: int = 0) -> mx.array:
+def run(kernel: BuggyKernel, seed: int = 0) -> mx.array:
     with harness.use(seed):
-        return launch(plant)
+        return launch(kernel)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", BUGGY_KERNELS)
 def test_bug_is_found(name):
-    plant = PLANTS[name]
-    with pytest.raises(harness.Fault, match=plant.message) as caught:
-        run(plant)
-    assert "planted" in str(caught.value) or "header" in str(caught.value)
+    kernel = BUGGY_KERNELS[name]
+    with pytest.raises(harness.Fault, match=kernel.message) as caught:
+        run(kernel)
+    assert "buggy" in str(caught.value) or "header" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [n for n, p in PLANTS.items() if "race" in p.message or "divergent" in p.message])
+@pytest.mark.parametrize(
+    "name", [n for n, p in BUGGY_KERNELS.items() if "race" in p.message or "divergence" in p.message]
+)
 def test_bug_is_found_in_any_order_of_threads(name):
     for seed in (1, 2):
-        with pytest.raises(harness.Fault, match=PLANTS[name].message):
-            run(PLANTS[name], seed)
+        with pytest.raises(harness.Fault, match=BUGGY_KERNELS[name].message):
+            run(BUGGY_KERNELS[name], seed)
 
 
 def test_more_arguments_than_metal_allows():
     names = tuple(f"y{i}" for i in range(31))
     source = "".join(f"{name}[0] = x[0];" for name in names)
     with pytest.raises(harness.Fault, match="32 buffers .* 31"):
-        run(Plant(source, "", outputs=[((1,), mx.float32)] * 31, results=names))
+        run(BuggyKernel(source, "", outputs=[((1,), mx.float32)] * 31, results=names))
 
 
 def test_a_fault_names_line_and_thread():
@@ -67,13 +69,13 @@ def test_a_fault_names_line_and_thread():
         y[g] =
             x[g * 2];
     """
-    line = "planted.metal:4" if symbolizer() else ""
-    with pytest.raises(harness.Fault, match=rf"planted: .* x\[64\].*; thread \(32, 0, 0\) .*{line}"):
-        run(Plant(source, "", grid=33, threadgroup=33))
+    line = "buggy.metal:4" if symbolizer() else ""
+    with pytest.raises(harness.Fault, match=rf"buggy: .* x\[64\].*; thread \(32, 0, 0\) .*{line}"):
+        run(BuggyKernel(source, "", grid=33, threadgroup=33))
 
 
 def test_an_endless_loop_ends_and_leaves_the_process_as_it_was(monkeypatch):
-    """Handlers, their stack and the timer are again what they were: pytest's own report of a crash needs them."""
+    """Signal handlers, their stack and the timer are restored: faulthandler needs them."""
     libc = ctypes.CDLL(None)
 
     def state():
@@ -85,20 +87,20 @@ def test_an_endless_loop_ends_and_leaves_the_process_as_it_was(monkeypatch):
 
     monkeypatch.setattr("tests.metal.harness.run.SECONDS", 0.1)
     before = state()
-    with pytest.raises(harness.Fault, match="still running after 0.1 seconds"):
-        run(Plant(GID + "float v = x[g]; while (v >= 0) v = v + 1 - v / 2; y[g] = v;", ""))
+    with pytest.raises(harness.Fault, match="timeout after 0.1 seconds"):
+        run(BuggyKernel(GID + "float v = x[g]; while (v >= 0) v = v + 1 - v / 2; y[g] = v;", ""))
     assert state() == before
 
 
 def test_launches_of_two_python_threads():
-    plant = Plant(REVERSED.format("threadgroup_barrier(mem_flags::mem_threadgroup);"), "")
+    kernel = BuggyKernel(REVERSED.format("threadgroup_barrier(mem_flags::mem_threadgroup);"), "")
     with harness.use(), ThreadPoolExecutor(4) as pool:
-        for y in pool.map(lambda _: np.array(launch(plant)), range(40)):
+        for y in pool.map(lambda _: np.array(launch(kernel)), range(40)):
             np.testing.assert_array_equal(y, np.arange(64)[::-1])
 
 
 def test_uninitialised_variables_are_nan():
-    y = run(Plant(GID + "float v[2]; if (x[g] > 5) v[1] = 3.0f; y[g] = v[1];", ""))
+    y = run(BuggyKernel(GID + "float v[2]; if (x[g] > 5) v[1] = 3.0f; y[g] = v[1];", ""))
     y = np.array(y)
     assert np.isnan(y[:6]).all() and (y[6:] == 3).all()
 
@@ -114,7 +116,7 @@ def test_a_wrong_lane_layout_changes_the_product():
         y[2 * t + 1] = a.thread_elements()[1];
     """
     )
-    y = run(Plant(source, "", grid=32, threadgroup=32))
+    y = run(BuggyKernel(source, "", grid=32, threadgroup=32))
     assert sorted(np.array(y)) == list(range(64)) and (np.array(y) != np.arange(64)).any()
 
 
@@ -125,7 +127,7 @@ def test_a_kernel_that_forgets_strides_is_wrong_for_some_layout():
     with harness.use():  # each launch has another layout
         for _ in range(12):
             try:
-                y = launch(Plant(source, ""), x, ensure_row_contiguous=False)
+                y = launch(BuggyKernel(source, ""), x, ensure_row_contiguous=False)
                 outcomes.append(bool((y == mx.arange(64)).all()))
             except harness.Fault:
                 outcomes.append(False)
