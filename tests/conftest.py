@@ -10,12 +10,28 @@ from hypothesis import HealthCheck, settings
 
 from mlxlm.config import ModelConfig
 from tests.paths import SHARED
+from tests.simulated_gpu import DEVICES, install
+
+# Now, since the conftest.py files of subfolders import MLX before pytest calls any hook of this file.
+install.simulate_by_arguments()
 
 # The same examples each time, without deadlines. `pytest --hypothesis-profile explore` takes others.
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("explore", **_UNTIMED)
 settings.register_profile("same", derandomize=True, **_UNTIMED)
 settings.load_profile("same")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("simulated GPU (tests/simulated_gpu)")
+    group.addoption("--device", choices=["cpu", *DEVICES], default="cpu", help="run as if this were MLX's device")
+    group.addoption("--simulated-kernels", choices=["mlx", "harness"], default="mlx", help="how kernels are launched")
+
+
+def pytest_configure(config):
+    if config.getoption("device") != "cpu" and install.current is None:
+        raise pytest.UsageError("--device must be given on the command line")
+
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "birds", "in", "old", "garden", "while", "rain"]
 
@@ -26,6 +42,15 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def simulated_gpu():
+    """The simulated GPU, whose faults end with the test. Skips the test without one."""
+    if install.current is None:
+        pytest.skip("no simulated GPU: pytest --device simulated-m2")
+    yield install.current
+    install.current.faults.clear()
 
 
 @pytest.fixture(scope="session")
