@@ -145,8 +145,11 @@ def _training_scores(inputs: Arrays) -> tuple[mx.array, mx.array]:
     """Return the scores in units of log 2, and which of them are visible."""
     queries, keys = _float32(inputs["queries"]), _float32(inputs["keys"])
     T, S = queries.shape[2], keys.shape[2]
-    positions, key_positions = mx.arange(S - T, S)[:, None], mx.arange(S)
-    visible = (key_positions <= positions) & (key_positions > positions - inputs["window"])
+    visible = mx.arange(S) <= mx.arange(S - T, S)[:, None]
+    if "first_keys" in inputs:
+        visible = visible & (mx.arange(S) >= inputs["first_keys"][:, None, :, None])
+    else:
+        visible = visible & (mx.arange(T)[:, None] < inputs["query_ends"][:, None, None, :])
     scores = inputs["scale"] * LOG2_E * (queries @ _repeat(keys, queries.shape[1]).swapaxes(-1, -2))
     return scores, visible
 

@@ -56,6 +56,10 @@ def patch(mx: ModuleType, gpu: SimulatedGPU) -> None:
 
         return call
 
+    @wraps(mx.fast.metal_kernel)
+    def metal_kernel(*args, **kwargs):
+        return SimulatedKernel(gpu, mx, *args, **kwargs)
+
     mx.default_device = lambda: mx.Device(mx.gpu)
     mx.is_available = lambda target: True
     mx.device_count = lambda kind: 1
@@ -65,4 +69,4 @@ def patch(mx: ModuleType, gpu: SimulatedGPU) -> None:
     mx.eval, mx.async_eval = evaluating(mx.eval), evaluating(mx.async_eval)
     if on_metal:
         mx.set_wired_limit = mx.metal.set_wired_limit = set_wired_limit
-        mx.fast.metal_kernel = lambda *args, **kwargs: SimulatedKernel(gpu, mx, *args, **kwargs)
+        mx.fast.metal_kernel = metal_kernel

@@ -36,11 +36,11 @@ def quantized(S, bits):
     return [quantized_decode_attention(queries, keys, values, 0.125, **form)]
 
 
-def train(window):
+def train(window, *segments):
     shapes = ((2, 4, 45, 32), (2, 2, 45, 32), (2, 2, 45, 32))
     arrays = [normal(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     cotangents = [normal(2, 4, 45, 32, seed=3), normal(2, 4, 45, seed=4, dtype=mx.float32)]
-    outputs, gradients = mx.vjp(lambda *a: list(attention_with_lse(0.2, window)(*a)), arrays, cotangents)
+    outputs, gradients = mx.vjp(lambda *a: list(attention_with_lse(0.2, window)(*a, *segments)), arrays, cotangents)
     return [*outputs, *gradients]
 
 
@@ -54,6 +54,10 @@ CASES = {
     "8 bits": (lambda: quantized(100, 8), {"attention_decode_quantized"}),
     "4 bits": (lambda: quantized(4000, 4), {"attention_decode_quantized", "attention_decode_combine"}),
     "training": (lambda: train(None), {"attention_forward", "attention_grad_query", "attention_grad_key_value"}),
+    "documents": (
+        lambda: train(None, mx.arange(90).reshape(2, 45) // 20),
+        {"attention_forward", "attention_grad_query", "attention_grad_key_value"},
+    ),
     "window": (lambda: train(7), {"attention_forward", "attention_grad_query", "attention_grad_key_value"}),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,7 @@ from .kernel import Kernel
 from .run import Launch, launch
 from .signature import signature
 
-_mlx_metal_kernel = mx.fast.metal_kernel
+_mlx_metal_kernel = unwrap(mx.fast.metal_kernel)  # MLX's own, if a test has replaced it
 
 
 @dataclass
