@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -43,25 +44,35 @@ def clear_memory_cache_at(step: int) -> None:
         clear_memory_cache()
 
 
-_wired = {"users": 0, "previous_limit": 0}
+_wired: dict[str, Any] = {"users": 0, "previous_limit": None}
 
 
 @contextmanager
 def wired_limit() -> Iterator[None]:
     """On Metal, keep weights and caches resident: macOS would page out a large model between tokens.
 
-    If several texts are generated at once, the first raises the limit and the last restores it.
+    If several texts are generated at once, the first raises the limit and the last restores it. If macOS refuses the
+    limit, a warning is given and nothing is kept.
     """
     if ON_CPU or not mx.metal.is_available():
         yield
         return
     if _wired["users"] == 0:
-        _wired["previous_limit"] = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+        _wired["previous_limit"] = _raise_wired_limit()
     _wired["users"] += 1
     try:
         yield
     finally:
         _wired["users"] -= 1
-        if _wired["users"] == 0:
+        if _wired["users"] == 0 and _wired["previous_limit"] is not None:
             mx.synchronize()  # the limit must not change during a step
             mx.set_wired_limit(_wired["previous_limit"])
+
+
+def _raise_wired_limit() -> int | None:
+    """Raise the limit to the recommended working set and return the previous one, or None if macOS refuses."""
+    try:
+        return mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    except ValueError as error:
+        warnings.warn(f"macOS can't keep the model in memory, so it may be slow: {error}", stacklevel=4)
+        return None
