@@ -13,6 +13,7 @@ from mlxlm.backend.cpu_cores import num_batch_shards
 )
 def test_num_batch_shards(monkeypatch, there, batch_size, parts):
     monkeypatch.setattr(platform, "cpu_cores", lambda: there)
+    monkeypatch.setattr(cpu_cores, "ON_CPU", True)
     assert num_batch_shards(batch_size) == parts
 
 

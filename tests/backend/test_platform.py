@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxlm.backend import device, platform
+from mlxlm.backend.mlx import ON_CPU
 
 LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="MLX uses Accelerate on macOS")
 
@@ -50,6 +51,7 @@ def test_device_memory(monkeypatch):
 
 
 @LINUX
+@pytest.mark.skipif(not ON_CPU, reason="a GPU needs no BLAS")
 def test_the_warning_about_a_slow_blas_is_printed():
     code = "from mlxlm.backend import blas\nblas._loaded = blas.Blas('reference', None)\nimport mlxlm.backend.mlx"
     done = python(code)
@@ -59,6 +61,7 @@ def test_the_warning_about_a_slow_blas_is_printed():
 
 
 @LINUX
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's buffers have an allocator of their own")
 def test_memory_of_large_buffers_goes_back_to_the_system():
     code = """
 import ctypes

@@ -98,7 +98,7 @@ def test_long_prompts_are_read_between_steps(lm):
     sizes = [columns for _, columns in model.model.calls]
     chunks = [i for i, size in enumerate(sizes) if size > 1]
     assert all(after - before > 1 for before, after in pairwise(chunks)), "a step between any two chunks"
-    assert len(chunks) > 8 and sizes[chunks[0]] == 512 > sizes[chunks[2]] > sizes[chunks[6]]
+    assert len(chunks) >= 8 and sizes[chunks[0]] == 512 > sizes[chunks[2]] >= sizes[chunks[6]]
     assert result.tokens == alone(model, request([5, 6], 60)).tokens
     for one, result in zip(long, found, strict=True):
         same(result, alone(model, one))

@@ -25,7 +25,7 @@ def close(found, expected, tolerance):
 def test_exp_nonpositive_over_its_whole_range():
     x = np.concatenate([-np.geomspace(1e-10, 87, 200_001), [0.0]]).astype(np.float32)
     found = np.array(exp_nonpositive(mx.array(x)), dtype=np.float64)
-    assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < 4e-7
+    assert np.abs(found / np.exp(x.astype(np.float64)) - 1).max() < (4e-7 if ON_CPU else 4e-6)  # that of `mx.exp`
     extremes = np.array(exp_nonpositive(mx.array([-np.inf, -1e30, -100.0, np.nan, 0.0])))
     assert (extremes[:3] < 2e-38).all() and (extremes[:3] >= 0).all()
     assert np.isnan(extremes[3]) and extremes[4] == 1

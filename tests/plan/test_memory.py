@@ -9,6 +9,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.memory import layer_bytes, optimizer_bytes
+from tests.simulated_gpu import install
 
 SMALL = Training(batch_size=2, max_seq_length=64)
 
@@ -32,7 +33,7 @@ def test_layer_bytes():
     scores, in blocks of 64 rows, 3/4 of 128 x 128."""
     config = ModelConfig(64, 2, 4, 160, 100, num_key_value_heads=2)
     numbers = 4 * 64 + 2 * 64 + 2 * 32 + 3 * 160
-    assert layer_bytes(config, Training(max_seq_length=128)) == 4 * (numbers + 4 * 128 * 3 // 4)
+    assert layer_bytes(config, Training(max_seq_length=128, device="cpu")) == 4 * (numbers + 4 * 128 * 3 // 4)
     fused = Training(max_seq_length=128, attention="fused")
     assert layer_bytes(config, fused) == 4 * (numbers + 4)
     assert layer_bytes(config, replace(fused, dtype="bfloat16")) == 2 * numbers + 4 * 4
@@ -54,6 +55,8 @@ def test_measured_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
     from mlxlm.train import TrainSettings, probe
 
+    if length == 1024 and install.current:
+        pytest.skip("what simulates the kernels keeps all probabilities in memory")
     config = load_preset("0.3m", max_position_embeddings=length)
     settings = TrainSettings(1, 1.0, batch_size=batch, max_seq_length=length, **options)
     planned = training_memory(config, Training.from_settings(settings))
