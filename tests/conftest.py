@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mlxlm.config import ModelConfig
 from tests.paths import SHARED
 from tests.simulated_gpu import DEVICES, install
 
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # M5 and NVIDIA shorten float32 factors, by default: errors of 1e-3
 # Now, since the conftest.py files of subfolders import MLX before pytest calls any hook of this file.
 install.simulate_by_arguments()
 

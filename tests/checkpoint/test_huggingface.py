@@ -68,7 +68,9 @@ def test_transformers_and_mlx_lm_open_it(tmp_path, config, tensors, tiny_tokeniz
     mlx_lm = pytest.importorskip("mlx_lm")
     huggingface.write(tmp_path, {"initializer_range": 0.5}, config, tensors, tiny_tokenizer, shard_bytes)
     tokens = [[1, 5, 9, 200]]
-    logits = np.array(load_model(tmp_path)[0](mx.array(tokens)), dtype=np.float32)
+    ours = load_model(tmp_path)[0]
+    ours.set_dtype(mx.float32)
+    logits = np.array(ours(mx.array(tokens)))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     np.testing.assert_allclose(logits, reference(torch.tensor(tokens)).logits.detach().numpy(), atol=1e-4)
     model, _ = mlx_lm.load(str(tmp_path))

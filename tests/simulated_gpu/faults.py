@@ -9,9 +9,7 @@ NOT_COMPILED = (
     "[metal::Device] Unable to build metal library from source\nprogram_source:12:3: error: use of undeclared "
     "identifier 'simd_summ'"
 )
-TOO_MANY_THREADS = (
-    "Thread group size (512) is greater than  the maximum allowed threads per threadgroup (448)."
-)
+TOO_MANY_THREADS = "Thread group size (512) is greater than  the maximum allowed threads per threadgroup (448)."
 COMMAND_BUFFER_FAILED = (
     "[METAL] Command buffer execution failed: Insufficient Memory "
     "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
@@ -40,6 +38,7 @@ class Faults:
     wired_limit_refused: bool = False
     failing_evaluations: set[int] = field(default_factory=set)
     pending: Exception | None = None  # the next evaluation raises it
+    evaluations: int = 0  # since the last `clear`
 
     def clear(self) -> None:
         """End all faults."""
@@ -54,6 +53,7 @@ class Faults:
 
     def evaluate(self) -> None:
         """Raise what the evaluation that begins now raises."""
+        self.evaluations += 1
         fails = 0 in self.failing_evaluations
         self.failing_evaluations = {n - 1 for n in self.failing_evaluations if n > 0}
         if error := self.pending:

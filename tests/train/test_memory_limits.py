@@ -43,6 +43,7 @@ def test_memory_limit_on_metal(monkeypatch):
     before = mx.set_memory_limit(10 << 30)
     try:
         monkeypatch.setattr(module, "ON_CPU", False)
+        monkeypatch.setattr(mx.metal, "is_available", lambda: False)
         with memory_limits():
             assert mx.set_memory_limit(10 << 30) == 10 << 30
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -204,7 +204,8 @@ def test_rank_0_ends_with_a_killed_launcher(tmp_path):
 def test_two_ranks_train_as_one_and_save_however_they_end(pretrain, new_run, tmp_path):
     """Rank 1 is killed; after a resume, Ctrl-C; then one process resumes."""
     path = tmp_path / "run"
-    process = pretrain(path, "--steps", "100000", "--save-every", "3", "--hosts", "localhost,127.0.0.1")
+    options = ["--steps", "100000", "--save-every", "3", "--dtype", "float32"]
+    process = pretrain(path, *options, "--hosts", "localhost,127.0.0.1")
     wait_for_checkpoint(path, after=0)
     ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "MLX_RANK" in child.environ()]
     next(rank for rank in ranks if rank.environ()["MLX_RANK"] == "1").kill()
@@ -216,6 +217,7 @@ def test_two_ranks_train_as_one_and_save_however_they_end(pretrain, new_run, tmp
 
     assert Run.open(path).settings.grad_accumulation_steps == 2 and err.count("parameters, steps 1 to ") == 1
     settings = {"grad_accumulation_steps": 2, "batch_size": 2, "warmup_steps": 3, "eval_every": 0, "save_every": 0}
+    settings["dtype"] = "float32"
     alone = new_run("alone", steps=100_000, **settings)
     finish(alone, stop_at=min(step, 6))
     one, two = losses(alone.path), losses(path)
