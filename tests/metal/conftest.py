@@ -8,6 +8,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from tests.metal import harness
+from tests.metal.harness.plugin import metal_harness, metal_kernel  # noqa: F401 (fixtures)
 
 
 def need_harness() -> None:
@@ -23,8 +24,7 @@ def metal(request):
     """Make Metal kernels run; returns the log of the harness, or None on a GPU."""
     if request.param == "harness":
         need_harness()
-        with harness.use() as log:
-            yield log
+        yield request.getfixturevalue("metal_harness")
     elif not mx.metal.is_available():
         pytest.skip("no Metal")
     else:

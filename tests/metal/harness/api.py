@@ -52,6 +52,24 @@ def use(seed: int = 0) -> Iterator[Log]:
         _log, mx.fast.metal_kernel = before
 
 
+def install() -> None:
+    """Replace `mx.fast.metal_kernel` for the rest of the process, so that `use` affects kernels constructed before it.
+
+    Outside of `use`, the kernels run on the GPU, as without the harness.
+    """
+
+    def construct(*args: Any, **kwargs: Any) -> Callable[..., list[mx.array]]:
+        on_gpu, in_harness = _mlx_metal_kernel(*args, **kwargs), metal_kernel(*args, **kwargs)
+
+        def call(**arguments: Any) -> list[mx.array]:
+            __tracebackhide__ = True
+            return (on_gpu if _log is None else in_harness)(**arguments)
+
+        return call
+
+    mx.fast.metal_kernel = construct
+
+
 def metal_kernel(
     name: str,
     input_names: Sequence[str],
@@ -90,6 +108,7 @@ def metal_kernel(
         verbose: bool = False,
         stream: Any = None,
     ) -> list[mx.array]:
+        __tracebackhide__ = True
         arguments = {
             "inputs": inputs,
             "output_shapes": output_shapes,

@@ -112,6 +112,7 @@ def launch(
     Raises:
         Fault: An error in the kernel.
     """
+    __tracebackhide__ = True  # pytest's traceback ends at the call of the kernel
     group = _group_size(kernel, grid, threadgroup)
     code = compiled(kernel, generated)
 
