@@ -21,7 +21,7 @@ TIERS = (
     ("generation", "plan"),
     ("chat", "evaluate", "report"),
     ("train",),
-    ("experiments", "quantize", "convert"),
+    ("experiments", "quantize", "convert", "doctor"),
     ("server",),
     ("cli",),
 )

@@ -1,24 +1,39 @@
-"""`mlxlm doctor`: show what MLX finds on this machine."""
+"""`mlxlm doctor`: show what MLX finds on this machine, or check that everything works on it."""
 
 from __future__ import annotations
 
-import sys
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import click
 
-from mlxlm.backend import device, platform
-from mlxlm.backend.blas import blas_warning, load_blas
+from mlxlm.backend.blas import blas_warning
 from mlxlm.cli import render
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import PATH, json_option, reject_unused_options
+from mlxlm.doctor.facts import basic_facts
+from mlxlm.utils.errors import CheckpointError, one_line
+from mlxlm.utils.files import check_not_exists
 from mlxlm.utils.formatting import human_bytes
 
 
 @click.command()
+@click.option("--full", is_flag=True, help="Check kernels, training and decoding, and write a report.")
+@click.option("--out", type=PATH, help="New folder for the report of --full.  [default: mlxlm-doctor]")
 @json_option
-def doctor(as_json: bool) -> None:
-    """Show the device, MLX, the BLAS and its measured speed, memory, and the folder of downloaded models."""
-    facts = collect()
+def doctor(full: bool, out: Path | None, as_json: bool) -> None:
+    """Show the device, MLX, the BLAS and its measured speed, memory, and the folder of downloaded models.
+
+    With --full, check that everything works on this machine: each kernel against MLX's operations on the CPU, a
+    training run that is stopped and resumed, decoding with plain and quantized caches; and measure their speed. This
+    takes about five minutes on a GPU, one or two on a CPU. The report is doctor.json and doctor.html; attach both to an
+    issue. It contains no names and no paths of yours.
+    """
+    reject_unused_options({"out": out}, (not full, ("out",), "there is no --full"))
+    if full:
+        _check(out, as_json)
+        return
+    facts = basic_facts()
     if as_json:
         render.emit_json(facts)
         return
@@ -28,29 +43,27 @@ def doctor(as_json: bool) -> None:
         render.say(line, style="yellow")
 
 
-def collect() -> dict[str, Any]:
-    """Collect the facts; numbers are in bytes and GFLOP/s."""
-    from importlib.metadata import version
+def _check(out: Path | None, as_json: bool) -> None:
+    """Run all checks, write the report, and exit with 1 if one failed."""
+    from mlxlm.doctor import check_machine
+    from mlxlm.doctor.summary import summarize
 
-    from mlxlm.backend.mlx import ON_CPU, mx
-    from mlxlm.plan.machines import measure_matmul
-
-    blas = load_blas()
-    return {
-        "chip": platform.chip(),
-        "cores": platform.cpu_cores(),
-        "device": "CPU" if ON_CPU else f"GPU ({mx.device_info().get('device_name', 'unnamed')})",
-        "python": sys.version.split()[0],
-        "mlx": version("mlx"),
-        "metal": mx.metal.is_available(),
-        "cuda": mx.cuda.is_available(),
-        "blas": f"{blas.name} ({blas.path})" if blas.path else blas.name,
-        "matmul_gflops": round(measure_matmul(), 1),
-        "memory": platform.total_memory(),
-        "working_set": device.device_memory(),
-        "compiler": platform.has_compiler() if ON_CPU else "not needed",
-        "model_cache": str(platform.model_cache()),
-    }
+    if out is not None:
+        check_not_exists(out, CheckpointError, "another --out")
+    with render.phases_progress() as progress:
+        report = check_machine(progress)
+    out = out or next(p for n in count(1) if not (p := Path(f"mlxlm-doctor{'' if n == 1 else f'-{n}'}")).exists())
+    report.write(out)
+    if as_json:
+        render.emit_json(report.to_dict())
+    else:
+        rows = [(s.section, s.name, s.outcome, f"{s.seconds:.1f} s", s.values) for s in summarize(report.results)]
+        render.print_table(rows, ("part", "check", "result", "time", ""))
+    for result in report.failed:
+        render.say(one_line(f"failed: {result.section}, {result.title}: {result.reason}"), style="red")
+    render.say(f"{report.headline}; the report is in {out}")
+    if report.failed:
+        click.get_current_context().exit(1)
 
 
 def advice(facts: dict[str, Any]) -> list[str]:

@@ -50,7 +50,7 @@ COMMANDS = {
     "compare": "Compare two models: outputs, layers, weights.",
     "presets": "List the model sizes that ship with mlxlm.",
     "kernels": "Show or benchmark the kernels of this machine.",
-    "doctor": "Show device, BLAS and memory of this machine.",
+    "doctor": "Show device, BLAS and memory of this machine, or check that all works.",
 }
 
 

@@ -104,7 +104,7 @@ def benchmark(operation: Operation, case: Case, num_repeats: int) -> Measurement
             skipped[path] = reason
             continue
         try:
-            errors[path] = relative_error(operation, path, _narrow(case))
+            errors[path] = relative_error(operation, path, narrow(case))
             call = _call(operation, path, args, kwargs)
             call(1)
             mx.clear_cache()
@@ -133,7 +133,7 @@ def _too_large(path: str, case: Case) -> str | None:
     return "its scores could take too much memory" if too_large else None
 
 
-def _narrow(case: Case) -> Case:
+def narrow(case: Case) -> Case:
     """Reduce a case for the error: one key head and up to 1,024 positions, since the reference keeps all T² scores."""
     if "K" not in case.names:
         return case

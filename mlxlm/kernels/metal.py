@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -11,6 +13,18 @@ from mlxlm.backend.mlx import mx
 from mlxlm.utils.resources import resource
 
 Output = tuple[Sequence[int], mx.Dtype]  # shape and dtype
+_launches: ContextVar[set[str] | None] = ContextVar("launches", default=None)
+
+
+@contextmanager
+def record_launches() -> Iterator[set[str]]:
+    """Context manager that collects the names of the kernels that are launched. Compiled functions launch unseen."""
+    names: set[str] = set()
+    token = _launches.set(names)
+    try:
+        yield names
+    finally:
+        _launches.reset(token)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,8 @@ class MetalKernel:
         Returns:
             The output arrays.
         """
+        if (names := _launches.get()) is not None:
+            names.add(self.name)
         return _function(mx.fast.metal_kernel, self)(
             inputs=list(inputs),
             template=list(template.items()),

@@ -6,8 +6,6 @@ and script.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from mlxlm.report.chart import NUM_COLORS, Series, chart, format_value, single_values
+from mlxlm.report.html import render_html
 from mlxlm.report.log_entries import number
 from mlxlm.report.runs import RunHistory
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
@@ -29,18 +28,11 @@ _MISSING = "–"
 
 def render_page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[str, Any]]) -> str:
     """Render the page of one run, or of several side by side. `defaults`: see `write_report`."""
-    from jinja2 import Environment, FileSystemLoader
-
     here = Path(__file__).parent
-    style, script = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    environment = Environment(
-        loader=FileSystemLoader(here), autoescape=True, finalize=_displayed, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("page.html").render(
+    return render_html(
+        here / "page.html",
+        (here / "page.js").read_text(encoding="utf-8"),
         marker=Markup(REPORT_MARKER),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup(style),
-        script=Markup(script),
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         several=len(runs) > 1,
         runs=runs,
@@ -51,14 +43,6 @@ def render_page(runs: Sequence[RunHistory], defaults: Callable[[int], Mapping[st
         differences=_differences(runs),
         details=[_details(run, defaults) for run in runs],
     )
-
-
-def _displayed(value: Any) -> Any:
-    """Round floats to seven digits, and replace unprintable characters by U+FFFD."""
-    if isinstance(value, Markup):
-        return value
-    text = f"{float(f'{value:.7g}')}" if isinstance(value, float) else str(value)
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _formatted(value: float, unit: Callable[[float], str]) -> str:

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from mlxlm.cli.main import _run
+from tests.run_command import run_command
 
 
 def test_doctor_and_presets_print_json(capsys):
@@ -27,3 +30,44 @@ def test_doctor_shows_a_gpus_own_memory(monkeypatch, capsys):
     del info["total_memory"]
     assert _run(["doctor"]) == 0
     assert "working set              unknown" in capsys.readouterr().out
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    """Replaces the checks of --full by one that passes and one that fails."""
+    from mlxlm.doctor.check import Check, CheckFailed, run_check
+
+    def fail():
+        raise CheckFailed("2 is not\n3", {"error": 1.0, "tolerance": 0.5})
+
+    checks = [Check("kernels", "good", lambda: {"gflops": 5.0}), Check("kernels", "bad", fail, "a case")]
+
+    def run():
+        yield None, len(checks)
+        for check in checks:
+            yield run_check(check), len(checks)
+
+    monkeypatch.setattr("mlxlm.doctor.run_in_processes", run)
+    monkeypatch.chdir(tmp_path)
+    return checks
+
+
+def test_full_writes_a_new_report_each_time(suite, tmp_path):
+    for name in ("mlxlm-doctor", "mlxlm-doctor-2"):
+        done = run_command("doctor", "--full")
+        assert done.returncode == 1
+        assert b"failed: kernels, bad: a case: 2 is not 3" in done.stderr
+        assert f"1 passed, 1 failed in 0s; the report is in {name}".encode() in done.stderr
+        assert b"5 GFLOP/s" in done.stdout and b"good" in done.stdout
+        assert {path.name for path in (tmp_path / name).iterdir()} == {"doctor.json", "doctor.html"}
+    del suite[1]
+    done = run_command("doctor", "--full", "--out", "here/new", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == json.loads((tmp_path / "here/new/doctor.json").read_text())
+
+
+def test_full_overwrites_nothing(suite, tmp_path):
+    (tmp_path / "file").touch()
+    done = run_command("doctor", "--full", "--out", "file")
+    assert done.returncode == 1 and b"file already exists (try: another --out)" in done.stderr
+    assert run_command("doctor", "--out", "new").returncode == 2

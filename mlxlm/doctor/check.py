@@ -1,0 +1,114 @@
+"""A check of this machine, and its result."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from mlxlm.doctor.privacy import without_personal_data
+from mlxlm.utils.errors import MlxlmError, one_line
+
+KERNELS, BENCHMARKS = "kernels", "kernel benchmarks"  # sections that the report treats differently
+Status = Literal["passed", "failed", "skipped"]
+_MAX_REASON = 300  # characters of an exception; the traceback has all of it
+
+
+class CheckFailed(Exception):
+    """Something is wrong. The values that show it are in the result, too."""
+
+    def __init__(self, reason: str, values: dict[str, Any] | None = None):
+        super().__init__(reason)
+        self.values = values or {}
+
+
+class CheckSkipped(Exception):
+    """The check has no meaning on this machine."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Args:
+        section: The part of the report that it belongs to.
+        name: What is checked. Checks with the same name are summarized together.
+        run: Returns the measured values, as JSON values. Any exception is a failure.
+        case: Which of several checks with this name it is.
+    """
+
+    section: str
+    name: str
+    run: Callable[[], dict[str, Any]]
+    case: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name and case."""
+        return f"{self.name}: {self.case}" if self.case else self.name
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check found.
+
+    Attributes:
+        section: As in `Check`.
+        name: As in `Check`.
+        case: As in `Check`.
+        status: "passed", "failed" or "skipped".
+        reason: Why it failed or was skipped; "" if it passed.
+        values: What was measured.
+        seconds: How long it took.
+        traceback: Of an unexpected exception.
+    """
+
+    section: str
+    name: str
+    case: str
+    status: Status
+    reason: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    traceback: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name and case."""
+        return f"{self.name}: {self.case}" if self.case else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+
+def run_check(check: Check) -> Result:
+    """Run a check. An exception is a failure, whatever it is: compilers and drivers raise anything."""
+    start = time.perf_counter()
+    status: Status = "passed"
+    values: dict[str, Any] = {}
+    reason = trace = ""
+    try:
+        values = check.run()
+    except CheckSkipped as skipped:
+        status, reason = "skipped", str(skipped)
+    except CheckFailed as failure:
+        status, reason, values = "failed", str(failure), failure.values
+    except Exception as error:
+        kind = "" if isinstance(error, MlxlmError) else f"{type(error).__name__}: "
+        status, reason, trace = "failed", kind + one_line(str(error))[:_MAX_REASON], traceback.format_exc()
+    seconds = round(time.perf_counter() - start, 3)
+    result = Result(check.section, check.name, check.case, status, reason, values, seconds, trace)
+    return Result(**without_personal_data(_finite(result.to_dict())))
+
+
+def _finite(value: Any) -> Any:
+    """A JSON value in which infinities and NaN, which JSON lacks, are None."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

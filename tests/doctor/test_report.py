@@ -1,0 +1,107 @@
+"""The report: one JSON file and one page, which say the same."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from mlxlm.doctor import check_machine
+from mlxlm.doctor.check import Result
+from mlxlm.doctor.facts import report_facts
+from mlxlm.doctor.report import Report
+from mlxlm.doctor.summary import display, summarize
+from mlxlm.utils.errors import CheckpointError
+
+ERROR = {"error": 0.0012, "tolerance": 0.005, "kernels": ["rms_norm", "rms_norm_grad"]}
+CHOICE, FASTEST = {"case": "c", "path": "metal", "why": "w"}, {"in_use": "mlx", "fastest": "mlx"}
+OTHER = {"in_use": "mlx", "fastest": "blockwise"}
+RESULTS = [
+    Result("decoding", "speed", "", "passed", "", {"tokens_per_second": 1234.5, "share_of_bandwidth": 0.61}, 2.0),
+    Result("training", "resumed", "", "failed", "losses <differ>", {"equal_losses": False}, 1.0, "Traceback <here>"),
+    Result("kernels", "rms_norm, metal", "float16 N=64", "passed", "", ERROR, 0.25),
+    Result("kernels", "rms_norm, metal", "float16 N=96", "failed", "wrong", {**ERROR, "error": 0.3}, 0.25),
+    Result("kernels", "rms_norm, metal", "float16 N=128", "failed", "NaN", {**ERROR, "error": None}, 0.25),
+    Result("kernels", "in use", "", "passed", "", {"metal": 1, "operations": [CHOICE]}),
+    Result("kernel benchmarks", "rms_norm", "N=64", "passed", "", {**FASTEST, "metal_speedup": 0.8}),
+    Result("kernel benchmarks", "rms_norm", "N=96", "passed", "", {**OTHER, "metal_speedup": 1.5}),
+    Result("kernel benchmarks", "other", "", "passed", "", OTHER),
+    Result("decoding", "4 bits", "", "skipped", "not here"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def report():
+    facts = {"chip": "Apple M2", "device": "GPU (x)", "memory_bytes": 16e9, "packages": {"mlx": "0.32.2"}}
+    return Report(facts, RESULTS, "2026-01-02 03:04", 75.0)
+
+
+def test_summary():
+    rows = {(row.section, row.name): (row.outcome, row.values, row.seconds) for row in summarize(RESULTS)}
+    assert rows == {
+        ("decoding", "speed"): ("passed", "1,234 tokens/s, 61% of memory bandwidth", 2.0),
+        ("training", "resumed"): ("failed", "losses <differ>", 1.0),
+        ("kernels", "rms_norm, metal"): ("2 of 3 failed", "relative error at most 3.0e-01, allowed 0.005", 0.75),
+        ("kernels", "in use"): ("passed", "Metal kernels in 1 cases", 0.0),
+        ("kernel benchmarks", "rms_norm"): (
+            "2 passed",
+            "Metal kernels 0.8 to 1.5 times as fast as MLX's operations; the implementation in use is the fastest in "
+            "1 of 2",
+            0.0,
+        ),
+        ("kernel benchmarks", "other"): ("passed", "the implementation in use is the fastest in 0 of 1", 0.0),
+        ("decoding", "4 bits"): ("skipped", "not here", 0.0),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("peak_memory_bytes", 1.5e9, "1.5 GB"),
+        ("bytes_per_second", 1e11, "100 GB/s"),
+        ("gflops", 1234.0, "1.23 TFLOP/s"),
+        ("metal", True, "yes"),
+        ("steps", 12345, "12,345"),
+        ("error", 1.234e-5, "1.2e-05"),
+        ("architecture", None, "–"),
+        ("kernels", ["a", "b"], "a, b"),
+    ],
+)
+def test_units(name, value, text):
+    assert display(name, value) == text
+
+
+def test_files(report, tmp_path):
+    report.write(tmp_path / "new" / "folder")
+    stored = json.loads((tmp_path / "new/folder/doctor.json").read_text())
+    assert [check["status"] for check in stored["checks"]] == [result.status for result in RESULTS]
+    assert stored["facts"] == report.facts and stored["seconds"] == 75.0
+    page = (tmp_path / "new/folder/doctor.html").read_text()
+    assert "<title>mlxlm doctor: Apple M2, GPU</title>" in page
+    assert "6 passed, 3 failed, 1 skipped in 1m15s, 2026-01-02 03:04 UTC" in page
+    assert "Traceback &lt;here&gt;" in page and "losses &lt;differ&gt;" in page
+    assert "<td>rms_norm_grad</td><td>3</td><td>2</td><td>3.0e-01</td>" in page
+    assert "<td>attention_decode</td><td>0</td><td>–</td><td>–</td>" in page
+    assert "<td>c</td><td>metal</td><td>w</td>" in page
+    assert not re.search(r"(src|href)=|url\(|<script", page)
+    with pytest.raises(CheckpointError, match="already exists"):
+        report.write(tmp_path / "new" / "folder")
+
+
+def test_a_machine_without_metal_has_no_table_of_metal_kernels(report):
+    page = Report(report.facts, RESULTS[:2], report.date, 1.0).to_html()
+    assert "Metal kernels" not in page
+
+
+def test_facts_of_this_machine():
+    facts = report_facts()
+    assert facts["memory_bytes"] > 0 and facts["python"] == sys.version.split()[0] and facts["system"]
+    assert facts["packages"]["mlx"] and facts["packages"]["mlxlm"]
+    assert "/" not in json.dumps({**facts, "system": ""})
+
+
+def test_check_machine_reports_progress():
+    shown = []
+    report = check_machine(lambda *step: shown.append(step), [(None, 2), (RESULTS[0], 2), (RESULTS[1], 2)])
+    assert shown == [("listing the checks", 0, 2), ("decoding", 1, 2), ("training", 2, 2)]
+    assert report.results == RESULTS[:2] and report.failed == [RESULTS[1]] and report.facts["chip"]
