@@ -31,15 +31,14 @@ _CACHED_TOKENS = 8  # whose logits are compared
 _MAX_ERROR = {None: 2 * TOLERANCE[DEVICE_DTYPE], 8: 0.06, 4: 0.3}
 
 
-def memory_checks() -> Iterator[Check]:
+def memory_checks(sizes: Sizes) -> Iterator[Check]:
     """What limits decoding and training."""
     yield Check(MEMORY, "memory bandwidth", lambda: {"bytes_per_second": float(f"{measure_bandwidth():.4g}")})
     for dtype in ("float32",) if ON_CPU else ("float32", "bfloat16"):
-        yield Check(MEMORY, f"products of {dtype} matrices", partial(_matmul, dtype))
+        yield Check(MEMORY, f"products of {dtype} matrices", partial(_matmul, sizes.matrix, dtype))
 
 
-def _matmul(dtype: str) -> dict[str, Any]:
-    size = 1024 if ON_CPU else 4096
+def _matmul(size: int, dtype: str) -> dict[str, Any]:
     return {"size": size, "gflops": float(f"{measure_matmul(size, dtype=dtype):.4g}")}
 
 

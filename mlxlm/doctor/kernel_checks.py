@@ -26,8 +26,8 @@ NO_METAL = "no Metal on this machine"
 def kernel_checks(sizes: Sizes) -> Iterator[Check]:
     """Compare each implementation with MLX's operations in float32 on the CPU, in outputs and gradients.
 
-    A case that dispatch distinguishes is checked with as many keys and rows as the model has, and, as on the first use
-    of a kernel, with few that are ragged against every tile.
+    A case that dispatch distinguishes is checked with as many keys and rows as the model has; a Metal kernel, as on its
+    first use, also with few that are ragged against every tile, and with many that several threadgroups share.
     """
     if not metal_available():
         yield Check(KERNELS, "Metal kernels", _skip)
@@ -37,7 +37,7 @@ def kernel_checks(sizes: Sizes) -> Iterator[Check]:
         for path in operation.paths:
             if not _is_checked(operation, path, case):
                 continue
-            for one in (*operation.check_cases(case), *(() if sizes.ragged else (narrow(case),))):
+            for one in _cases_to_compare(operation, path, case, sizes.ragged):
                 if (path, one) not in checked:
                     checked.add((path, one))
                     label = f"{one.dtype} {one.label}"
@@ -63,6 +63,13 @@ def _cases(models: Iterable[KernelModel]) -> list[tuple[Operation, Case]]:
         config = find_config(model.name).with_changes(**model.changes)
         cases |= {case: operation for operation, case in cases_of(config, model.dtype, DEVICE_DTYPE)}
     return [(operation, case) for case, operation in cases.items()]
+
+
+def _cases_to_compare(operation: Operation, path: str, case: Case, ragged: bool) -> tuple[Case, ...]:
+    first_use = operation.check_cases(case)
+    if path != "metal":
+        return first_use[:1] if ragged else (narrow(case),)
+    return first_use if ragged else (*first_use, narrow(case))
 
 
 def _is_checked(operation: Operation, path: str, case: Case) -> bool:

@@ -39,7 +39,7 @@ class Sizes:
 
     Args:
         kernel_models: Models at whose shapes kernels are checked.
-        ragged: Check with two key heads and few positions or rows instead of the model's.
+        ragged: Check with the shapes of the check on first use only, instead of the model's.
         benchmark_models: Models at whose largest shapes implementations are timed.
         repeats: Timings per implementation.
         training: Preset to train, and its changes.
@@ -49,6 +49,7 @@ class Sizes:
         prompt: Tokens of the prompt.
         tokens: Tokens to decode.
         questions: Of each kind, to the bundled model.
+        matrix: Rows and columns of the matrices whose product is timed.
     """
 
     kernel_models: tuple[KernelModel, ...]
@@ -61,6 +62,7 @@ class Sizes:
     prompt: int
     tokens: int
     questions: int
+    matrix: int
     ragged: bool = False
 
 
@@ -85,6 +87,7 @@ GPU = Sizes(
     prompt=512,
     tokens=256,
     questions=5,
+    matrix=4096,
 )
 CPU = Sizes(
     kernel_models=(KernelModel(BUNDLED_MODEL, "float32"), *_variants("float32", _OPTIONS)),
@@ -97,4 +100,5 @@ CPU = Sizes(
     prompt=128,
     tokens=64,
     questions=2,
+    matrix=1024,
 )

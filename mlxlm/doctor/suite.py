@@ -16,7 +16,7 @@ def full_suite(folder: Path, sizes: Sizes | None = None) -> list[Check]:
     """Return the checks. Runs are written to `folder`; by default the sizes are those for this device."""
     sizes = sizes or (CPU if ON_CPU else GPU)
     return [
-        *memory_checks(),
+        *memory_checks(sizes),
         *DecodingChecks(sizes),
         *TrainingChecks(sizes, folder),
         *kernel_checks(sizes),

@@ -81,13 +81,13 @@ class _Process:
         self.stderr = ""
         self._max_seconds = max_seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        paths = os.pathsep.join(path for path in sys.path if path)
+        paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
 
     def __enter__(self) -> _Process:
