@@ -155,14 +155,14 @@ BUGGY_KERNELS = {
     ),
     "past the end of an array of the thread": BuggyKernel(
         TID + "float v[4] = {1, 2, 3, 4}; v[t % 6] += 1; y[t] = v[t % 4];",
-        "index out of bounds of a local array or vector",
+        r"index \d+ is out of bounds of a local array or vector of type",
     ),
     "past the end of a vector": BuggyKernel(
-        TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;", "index out of bounds of a local array or vector"
+        TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;", r"index \d+ is out of bounds of a local array or vector of type"
     ),
     "past the inner extent of a threadgroup array": BuggyKernel(
         TID + "threadgroup float a[4][16]; a[0][t] = x[t]; y[t] = x[t];",
-        "index out of bounds of a local array or vector",
+        r"index \d+ is out of bounds of a local array or vector of type",
     ),
     "a small constant input read as a vector": BuggyKernel(
         TID + "y[t] = dot(reinterpret_cast<const constant float4*>(x)[0], float4(1));",
@@ -172,6 +172,9 @@ BUGGY_KERNELS = {
     # Initialization
     "threadgroup memory read before it is written": BuggyKernel(
         TID + "threadgroup float a[64]; y[t] = a[t];", r"uninitialized read of a\[\d+\], which this threadgroup"
+    ),
+    "threadgroup memory with an initializer only": BuggyKernel(
+        TID + "threadgroup float a[64] = {0}, b = 1; y[t] = a[t];", r"uninitialized read of a\[\d+\]"
     ),
     "threadgroup memory of the group before": BuggyKernel(
         TID + "threadgroup float a[32]; if (threadgroup_position_in_grid.x == 1) a[t] = x[t];"
@@ -308,9 +311,6 @@ BUGGY_KERNELS = {
         TID + "y[t] = f(x[t]);",
         "outermost scope",
         header="float f(float v) { threadgroup float a[2]; a[0] = v; return v; }",
-    ),
-    "an initialised threadgroup array": BuggyKernel(
-        TID + "threadgroup float a[1] = {0}; y[t] = x[t];", "initializers of threadgroup variables"
     ),
     "an array whose length is not known": BuggyKernel(
         TID + "float a[x_ndim]; a[0] = 0; y[t] = a[0];", "variable length array|constant expression"

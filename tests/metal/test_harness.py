@@ -335,7 +335,7 @@ def test_text_that_depends_on_the_type():
 
 def test_threadgroup_declarations_of_all_forms():
     source = """
-        threadgroup float one, two[4], three[2][N];
+        threadgroup float one, two[4] = {0, 0, 0, 0}, three[2][N] = {};
         threadgroup vec<float, 4> four[2];
         uint t = thread_index_in_threadgroup;
         threadgroup float* p = &three[1][0];

@@ -59,7 +59,7 @@ KERNEL_FLAGS = shlex.split("""
     -mllvm -enable-tail-merge=0 -fno-optimize-sibling-calls -mllvm -inline-threshold=1000000
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
-    -fsanitize=array-bounds,integer-divide-by-zero -fsanitize-trap=array-bounds,integer-divide-by-zero
+    -fsanitize=array-bounds,integer-divide-by-zero -fno-sanitize-recover=array-bounds,integer-divide-by-zero
     -fstack-clash-protection -ftrivial-auto-var-init=pattern
 """)
 RUNTIME_FLAGS = shlex.split("""

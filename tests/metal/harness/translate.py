@@ -183,15 +183,20 @@ def _end_of_declaration(text: Text, i: int) -> int:
             k = max(text.closing(k), k)
         elif text[k] == "[":
             k = text.closing(k)
-        if text[k] == "=":
-            _fail(text, i, "initializers of threadgroup variables are not supported by the harness")
-        k += 1
+        k = _end_of_initializer(text, k) if text[k] == "=" else k + 1
     return k if text[k] == ";" else 0
+
+
+def _end_of_initializer(text: Text, k: int) -> int:
+    """Index of the comma or semicolon that ends the initializer at `k`."""
+    while text[k] not in (",", ";"):
+        k = text.closing(k) + 1 if text[k] in ("(", "{", "[") else k + 1
+    return k
 
 
 def _rewrite_declaration(text: Text, start: int, end: int, count: int) -> int:
     k = start + 1  # the type: words up to the one that is followed by [ , or ;
-    while text[k + 1] not in ("[", ",", ";"):
+    while text[k + 1] not in ("[", ",", ";", "="):
         k = text.closing(k + 1) if text[k + 1] == "<" else k + 1
     type_name = text.part(start + 1, k).strip()
     declarations = []
@@ -202,6 +207,8 @@ def _rewrite_declaration(text: Text, start: int, end: int, count: int) -> int:
             close = text.closing(k)
             extents += text.part(k, close + 1)
             k = close + 1
+        if text[k] == "=":  # ignored: the memory counts as uninitialized
+            k = _end_of_initializer(text, k)
         array = f"hx_array_{count}"
         declarations.append(
             f"typedef {type_name} {array}{extents}; __local {array}& {name} = *(__local {array}*)"

@@ -37,6 +37,28 @@ EXPORT void* __tsan_memset(void* to, int value, size_t n) {
   return memset(to, value, n);
 }
 
+// Called by the checks of -fsanitize=array-bounds,integer-divide-by-zero.
+struct TypeDescriptor {
+  uint16_t kind, info;  // of an integer: 2 log2(bits) + is_signed
+  char name[1];
+};
+struct CheckData {
+  const char* file;
+  uint32_t line, column;
+  const TypeDescriptor *type, *index_type;
+};
+
+EXPORT void __ubsan_handle_out_of_bounds_abort(const CheckData* data, uint64_t index) {
+  const int unused = 64 - (1 << (data->index_type->info >> 1));
+  const long value = data->index_type->info & 1 ? int64_t(index << unused) >> unused : int64_t(index);
+  const char* space = strstr(data->type->name, "__private ");
+  fault(PC, -1, "index %ld is out of bounds of a local array or vector of type '%s", value,
+        space ? space + strlen("__private ") : data->type->name + 1);
+}
+EXPORT void __ubsan_handle_divrem_overflow_abort(const CheckData*, uint64_t, uint64_t) {
+  fault(PC, -1, "integer division by zero");
+}
+
 static void find_code(const void* entry) {
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* entry) {

@@ -7,8 +7,7 @@
 
 #include "memory.h"
 
-// -fsanitize-trap raises SIGILL on x86-64 and SIGTRAP on aarch64.
-static const int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGVTALRM};
+static const int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM};
 constexpr int kSignalCount = sizeof kSignals / sizeof *kSignals;
 static struct {
   struct sigaction actions[kSignalCount];
@@ -39,8 +38,6 @@ static void on_signal(int number, siginfo_t*, void* context) {
   const char* what = "";
   switch (number) {
     case SIGVTALRM: fault(nullptr, -1, "timeout after %g seconds of CPU time", seconds_allowed);
-    case SIGILL:
-    case SIGTRAP: what = ": index out of bounds of a local array or vector, or division by zero"; break;
     case SIGFPE: what = ": integer division overflow"; break;
     case SIGSEGV: what = " (stack overflow?)";
   }
