@@ -13,6 +13,10 @@ TID = "uint t = thread_index_in_threadgroup;\n"
 GID = "uint g = thread_position_in_grid.x;\n"
 # A function that clang doesn't inline by default.
 LONG = "inline float big(float v) {" + " v = sin(v) * cos(v) + tanh(v);" * 60 + " return simd_sum(v); }"
+ADD = """threadgroup atomic_uint a;
+    if (t == 0) atomic_store_explicit(&a, 0u, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+"""
 BFLOAT = {"dtype": mx.bfloat16, "outputs": [((64,), mx.bfloat16)]}
 
 
@@ -108,6 +112,32 @@ BUGGY_KERNELS = {
         threadgroup=8,
         init_value=0,
     ),
+    "a plain read of a device atomic": BuggyKernel(
+        GID + "float z = y[0]; atomic_fetch_add_explicit((device atomic_float*)y, z + 1.0f, memory_order_relaxed);",
+        r"data race: (read|atomic write) of y\[0\] and (atomic write|read) by",
+        outputs=[((1,), mx.float32)],
+        init_value=0,
+    ),
+    "a plain read of a device atomic of another threadgroup": BuggyKernel(
+        TID + "if (!t) atomic_fetch_add_explicit((device atomic_float*)y, 1.0f, memory_order_relaxed);"
+        "threadgroup_barrier(mem_flags::mem_device); if (y[0] < 0) y[1] = 0;",
+        r"data race: (read|atomic write) of y\[0\] and (atomic write|read) by another threadgroup",
+        outputs=[((2,), mx.float32)],
+        threadgroup=32,
+        init_value=0,
+    ),
+    "a threadgroup atomic read without a barrier": BuggyKernel(
+        TID + ADD + "atomic_fetch_add_explicit(&a, 1u, memory_order_relaxed); y[t] = *(threadgroup uint*)&a;",
+        r"data race: (read|atomic write) of a\[0\] and (atomic write|read) by",
+    ),
+    "an uninitialized threadgroup atomic": BuggyKernel(
+        TID + "threadgroup atomic_uint a; atomic_fetch_add_explicit(&a, 1u, memory_order_relaxed); y[t] = 1;",
+        r"uninitialized atomic read of a\[0\]",
+    ),
+    "an atomic past the end": BuggyKernel(
+        GID + "atomic_store_explicit((device atomic_float*)y + g + 1, 1.0f, memory_order_relaxed);",
+        r"out-of-bounds atomic write of 4 bytes at y\[64\]",
+    ),
     "a race on an initialized output": BuggyKernel(
         GID + "y[g % 8] += x[g];",
         r"data race: read of y\[\d\] and write by thread|data race: write of y\[\d\] and read",
@@ -158,7 +188,8 @@ BUGGY_KERNELS = {
         r"index \d+ is out of bounds of a local array or vector of type",
     ),
     "past the end of a vector": BuggyKernel(
-        TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;", r"index \d+ is out of bounds of a local array or vector of type"
+        TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;",
+        r"index \d+ is out of bounds of a local array or vector of type",
     ),
     "past the inner extent of a threadgroup array": BuggyKernel(
         TID + "threadgroup float a[4][16]; a[0][t] = x[t]; y[t] = x[t];",
@@ -361,9 +392,6 @@ BUGGY_KERNELS = {
         GID + "float v[2] = {1, 2}; auto [p, q] = v; y[g] = p + q;", "a structured binding"
     ),
     "an unknown function": BuggyKernel(GID + "y[g] = metal::expm1(x[g]);", "no member named 'expm1'"),
-    "atomics": BuggyKernel(
-        GID + "y[g] = x[g]; device atomic_float* p = (device atomic_float*)y;", "atomics are not supported"
-    ),
     # Limits
     "more than 32 KiB": BuggyKernel(
         TID + "threadgroup float a[8193]; a[t] = x[t]; y[t] = x[t];", "32784 bytes .* 32768"

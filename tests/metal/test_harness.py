@@ -378,6 +378,42 @@ def test_threads_may_share_out_a_vector_or_a_struct():
     assert_array_equal(y, (15 - t // 4) * 4 + t % 4 + 5)
 
 
+HISTOGRAM = """
+    uint t = thread_index_in_threadgroup;
+    threadgroup atomic_uint counts[8];
+    if (t < 8) atomic_store_explicit(&counts[t], 0, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    atomic_fetch_add_explicit(&counts[a[thread_position_in_grid.x] % 8], 1u, memory_order_relaxed);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (t < 8) {
+        uint count = atomic_load_explicit(&counts[t], memory_order_relaxed);
+        atomic_fetch_add_explicit(&y[t], count, memory_order_relaxed);
+    }
+"""
+
+
+def test_atomics_of_threadgroup_and_device_memory():
+    a = mx.random.randint(0, 1000, (300,), mx.uint32, key=mx.random.key(0))
+    (y,) = run(HISTOGRAM, [a], [((8,), mx.uint32)], 300, 64, init_value=0, atomic_outputs=True)
+    assert_array_equal(y, np.bincount(np.array(a) % 8, minlength=8))
+
+
+def test_compare_exchange():
+    """The maximum of floats, which Metal's atomic_fetch_max_explicit doesn't support."""
+    source = (
+        GID
+        + """
+        device atomic_float* largest = (device atomic_float*)y;
+        float value = a[g], seen = atomic_load_explicit(largest, memory_order_relaxed);
+        while (value > seen && !atomic_compare_exchange_weak_explicit(
+                   largest, &seen, value, memory_order_relaxed, memory_order_relaxed)) {}
+    """
+    )
+    a = numbers(200)
+    (y,) = run(source, [a], [((1,), mx.float32)], 200, 64, init_value=-100)
+    assert y == as_numpy(a).max()
+
+
 def test_results_do_not_depend_on_the_seed():
     a = numbers(5, 300)
     arguments = ([a], [((5,), mx.float32)], 5 * 96, 96, {"T": mx.float32, "N": 300})
@@ -470,13 +506,14 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_generated_source_is_mlx_s(name, tmp_path, capfd):
+@pytest.mark.parametrize("atomic_outputs", [False, True])
+def test_generated_source_is_mlx_s(name, atomic_outputs, tmp_path, capfd):
     """Without Metal, too, MLX prints the source of a kernel that is exported."""
     source, size, count, has_template = SIGNATURES[name]
     template = [("T", mx.bfloat16), ("N", 3), ("B", True), ("S", mx.float16)] if has_template else []
     inputs = [mx.zeros(size, mx.float16), mx.array(1.0)]
     dtypes = [mx.float32, mx.bfloat16][:count]
-    arguments = "inline", ["a", "b"], ["y", "z"][:count], source, "// header\n"
+    arguments = "inline", ["a", "b"], ["y", "z"][:count], source, "// header\n", True, atomic_outputs
     kernel = mx.fast.metal_kernel(*arguments)
     call = partial(
         kernel,

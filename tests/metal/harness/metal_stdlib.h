@@ -105,7 +105,7 @@ template <typename T>
 __constant constexpr bool is_number = is_float<T> || __is_integral(element<T>);
 // Bytes per shadow cell of a threadgroup variable: different threads may write different cells.
 template <typename T>
-__constant constexpr ulong unit = __is_class(T) ? 1 : sizeof(element<T>);
+__constant constexpr ulong unit = __is_class(element<T>) ? 1 : sizeof(element<T>);
 template <typename T>
 using if_float = metal::enable_if_t<is_float<T>, T>;
 template <typename T>
@@ -327,6 +327,7 @@ METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
 
 }  // namespace metal
 
+#include "metal_atomic.h"
 #include "metal_simdgroup.h"
 
 using namespace metal;
@@ -340,4 +341,9 @@ using namespace metal;
 #define local hx_local
 #define global hx_global
 #define generic hx_generic
+#define atomic_int hx_atomic_int
+#define atomic_uint hx_atomic_uint
+#define atomic_float hx_atomic_float
+#define atomic_bool hx_atomic_bool
+#define atomic_ulong hx_atomic_ulong
 #define pipe hx_pipe

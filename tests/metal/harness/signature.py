@@ -141,7 +141,8 @@ def signature(
                     parameters.append(Parameter(f"const constant {dtype}", f"{array_name}_{what}", array_name, what))
     for array_name, dtype in zip(kernel.output_names, output_dtypes, strict=True):
         dtype = _type(kernel, dtype)
-        parameters.append(Parameter(f"device {dtype}*", array_name, array_name, "data"))
+        element = f"atomic<{dtype}>" if kernel.atomic_outputs else dtype
+        parameters.append(Parameter(f"device {element}*", array_name, array_name, "data"))
         name += f"_{dtype}"
     if len(parameters) > MAX_BUFFERS:
         raise Fault(

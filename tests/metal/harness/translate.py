@@ -88,7 +88,6 @@ def translate(text: str, function: str) -> str:
     """
     tokens = Text(text)
     _reject_unqualified_auto(tokens)
-    _reject_atomics(tokens)
     _rewrite_threadgroup_variables(tokens, function)
     _rewrite_conversions(tokens, _aliases(tokens))
     return str(tokens)
@@ -124,13 +123,6 @@ def _reject_unqualified_auto(text: Text) -> None:
                 k -= 1
             if text[k] not in SPACES:
                 _fail(text, i, f"'auto{text[i + 1]} {text[i + 2]}' needs device, constant, threadgroup or thread")
-
-
-def _reject_atomics(text: Text) -> None:
-    """OpenCL has types of the same names."""
-    for i, token in enumerate(text.tokens):
-        if token.startswith("atomic"):
-            _fail(text, i, f"{token}: atomics are not supported by the harness")
 
 
 def _rewrite_conversions(text: Text, aliases: set[str]) -> None:

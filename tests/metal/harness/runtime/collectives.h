@@ -111,7 +111,7 @@ EXPORT uint64_t hx_threadgroup_memory(int index, const char* name, uint64_t byte
       fault(PC, -1, "%lu bytes of threadgroup memory; the limit is %zu",
             (unsigned long)L.report->threadgroup_memory, kThreadgroupLimit);
     uint8_t* base = arena() + index * kArenaSlot + kArenaFront;
-    array = {name, base, bytes, 0, uint32_t(unit), kThreadgroup, nullptr, nullptr};
+    array = {name, base, bytes, 0, uint32_t(unit), kThreadgroup, nullptr, nullptr, nullptr};
     array.cells = (Cell*)calloc(bytes / unit, sizeof(Cell));
     memset(array.base, 0xff, bytes);
   }

@@ -1,7 +1,8 @@
 // Checks accesses to memory: bounds, uninitialized reads, data races.
 //
 // Each load and store of a kernel is checked before it happens (see runtime.cpp). Outputs and threadgroup arrays have
-// shadow cells, one per `granule` bytes (the size of a scalar), which hold the last write and read.
+// shadow cells, one per `granule` bytes (the size of a scalar), which hold the last write and read, and the last atomic
+// ones. Two accesses can race if one of them is a write and not both are atomic.
 //
 // Data races are found with clocks, independently of the order in which the threads happen to run. Threadgroups have
 // numbers; accesses of different threadgroups are never ordered. Device and threadgroup memory have a clock each. A
@@ -22,14 +23,21 @@ constexpr uint32_t kBeforeLaunch = ~0u;  // write_group of the cells of an initi
 
 inline bool is_output(Kind kind) { return kind == kOutput || kind == kInitializedOutput; }
 
+struct Access {              // the last one of its kind to a cell
+  uint32_t group;            // number of the threadgroup; 0: none
+  uint32_t all, simd;        // the clock
+  int32_t pc;                // relative to the kernel's code, or -1
+  uint16_t thread;
+  uint8_t threads;           // since that clock: 0 one, 1 several of one SIMD group, 2 several of different SIMD groups
+  bool other_groups;         // earlier accesses by other threadgroups
+};
+
 struct Cell {
-  uint32_t write_group, read_group;  // number of the threadgroup; 0: none
-  uint32_t write_all, write_simd;    // the clock at the last write
-  uint32_t read_all, read_simd;      // the clock at the last read
-  int32_t write_pc, read_pc;         // relative to the kernel's code, or -1
-  uint16_t writer, reader;           // threads
-  uint8_t readers;                   // since that clock: 0 one thread, 1 several of one SIMD group, 2 of several
-  bool other_group_read;             // by a threadgroup other than read_group
+  Access write, read;
+};
+
+struct AtomicCell {
+  Access write, read;
 };
 
 struct Clock {
@@ -53,6 +61,7 @@ struct Region {  // a buffer or a threadgroup array
   uint32_t granule;
   Kind kind;
   Cell* cells;
+  AtomicCell* atomic_cells;  // allocated at the first atomic access
   uint32_t* read_marks;  // of an input, per granule: the last threadgroup that read it
 };
 
@@ -140,64 +149,71 @@ __attribute__((format(printf, 3, 4))) inline void report_fault(const void* pc, i
   __builtin_unreachable();
 }
 
-// Checks and records one access of the current thread.
-inline void check(const Region& r, Cell& c, const Clock& clock, bool write, const void* pc) {
-  const Fiber& me = *L.current;
-  const uint32_t all = clock.all, simd = clock.simd[me.simd];
-  const bool device = &clock == &L.device_clock;
-  const long index = &c - r.cells;
-  // Whether a barrier orders this access after one of `thread` at the clock (`then_all`, `then_simd`).
-  auto ordered = [&](uint16_t thread, uint32_t then_all, uint32_t then_simd) {
-    return then_all != all || (thread / kLanes == me.simd && then_simd != simd);
-  };
-  if (c.write_group != L.group) {
-    const bool initialized = device && c.write_group == kBeforeLaunch;
-    if (device && c.write_group && !initialized)
-      fault(pc, c.write_pc, "data race: %s of %s[%ld] and write by another threadgroup", write ? "write" : "read",
-            r.name, index);
-    if (!write && !initialized)
-      fault(pc, -1, "uninitialized read of %s[%ld]%s", r.name, index,
-            device ? "" : ", which this threadgroup has not written");
-  } else if (c.writer != me.thread && !ordered(c.writer, c.write_all, c.write_simd)) {
-    fault(pc, c.write_pc, "data race: %s of %s[%ld] and write by thread %u of the threadgroup, without a barrier",
-          write ? "write" : "read", r.name, index, c.writer);
-  }
-  const bool read_here = c.read_group == L.group && c.read_all == all;
-  if (write) {
-    if (device && c.read_group && (c.read_group != L.group || c.other_group_read))
-      fault(pc, c.read_pc, "data race: write of %s[%ld] and read by another threadgroup", r.name, index);
-    const bool others = c.readers || c.reader != me.thread;
-    if (read_here && others && (c.readers == 2 || !ordered(c.reader, c.read_all, c.read_simd)))
-      fault(pc, c.read_pc,
-            "data race: write of %s[%ld] and read by another thread of the threadgroup, without a barrier", r.name,
-            index);
-    c.write_group = L.group;
-    c.write_all = all, c.write_simd = simd;
-    c.writer = me.thread;
-    c.write_pc = relative_pc(pc);
-    return;
-  }
-  if (!read_here) {
-    c.readers = 0;
-  } else if (c.reader / kLanes != me.simd) {
-    c.readers = 2;
-  } else if (c.readers != 2) {
-    if (c.read_simd != simd) c.readers = 0;
-    else if (c.reader != me.thread) c.readers = 1;
-  }
-  if (c.read_group && c.read_group != L.group) c.other_group_read = true;
-  c.read_group = L.group;
-  c.read_all = all, c.read_simd = simd;
-  c.reader = me.thread;
-  c.read_pc = relative_pc(pc);
+enum Mode { kRead = 1, kWrite = 2, kAtomic = 4 };
+
+inline const char* name_of_mode(int mode) {
+  if (mode & kAtomic) return mode == (kAtomic | kRead) ? "atomic load" : "atomic write";
+  return mode & kWrite ? "write" : "read";
 }
 
-[[noreturn]] __attribute__((noinline)) inline void out_of_bounds(const Region& r, int64_t at, size_t n, bool write,
+// Faults if `other`, an access of mode `other_mode`, is not ordered with one of the current thread.
+inline void check_race(const Access& other, int other_mode, int mode, const Region& r, long index, const Clock& clock,
+                       const void* pc) {
+  const Fiber& me = *L.current;
+  const bool device = &clock == &L.device_clock;
+  if (!other.group || other.group == kBeforeLaunch) return;
+  if (device && (other.group != L.group || other.other_groups))
+    fault(pc, other.pc, "data race: %s of %s[%ld] and %s by another threadgroup", name_of_mode(mode), r.name, index,
+          name_of_mode(other_mode));
+  if (other.group != L.group || other.all != clock.all) return;
+  const bool same_simd_group = other.threads != 2 && other.thread / kLanes == me.simd;
+  if (same_simd_group && other.simd != clock.simd[me.simd]) return;
+  if (!other.threads && other.thread == me.thread) return;
+  char threads[40] = "other threads";
+  if (!other.threads) snprintf(threads, sizeof threads, "thread %u", other.thread);
+  fault(pc, other.pc, "data race: %s of %s[%ld] and %s by %s of the threadgroup, without a barrier",
+        name_of_mode(mode), r.name, index, name_of_mode(other_mode), threads);
+}
+
+inline void record_access(Access& a, const Clock& clock, const void* pc) {
+  const Fiber& me = *L.current;
+  const uint32_t simd = clock.simd[me.simd];
+  if (a.group != L.group || a.all != clock.all) a.threads = 0;
+  else if (a.thread / kLanes != me.simd) a.threads = 2;
+  else if (a.threads != 2 && a.simd != simd) a.threads = 0;
+  else if (a.threads == 0 && a.thread != me.thread) a.threads = 1;
+  if (a.group && a.group != L.group && a.group != kBeforeLaunch) a.other_groups = true;
+  a.group = L.group;
+  a.all = clock.all, a.simd = simd;
+  a.thread = me.thread;
+  a.pc = relative_pc(pc);
+}
+
+// Checks and records one access of the current thread to a cell.
+inline void check(Region& r, long index, const Clock& clock, int mode, const void* pc) {
+  Cell& c = r.cells[index];
+  const bool device = &clock == &L.device_clock, write = mode & kWrite;
+  if (mode & kAtomic && !r.atomic_cells)
+    r.atomic_cells = (AtomicCell*)calloc(r.bytes / r.granule + 1, sizeof(AtomicCell));
+  AtomicCell* atomic = r.atomic_cells ? &r.atomic_cells[index] : nullptr;
+  check_race(c.write, kWrite, mode, r, index, clock, pc);
+  if (write) check_race(c.read, kRead, mode, r, index, clock, pc);
+  if (atomic && !(mode & kAtomic)) {
+    check_race(atomic->write, kAtomic | kWrite, mode, r, index, clock, pc);
+    if (write) check_race(atomic->read, kAtomic | kRead, mode, r, index, clock, pc);
+  }
+  auto wrote = [&](const Access& a) { return device ? a.group != 0 : a.group == L.group; };
+  if (mode & kRead && !wrote(c.write) && !(atomic && wrote(atomic->write)))
+    fault(pc, -1, "uninitialized %s of %s[%ld]%s", mode & kAtomic ? "atomic read" : "read", r.name, index,
+          device ? "" : ", which this threadgroup has not written");
+  record_access(mode & kAtomic ? write ? atomic->write : atomic->read : write ? c.write : c.read, clock, pc);
+}
+
+[[noreturn]] __attribute__((noinline)) inline void out_of_bounds(const Region& r, int64_t at, size_t n, int mode,
                                                                  const void* pc) {
   at -= r.start;
-  fault(pc, -1, "out-of-bounds %s of %zu bytes at %s[%ld], which has %lu elements", write ? "write" : "read", n,
-        r.name, long(at >= 0 ? at / r.granule : -((-at + r.granule - 1) / r.granule)),
-        (unsigned long)(r.bytes / r.granule));
+  fault(pc, -1, "out-of-bounds %s of %zu bytes at %s[%ld], which has %lu elements", name_of_mode(mode), n, r.name,
+        long(at >= 0 ? at / r.granule : -((-at + r.granule - 1) / r.granule)), (unsigned long)(r.bytes / r.granule));
 }
 
 inline void require_whole_elements(const Region& r, uint64_t at, size_t n, const void* pc) {
@@ -205,16 +221,16 @@ inline void require_whole_elements(const Region& r, uint64_t at, size_t n, const
     fault(pc, -1, "write of %zu bytes to part of an element of %s is not supported by the harness", n, r.name);
 }
 
-inline void device_access(uintptr_t address, size_t n, bool write, const void* pc) {
-  const Region& r = L.buffers[(address - L.space) >> L.slot_shift];
+inline void device_access(uintptr_t address, size_t n, int mode, const void* pc) {
+  Region& r = L.buffers[(address - L.space) >> L.slot_shift];
   const uint64_t at = address - (uintptr_t)r.base;
-  if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, write, pc);
-  if (write && !is_output(r.kind)) fault(pc, -1, "write to input %s", r.name);
+  if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, mode, pc);
+  if (mode & kWrite && !is_output(r.kind)) fault(pc, -1, "write to input %s", r.name);
   if (r.kind == kConstant || r.kind == kLayout) return;
   Report& report = *L.report;
   const uint64_t first = at / r.granule, last = (at + n - 1) / r.granule;
+  if (mode & kRead) report.read += n;
   if (r.kind == kInput) {
-    report.read += n;
     for (uint64_t i = first; i <= last; i++) {
       uint32_t& mark = r.read_marks[i];
       if (mark == L.group) continue;
@@ -224,13 +240,16 @@ inline void device_access(uintptr_t address, size_t n, bool write, const void* p
     }
     return;
   }
-  if (write) require_whole_elements(r, at, n, pc);
-  (write ? report.written : report.read) += n;
+  if (mode & kWrite) {
+    require_whole_elements(r, at, n, pc);
+    report.written += n;
+  }
   for (uint64_t i = first; i <= last; i++) {
-    Cell& c = r.cells[i];
-    const uint32_t wrote = c.write_group, read = c.read_group;
-    check(r, c, L.device_clock, write, pc);
-    if (write) {
+    const Cell& c = r.cells[i];
+    const uint32_t wrote = c.write.group, read = c.read.group;
+    check(r, i, L.device_clock, mode, pc);
+    if (mode & kAtomic) continue;  // counted in `read` and `written` only
+    if (mode & kWrite) {
       if (!wrote || wrote == kBeforeLaunch) report.unique_written += r.granule;
       if (wrote != L.group) report.stored += r.granule;
     } else {
@@ -240,25 +259,24 @@ inline void device_access(uintptr_t address, size_t n, bool write, const void* p
   }
 }
 
-inline void threadgroup_access(uintptr_t address, size_t n, bool write, const void* pc) {
-  const Region& r = L.threadgroup_arrays[(address - (uintptr_t)arena()) / kArenaSlot];
-  if (!r.base) fault(pc, -1, "out-of-bounds %s of %zu bytes of threadgroup memory", write ? "write" : "read", n);
+inline void threadgroup_access(uintptr_t address, size_t n, int mode, const void* pc) {
+  Region& r = L.threadgroup_arrays[(address - (uintptr_t)arena()) / kArenaSlot];
+  if (!r.base) fault(pc, -1, "out-of-bounds %s of %zu bytes of threadgroup memory", name_of_mode(mode), n);
   const uint64_t at = address - (uintptr_t)r.base;
-  if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, write, pc);
-  if (write) require_whole_elements(r, at, n, pc);
-  else L.report->threadgroup_loads++;
-  for (uint64_t i = at / r.granule; i <= (at + n - 1) / r.granule; i++)
-    check(r, r.cells[i], L.threadgroup_clock, write, pc);
+  if (at >= r.bytes || n > r.bytes - at) out_of_bounds(r, int64_t(at), n, mode, pc);
+  if (mode & kWrite) require_whole_elements(r, at, n, pc);
+  if (mode & kRead) L.report->threadgroup_loads++;
+  for (uint64_t i = at / r.granule; i <= (at + n - 1) / r.granule; i++) check(r, i, L.threadgroup_clock, mode, pc);
 }
 
-inline void access(const void* pointer, size_t n, bool write, const void* pc) {
+inline void access(const void* pointer, size_t n, int mode, const void* pc) {
   if (!L.current || !n) return;
   const uintptr_t address = (uintptr_t)pointer;
-  if (address - L.space < L.space_bytes) return device_access(address, n, write, pc);
+  if (address - L.space < L.space_bytes) return device_access(address, n, mode, pc);
   if (address - (uintptr_t)arena() < kMaxThreadgroupArrays * kArenaSlot)
-    return threadgroup_access(address, n, write, pc);
+    return threadgroup_access(address, n, mode, pc);
   if (address - (uintptr_t)L.current->stack < kStackBytes) return;
-  if (!write && address >= L.code_low && address < L.code_high) return;  // constants of the kernel
+  if (mode == kRead && address >= L.code_low && address < L.code_high) return;  // constants of the kernel
   fault(pc, -1, "out-of-bounds %s of %zu bytes: not in a buffer, threadgroup array or local variable",
-        write ? "write" : "read", n);
+        name_of_mode(mode), n);
 }

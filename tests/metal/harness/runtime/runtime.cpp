@@ -9,33 +9,44 @@
 #include "signals.h"
 
 // Accesses that the compiler can't assume to be aligned call __tsan_unaligned_*.
-static void aligned_access(const void* pointer, size_t n, bool write, const void* pc) {
+static void aligned_access(const void* pointer, size_t n, int mode, const void* pc) {
   if ((uintptr_t)pointer % n)
-    fault(pc, -1, "misaligned %s of %zu bytes", write ? "write" : "read", n);
-  access(pointer, n, write, pc);
+    fault(pc, -1, "misaligned %s of %zu bytes", name_of_mode(mode), n);
+  access(pointer, n, mode, pc);
 }
 
 #define ACCESS(n)                                                                   \
-  EXPORT void __tsan_read##n(void* p) { aligned_access(p, n, false, PC); }       \
-  EXPORT void __tsan_write##n(void* p) { aligned_access(p, n, true, PC); }       \
-  EXPORT void __tsan_unaligned_read##n(void* p) { access(p, n, false, PC); }     \
-  EXPORT void __tsan_unaligned_write##n(void* p) { access(p, n, true, PC); }
+  EXPORT void __tsan_read##n(void* p) { aligned_access(p, n, kRead, PC); }       \
+  EXPORT void __tsan_write##n(void* p) { aligned_access(p, n, kWrite, PC); }       \
+  EXPORT void __tsan_unaligned_read##n(void* p) { access(p, n, kRead, PC); }     \
+  EXPORT void __tsan_unaligned_write##n(void* p) { access(p, n, kWrite, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 EXPORT void __tsan_init() {}
 EXPORT void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  access(from, n, false, PC);
-  access(to, n, true, PC);
+  access(from, n, kRead, PC);
+  access(to, n, kWrite, PC);
   return memcpy(to, from, n);
 }
 EXPORT void* __tsan_memmove(void* to, const void* from, size_t n) {
-  access(from, n, false, PC);
-  access(to, n, true, PC);
+  access(from, n, kRead, PC);
+  access(to, n, kWrite, PC);
   return memmove(to, from, n);
 }
 EXPORT void* __tsan_memset(void* to, int value, size_t n) {
-  access(to, n, true, PC);
+  access(to, n, kWrite, PC);
   return memset(to, value, n);
 }
+
+// Checks an atomic operation that reads, writes or both, and returns the old value.
+EXPORT uint64_t hx_atomic(uint64_t address, int bytes, int mode) {
+  aligned_access((const void*)address, bytes, mode | kAtomic, PC);
+  uint64_t value = 0;
+  memcpy(&value, (const void*)address, bytes);
+  return value;
+}
+EXPORT void hx_atomic_set(uint64_t address, int bytes, uint64_t value) { memcpy((void*)address, &value, bytes); }
+// atomic_compare_exchange_weak may fail without a reason.
+EXPORT bool hx_atomic_fails() { return random_below(8) == 0; }
 
 // Called by the checks of -fsanitize=array-bounds,integer-divide-by-zero.
 struct TypeDescriptor {
@@ -90,13 +101,13 @@ static bool allocate_buffers(const Buffer* given, int count) {
     const Buffer& b = given[i];
     uint8_t* base = (uint8_t*)p + (size_t(i) << L.slot_shift) + (size_t(1) << (L.slot_shift - 2));
     if (b.kind == kInput || b.kind == kConstant) base += random_below(4) * b.granule;
-    L.buffers[i] = {b.name, base, b.bytes, b.start, b.granule, b.kind, nullptr, nullptr};
+    L.buffers[i] = {b.name, base, b.bytes, b.start, b.granule, b.kind, nullptr, nullptr, nullptr};
     const size_t cells = b.bytes / b.granule + 1;
     if (b.kind == kOutput) memset(base, 0xff, b.bytes);
     else memcpy(base, b.data, b.bytes);
     if (is_output(b.kind)) L.buffers[i].cells = (Cell*)calloc(cells, sizeof(Cell));
     if (b.kind == kInitializedOutput)
-      for (size_t c = 0; c < cells; c++) L.buffers[i].cells[c].write_group = kBeforeLaunch;
+      for (size_t c = 0; c < cells; c++) L.buffers[i].cells[c].write.group = kBeforeLaunch;
     if (b.kind == kInput) L.buffers[i].read_marks = (uint32_t*)calloc(cells, sizeof(uint32_t));
   }
   return true;
@@ -109,15 +120,15 @@ static void finish(const Buffer* given) {
     if (is_output(r.kind) && !L.faulted) {
       memcpy(given[i].data, r.base, r.bytes);
       for (uint64_t c = 0; c < r.bytes / r.granule; c++)
-        if (!r.cells[c].write_group) {
+        if (!r.cells[c].write.group && !(r.atomic_cells && r.atomic_cells[c].write.group)) {
           snprintf(L.report->message, sizeof L.report->message, "%s[%lu] is never written", r.name, (unsigned long)c);
           L.faulted = true;
           break;
         }
     }
-    free(r.cells), free(r.read_marks);
+    free(r.cells), free(r.atomic_cells), free(r.read_marks);
   }
-  for (Region& array : L.threadgroup_arrays) free(array.cells), array = Region{};
+  for (Region& array : L.threadgroup_arrays) free(array.cells), free(array.atomic_cells), array = Region{};
   munmap((void*)L.space, L.space_bytes);
   L.space_bytes = 0;
 }
