@@ -292,6 +292,39 @@ def test_collectives(dtype):
     assert z.all()
 
 
+def test_prefix_sums_rotations_and_quad_groups():
+    source = """
+        ushort lane = thread_index_in_simdgroup;
+        int v = a[lane];
+        int values[11] = {
+            simd_prefix_inclusive_sum(v), simd_prefix_exclusive_sum(v), simd_prefix_exclusive_product(v > 30 ? 2 : 1),
+            simd_shuffle_rotate_down(v, 3), simd_shuffle_rotate_up(v, 2), simd_shuffle_and_fill_up(v, 100 + v, 2),
+            simd_shuffle_and_fill_down(v, 100 + v, 3), simd_and(v | 8), simd_xor(v), quad_sum(v), quad_broadcast(v, 2),
+        };
+        for (int i = 0; i < 11; i++) y[i * 32 + lane] = values[i];
+    """
+    (y,) = run(source, [mx.arange(32)], [((11, 32), mx.int32)], 32)
+    n = np.arange(32)
+    down, up, quads = (n + 3) % 32, (n - 2) % 32, n // 4 * 4
+    expected = [n.cumsum(), n.cumsum() - n, n * 0 + 1, down, up, np.where(n < 2, 100 + up, up)]
+    expected += [np.where(n > 28, 100 + down, down), n * 0 + 8, n * 0, 4 * quads + 6, quads + 2]
+    assert_array_equal(y, expected)
+
+
+def test_utilities_of_mlx():
+    source = """
+        uint3 p = thread_position_in_grid;
+        uint to = (p.z * a_shape[1] + p.y) * a_shape[2] + p.x;
+        y[to] = a[elem_to_loc(int64_t(to), a_shape, a_strides, a_ndim)] + a[elem_to_loc(p, a_shape, a_strides, a_ndim)];
+        ulong one = simd_shuffle(ulong(thread_index_in_simdgroup) << 40, 1) >> 40;
+        z[to] = ceildiv(to, 4u) + one + (Limits<half>::max > Limits<half>::finite_max);
+    """
+    a = mx.arange(30).reshape(2, 3, 5).astype(mx.float32)
+    y, z = run(source, [a], [(a.shape, a.dtype)] * 2, (5, 3, 2), (5, 3, 2), ensure_row_contiguous=False)
+    assert_array_equal(y, 2 * np.array(a))
+    assert_array_equal(z.reshape(-1), -(-np.arange(30) // 4) + 2)
+
+
 def test_reductions_of_a_partial_simd_group_leave_out_missing_lanes():
     (y,) = run(GID + "y[g] = simd_sum(a[g]) + simd_min(a[g]);", [mx.ones(37) * 2], [((37,), mx.float32)], 37, 64)
     assert_array_equal(y, [66] * 32 + [12] * 5)

@@ -106,6 +106,84 @@ METAL_FUNC hx::if_number<T> simd_shuffle_up(T x, ushort delta) {
   return hx::exchange(hx::up, x, delta);
 }
 
+template <typename T>
+METAL_FUNC hx::if_integer<T> simd_and(T x) {
+  return hx::reduce(hx::bit_and, x);
+}
+template <typename T>
+METAL_FUNC hx::if_integer<T> simd_or(T x) {
+  return hx::reduce(hx::bit_or, x);
+}
+template <typename T>
+METAL_FUNC hx::if_integer<T> simd_xor(T x) {
+  return hx::reduce(hx::bit_xor, x);
+}
+
+template <typename T>
+METAL_FUNC hx::if_number<T> simd_shuffle_rotate_down(T x, ushort delta) {
+  return hx::exchange(hx::to_lane, x, (hx::hx_lane() + delta) % 32);
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> simd_shuffle_rotate_up(T x, ushort delta) {
+  return hx::exchange(hx::to_lane, x, (hx::hx_lane() + 32 - delta) % 32);
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> simd_shuffle_and_fill_down(T x, T filling, ushort delta) {
+  T rotated = simd_shuffle_rotate_down(filling, delta), shifted = simd_shuffle_rotate_down(x, delta);
+  return hx::hx_lane() + delta < 32 ? shifted : rotated;
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> simd_shuffle_and_fill_up(T x, T filling, ushort delta) {
+  T rotated = simd_shuffle_rotate_up(filling, delta), shifted = simd_shuffle_rotate_up(x, delta);
+  return hx::hx_lane() >= delta ? shifted : rotated;
+}
+
+#define HX_PREFIX(name, combine, identity)                                \
+  template <typename T>                                                   \
+  METAL_FUNC hx::if_number<T> simd_prefix_inclusive_##name(T x) {         \
+    for (ushort delta = 1; delta < 32; delta *= 2) {                      \
+      T below = simd_shuffle_up(x, delta);                                \
+      if (hx::hx_lane() >= delta) x = below combine x;                    \
+    }                                                                     \
+    return x;                                                             \
+  }                                                                       \
+  template <typename T>                                                   \
+  METAL_FUNC hx::if_number<T> simd_prefix_exclusive_##name(T x) {         \
+    T below = simd_shuffle_up(simd_prefix_inclusive_##name(x), 1);        \
+    return hx::hx_lane() ? below : T(identity);                           \
+  }
+HX_PREFIX(sum, +, 0)
+HX_PREFIX(product, *, 1)
+#undef HX_PREFIX
+
+// Quad-group functions: here, all lanes of the SIMD group must reach them.
+template <typename T>
+METAL_FUNC hx::if_number<T> quad_shuffle(T x, ushort lane) {
+  return hx::exchange(hx::to_lane, x, hx::hx_lane() / 4 * 4 + lane % 4);
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> quad_broadcast(T x, ushort lane) {
+  return quad_shuffle(x, lane);
+}
+template <typename T>
+METAL_FUNC hx::if_number<T> quad_shuffle_xor(T x, ushort mask) {
+  return quad_shuffle(x, hx::hx_lane() ^ mask);
+}
+#define HX_QUAD(name, expression)                   \
+  template <typename T>                             \
+  METAL_FUNC hx::if_number<T> quad_##name(T a) {    \
+    for (ushort mask = 1; mask < 4; mask *= 2) {    \
+      T b = quad_shuffle_xor(a, mask);              \
+      a = expression;                               \
+    }                                               \
+    return a;                                       \
+  }
+HX_QUAD(sum, a + b)
+HX_QUAD(product, a * b)
+HX_QUAD(min, min(a, b))
+HX_QUAD(max, max(a, b))
+#undef HX_QUAD
+
 // Each of the 32 lanes holds two adjacent elements of a row. Metal doesn't specify the layout; this is the one that
 // MLX's kernels assume.
 template <typename T, int Rows, int Columns>

@@ -109,6 +109,8 @@ __constant constexpr ulong unit = __is_class(element<T>) ? 1 : sizeof(element<T>
 template <typename T>
 using if_float = metal::enable_if_t<is_float<T>, T>;
 template <typename T>
+using if_integer = metal::enable_if_t<__is_integral(element<T>), T>;
+template <typename T>
 using if_number = metal::enable_if_t<is_number<T>, T>;
 
 template <typename V, typename A>
@@ -182,6 +184,16 @@ HX_FLOAT(float, uint, 0x00800000, 0x7f7fffff, 0x34000000, 0x7f800000, 0x7fc00000
 HX_FLOAT(half, ushort, 0x0400, 0x7bff, 0x1400, 0x7c00, 0x7e00)
 HX_FLOAT(bfloat, ushort, 0x0080, 0x7f7f, 0x3c00, 0x7f80, 0x7fc0)
 #undef HX_FLOAT
+
+}  // namespace metal
+namespace hx {
+template <typename T>
+METAL_FUNC constexpr T infinity_or() {  // 0 for integers
+  if constexpr (is_float<T>) return metal::numeric_limits<T>::infinity();
+  else return T(0);
+}
+}  // namespace hx
+namespace metal {
 
 // Functions of half and bfloat are computed in float and rounded once.
 #define HX_UNARY(name, expression)                                                       \
@@ -329,6 +341,7 @@ METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
 
 #include "metal_atomic.h"
 #include "metal_simdgroup.h"
+#include "mlx_utils.h"
 
 using namespace metal;
 

@@ -64,7 +64,10 @@ EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
     case hx::sum: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a + b; });
     case hx::product: return reduce(what, value, int64_t(1), pc, [](int64_t a, int64_t b) { return a * b; });
     case hx::minimum: return reduce(what, value, INT64_MAX, pc, [](int64_t a, int64_t b) { return a < b ? a : b; });
-    default: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    case hx::maximum: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    case hx::bit_and: return reduce(what, value, int64_t(-1), pc, [](int64_t a, int64_t b) { return a & b; });
+    case hx::bit_or: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a | b; });
+    default: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a ^ b; });
   }
 }
 
