@@ -191,6 +191,18 @@ BUGGY_KERNELS = {
         TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;",
         r"index \d+ is out of bounds of a local array or vector of type",
     ),
+    "a loop that starts at a negative index": BuggyKernel(
+        """
+        int lid = thread_index_in_threadgroup, n = 203 - 8 * lid;
+        float values[8] = {0};
+        if (n < 8)
+            for (int i = n; i < 8; i++) values[i] = x[0];
+        y[lid] = values[0];
+        """,
+        r"index -\d+ is out of bounds of a local array or vector of type 'float\[8\]'",
+        grid=32,
+        outputs=[((32,), mx.float32)],
+    ),
     "past the inner extent of a threadgroup array": BuggyKernel(
         TID + "threadgroup float a[4][16]; a[0][t] = x[t]; y[t] = x[t];",
         r"index \d+ is out of bounds of a local array or vector of type",
