@@ -4,11 +4,13 @@
 // outputs   h [R, N] of type H, y [R, N] of type T
 // template  H, T    types of h and y
 //           CHUNKS  runs of four values of a row per thread
+//           EXACT   the runs of all threads have as many values as a row, so that nothing checks its end
+//           LONG    they have fewer: a thread processes further runs, CHUNKS is 1
 //           WIDE    a team is a threadgroup; otherwise it is one SIMD group
 // grid      any number of threadgroups of whole SIMD groups, in x, which divide the rows
 //
 // The method is that of rms_norm.metal. The norm is computed from h after rounding to H, as the next layer reads it.
-// All tiles of a row but the last are read again from h.
+// With LONG, rows are read again from h.
 
 const int rows = x_shape[0], N = x_shape[1];
 const uint lane = thread_index_in_simdgroup;
@@ -18,42 +20,39 @@ const int teams = WIDE ? threadgroups_per_grid.x : threadgroups_per_grid.x * sim
 const int threads = WIDE ? threads_per_threadgroup.x : SIMD;
 const int first = 4 * (WIDE ? thread_index_in_threadgroup : lane);
 const int stride = 4 * threads;
-const int tiles = (N + stride * CHUNKS - 1) / (stride * CHUNKS);
 const float epsilon = eps;
 
 threadgroup float scratch[SIMD];
 float4 values[CHUNKS], weights[CHUNKS];
 
-if (tiles == 1) {
+if (!LONG) {
   UNROLL for (int c = 0; c < CHUNKS; c++) {
     const int i = first + c * stride;
-    weights[c] = load4(weight + i, N - i);
+    weights[c] = load4(weight + i, EXACT ? 4 : N - i);
   }
 }
 for (int row = team; row < rows; row += teams) {
   const size_t start = size_t(row) * N;
   float sum = 0.0f;
-  for (int tile = 0; tile < tiles; tile++) {
+  for (int at = first; at < (LONG ? N : first + 1); at += stride) {
     UNROLL for (int c = 0; c < CHUNKS; c++) {
-      const int i = first + (tile * CHUNKS + c) * stride;
-      values[c] = round4<H>(load4(x + start + i, N - i) + load4(residual + start + i, N - i));
-      store4<H>(h + start + i, values[c], N - i);
+      const int i = at + c * stride;
+      values[c] = round4<H>(load4(x + start + i, EXACT ? 4 : N - i) + load4(residual + start + i, EXACT ? 4 : N - i));
+      store4<H>(h + start + i, values[c], EXACT ? 4 : N - i);
       sum += dot(values[c], values[c]);
     }
   }
   sum = WIDE ? threadgroup_sum(sum, scratch, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, lane)
              : simd_sum(sum);
   const float inverse = precise::rsqrt(sum / N + epsilon);
-  for (int tile = tiles - 1; tile >= 0; tile--) {  // the last tile is still in registers
+  for (int at = first; at < (LONG ? N : first + 1); at += stride) {
     UNROLL for (int c = 0; c < CHUNKS; c++) {
-      const int i = first + (tile * CHUNKS + c) * stride;
-      if (tile < tiles - 1) {
+      const int i = at + c * stride;
+      if (LONG) {
         values[c] = load4(h + start + i, N - i);
-      }
-      if (tiles > 1) {
         weights[c] = load4(weight + i, N - i);
       }
-      store4<T>(y + start + i, values[c] * inverse * weights[c], N - i);
+      store4<T>(y + start + i, values[c] * inverse * weights[c], EXACT ? 4 : N - i);
     }
   }
 }

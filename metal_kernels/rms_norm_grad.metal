@@ -7,14 +7,16 @@
 // outputs   dx [R, N] of type T, dw [teams, N] float32: partial sums per team
 // template  T       type of dx
 //           CHUNKS  runs of four values of a row per thread
+//           EXACT   the runs of all threads have as many values as a row, so that nothing checks its end
 //           ROWS    maximum number of rows per team
 //           WIDE    a team is a threadgroup; otherwise it is one SIMD group
 //           STREAM  add dh
 // grid      threadgroups of whole SIMD groups, in x: at least R / ROWS teams
 //
-// Teams and tiles are those of rms_norm.metal. A thread accumulates dw of its columns in registers over the rows of its
+// Teams are those of rms_norm.metal; a tile is the 4 * threads * CHUNKS values that a team holds. A thread accumulates dw of its columns in registers over the rows of its
 // team. A row of one tile is read once. For longer rows, which need WIDE, a first pass computes the two sums of each
 // row, and a second pass processes the team's rows tile by tile: everything is read twice, and dw is written once.
+// With four chunks, the weight is loaded again for each row: in registers it would leave room for fewer threads.
 
 const int rows = x_shape[0], N = x_shape[1];
 const uint lane = thread_index_in_simdgroup;
@@ -29,7 +31,8 @@ const float epsilon = eps;
 
 threadgroup float2 scratch[SIMD];
 threadgroup float2 row_sums[ROWS];
-float4 values[CHUNKS], gradients[CHUNKS], weights[CHUNKS], columns[CHUNKS];
+constexpr bool KEEP = !WIDE || CHUNKS < 4;  // the weight in registers
+float4 values[CHUNKS], gradients[CHUNKS], weights[KEEP ? CHUNKS : 1], columns[CHUNKS];
 
 if (tiles > 1) {
   for (int row = team, k = 0; row < rows; row += teams, k++) {
@@ -51,7 +54,9 @@ for (int tile = 0; tile < tiles; tile++) {
   const int from = first + tile * CHUNKS * stride;
   UNROLL for (int c = 0; c < CHUNKS; c++) {
     const int i = from + c * stride;
-    weights[c] = load4(weight + i, N - i);
+    if (KEEP) {
+      weights[KEEP ? c : 0] = load4(weight + i, EXACT ? 4 : N - i);
+    }
     columns[c] = float4(0.0f);
   }
   for (int row = team, k = 0; row < rows; row += teams, k++) {
@@ -59,9 +64,10 @@ for (int tile = 0; tile < tiles; tile++) {
     float2 sums = float2(0.0f);
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = from + c * stride;
-      values[c] = load4(x + start + i, N - i);
-      gradients[c] = load4(dy + start + i, N - i);
-      sums += float2(dot(values[c], values[c]), dot(values[c], gradients[c] * weights[c]));
+      values[c] = load4(x + start + i, EXACT ? 4 : N - i);
+      gradients[c] = load4(dy + start + i, EXACT ? 4 : N - i);
+      const float4 w = KEEP ? weights[KEEP ? c : 0] : load4(weight + i, EXACT ? 4 : N - i);
+      sums += float2(dot(values[c], values[c]), dot(values[c], gradients[c] * w));
     }
     if (tiles > 1) {
       sums = row_sums[k];
@@ -74,16 +80,17 @@ for (int tile = 0; tile < tiles; tile++) {
     const float mean = sums.y / N * inverse * inverse;  // in this order, since inverse^3 could overflow float32
     UNROLL for (int c = 0; c < CHUNKS; c++) {
       const int i = from + c * stride;
-      float4 gradient = inverse * (gradients[c] * weights[c] - values[c] * mean);
+      const float4 w = KEEP ? weights[KEEP ? c : 0] : load4(weight + i, EXACT ? 4 : N - i);
+      float4 gradient = inverse * (gradients[c] * w - values[c] * mean);
       if (STREAM) {
-        gradient += load4(dh + start + i, N - i);
+        gradient += load4(dh + start + i, EXACT ? 4 : N - i);
       }
-      store4<T>(dx + start + i, gradient, N - i);
+      store4<T>(dx + start + i, gradient, EXACT ? 4 : N - i);
       columns[c] += gradients[c] * (values[c] * inverse);
     }
   }
   UNROLL for (int c = 0; c < CHUNKS; c++) {
     const int i = from + c * stride;
-    store4<float>(dw + size_t(team) * N + i, columns[c], N - i);
+    store4<float>(dw + size_t(team) * N + i, columns[c], EXACT ? 4 : N - i);
   }
 }

@@ -14,9 +14,11 @@ _ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"
 _GRADIENT = MetalKernel("rms_norm_grad", inputs=("x", "weight", "dy", "dh", "eps"), outputs=("dx", "dw"))
 
 # A forward thread keeps the values and weights of its runs in registers, a gradient thread also gradients and column
-# sums. 64 floats in each of 512 threads are 128 KB of the 208 KB of registers of a GPU core. Rows of up to 16384
+# sums. The 208 KB of registers of a GPU core are 104 for each of 512 threads, and 128, the most that a thread can have,
+# for 384: MLX raises an error if a threadgroup has more threads than the compiled kernel allows. Rows of up to 16384
 # (forward) and 8192 values (gradient) are read once, longer ones twice.
 _THREADS = 512
+_SAFE_THREADS = 384  # with any number of registers
 _FORWARD_CHUNKS, _GRADIENT_CHUNKS = 8, 4
 _NARROW = 512  # up to this many values, one SIMD group processes a row; a threadgroup has four SIMD groups
 # A team processes many rows, so that reading the weight (forward) and writing its part of the weight's gradient cost
@@ -45,8 +47,9 @@ def _teams(x: mx.array, max_chunks: int, max_rows: int, min_teams: int) -> tuple
     A team processes up to `max_rows` rows; there are `min_teams` teams if there are enough rows.
 
     Returns:
-        The number of teams, the template arguments CHUNKS (runs of four values per thread) and WIDE (whether a team is
-        a threadgroup instead of a SIMD group), and the sizes of the grid and the threadgroups.
+        The number of teams, the template arguments CHUNKS (runs of four values per thread), WIDE (whether a team is a
+        threadgroup instead of a SIMD group) and EXACT (whether rows have no incomplete tile), and the sizes of the grid
+        and the threadgroups.
     """
     rows, N = x.shape
     count = -(-rows // max(1, min(max_rows, rows // min_teams)))
@@ -56,12 +59,22 @@ def _teams(x: mx.array, max_chunks: int, max_rows: int, min_teams: int) -> tuple
         while chunks < max_chunks and 4 * chunks * _THREADS < N:
             chunks *= 2
         threads, groups = min(_THREADS, 32 * -(-N // (128 * chunks))), count
+        if chunks == max_chunks and N % (4 * chunks * threads):  # checks for the end of a row need registers, too
+            threads = min(threads, _SAFE_THREADS)
     else:
         chunks, simdgroups = 1 if N <= 128 else 2 if N <= 256 else 4, min(4, count)
         threads, groups = 32 * simdgroups, -(-count // simdgroups)
         count = groups * simdgroups
     sizes = {"grid": (groups * threads, 1, 1), "threadgroup": (threads, 1, 1)}
-    return count, {"CHUNKS": chunks, "WIDE": wide}, sizes
+    team = threads if wide else 32
+    return count, {"CHUNKS": chunks, "WIDE": wide, "EXACT": N % (4 * chunks * team) == 0}, sizes
+
+
+def _forward_teams(x: mx.array) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the template arguments and sizes for `rms_norm.metal` and `add_rms_norm.metal`."""
+    _, template, sizes = _teams(x, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+    long = template["WIDE"] and x.shape[1] > 4 * template["CHUNKS"] * sizes["threadgroup"][0]
+    return {**template, **({"CHUNKS": 1, "EXACT": False} if long else {}), "LONG": long}, sizes
 
 
 @cache
@@ -69,7 +82,7 @@ def _rms_norm_metal(eps: float) -> Callable[..., mx.array]:
     @mx.custom_function
     def norm(x: mx.array, weight: mx.array) -> mx.array:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, weight)
-        _, template, sizes = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        template, sizes = _forward_teams(x2)
         inputs = [x2, weight, mx.array(eps, mx.float32)]
         (y,) = _NORM(inputs, {"T": dtype, **template}, **sizes, outputs=[(x2.shape, dtype)])
         return y.reshape(x.shape)
@@ -88,7 +101,7 @@ def _add_rms_norm_metal(eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
     def add_norm(x: mx.array, residual: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, residual)
         out_dtype = mx.result_type(dtype, weight.dtype)
-        _, template, sizes = _teams(x2, _FORWARD_CHUNKS, _FORWARD_ROWS, _FORWARD_TEAMS)
+        template, sizes = _forward_teams(x2)
         inputs = [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)]
         template = {"H": dtype, "T": out_dtype, **template}
         h, y = _ADD_NORM(inputs, template, **sizes, outputs=[(x2.shape, dtype), (x2.shape, out_dtype)])

@@ -102,8 +102,9 @@ def test_add_and_norm_equals_float64(metal, shape, kind, scale):
     check_add_norm(*make(shape, *kind, scale=scale))
 
 
-@pytest.mark.parametrize("N", [4099, 16385])
+@pytest.mark.parametrize("N", [1536, 4099, 8192, 12288, 16385])
 def test_rows_in_registers_and_longer_ones(metal, N):
+    """Lengths that fill all threads exactly, and others; with two tiles in the gradient, and longer than 16384."""
     x, residual, weight, dh, dy = make((3,), N, DTYPES[0])
     check_norm(x, weight, dy)
     check_add_norm(x, residual, weight, dh, dy)
@@ -153,6 +154,19 @@ def test_extremes(metal, N):
     large = mx.full((1, 64), 6e4, mx.float16)
     y, dx, dw = norm_and_gradient(large, mx.ones(64, mx.float16), mx.ones((1, 64), mx.float16))
     assert (y == 1).all().item() and (dw == 1).all().item() and (mx.abs(dx) < 1e-6).all().item()
+
+
+@pytest.mark.parametrize(
+    "N, forward, gradient",
+    [(8191, 512, 384), (8192, 512, 512), (12289, 384, 384), (16384, 512, 512), (20000, 384, 384)],
+)
+def test_threads_fit_in_the_registers(needs_harness, N, forward, gradient):
+    """512 threads leave 104 registers for each, 384 leave 128: see the table of metal_kernels/README.md."""
+    x, residual, weight, dh, dy = make((1,), N, DTYPES[0])
+    with harness.use() as log:
+        mx.eval(norm_and_gradient(x, weight, dy), add_norm_and_gradient(x, residual, weight, dh, dy))
+    threads = [launch.threads // launch.groups for launch in log.launches]
+    assert threads == [forward, gradient, forward, gradient]
 
 
 def test_gradient_checkpointing(metal):
