@@ -2,10 +2,13 @@
 
     python benchmarks/generation_speed.py [--sizes 26m 110m 500m] [--contexts 0 2048 8192] [--rounds 3] [--model DIR]
 
-Models with random weights are written at 16 and 4 bits. Every measurement is a new process, alternating between the
-two, with mlx_lm as installed and the defaults of both. The context before decoding is random keys and values in the
-caches, because mlx_lm would take an hour to read 8,192 tokens; prompts are measured separately. Decoding runs for
-`--seconds` or `--tokens`, whichever is reached first.
+Models with random weights are written at 16 and 4 bits. `--peers mlx_lm pytorch` adds transformers on PyTorch,
+on CUDA where it can, at 16 bits. "share" is how much of the measured memory bandwidth mlxlm's decoding reaches: a
+token reads every weight, and the keys and values of the context. On a GPU, memory is that of MLX's or PyTorch's
+allocator. Every measurement is a new process, in turn, with mlx_lm as installed and the defaults
+of both. The context before decoding is random keys and values in the caches, because mlx_lm would take an hour to
+read 8,192 tokens; prompts are measured separately. Decoding runs for `--seconds` or `--tokens`, whichever is reached
+first.
 """
 
 from __future__ import annotations
@@ -20,19 +23,22 @@ from pathlib import Path
 
 from common import median, report, spread, timed_command
 
-PEERS = ("mlxlm", "mlx_lm")
+PEERS = ("mlxlm", "mlx_lm", "pytorch")  # the first is compared with each of the others
 KINDS = {"prompt": "tokens/s", "decode": "tokens/s", "first_token": "s", "memory": "MB"}
 VOCAB_SIZE = 32_000
 SIZES = {  # hidden size, layers, heads, key heads, feed-forward: Llama's proportions
+    "1m": (128, 2, 2, 2, 384),
     "26m": (384, 8, 6, 6, 1024),
     "110m": (768, 12, 12, 12, 2048),
     "500m": (1280, 22, 20, 20, 3584),
+    "1b": (2048, 22, 32, 4, 5632),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["26m", "110m", "500m"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS[1:], default=["mlx_lm"], help="what mlxlm is compared with")
     parser.add_argument("--bits", nargs="+", type=int, choices=(16, 4), default=[16, 4])
     parser.add_argument("--contexts", nargs="+", type=int, default=[0, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=3)
@@ -73,24 +79,30 @@ def compare(options: argparse.Namespace) -> None:
                         path, case, context, options.short if label == "4-bit" else options.prompt, options
                     )
                     result[case] = {}
-                    for kind, unit in KINDS.items():
-                        ours, theirs = ([r[kind] for r in results[peer]] for peer in PEERS)
-                        faster = unit == "tokens/s"
-                        ratio = median([a / b if faster else b / a for a, b in zip(ours, theirs, strict=True)])
-                        shown = f"{spread(ours)}; mlx_lm {spread(theirs)}; {ratio:.2f} x"
-                        rows.append((f"{case}: {kind}, {unit}", shown))
-                        result[case][kind] = [round(median(ours), 3), round(median(theirs), 3), round(ratio, 2)]
-    title = "generation: mlxlm; mlx_lm; how many times better"
+                    share = median([r["share"] for r in results["mlxlm"]])
+                    rows.append((f"{case}: share of memory bandwidth", f"{share:.0%}"))
+                    result[case]["share"] = round(share, 3)
+                    for peer in list(results)[1:]:
+                        for kind, unit in KINDS.items():
+                            ours, theirs = ([r[kind] for r in results[one]] for one in ("mlxlm", peer))
+                            faster = unit == "tokens/s"
+                            ratio = median([a / b if faster else b / a for a, b in zip(ours, theirs, strict=True)])
+                            shown = f"{spread(ours)}; {peer} {spread(theirs)}; {ratio:.2f} x"
+                            rows.append((f"{case}: {kind}, {unit}", shown))
+                            measured = [round(median(ours), 3), round(median(theirs), 3), round(ratio, 2)]
+                            result[case][kind if peer == "mlx_lm" else f"{kind} ({peer})"] = measured
+    title = "generation: mlxlm; the other; how many times better"
     report(title, rows, {"benchmark": "generation_speed", "cases": result})
 
 
 def measure(path: Path, case: str, context: int, prompt: int, options: argparse.Namespace) -> dict[str, list[dict]]:
-    results: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
+    peers = ["mlxlm", *(peer for peer in options.peers if peer != "pytorch" or "4-bit" not in case)]
+    results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
     for _ in range(options.rounds):
-        for peer in PEERS:
+        for peer in peers:
             arguments = [peer, path, context, prompt, options.tokens, options.seconds]
             _, peak, out = timed_command([sys.executable, __file__, "--worker", *map(str, arguments)])
-            results[peer].append({**json.loads(out.splitlines()[-1]), "memory": peak / 1e6})
+            results[peer].append({"memory": peak / 1e6, **json.loads(out.splitlines()[-1])})
             print(f"{case}, {peer}: {results[peer][-1]}", file=sys.stderr)
     return results
 
@@ -130,7 +142,7 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
     prompt, tokens, seconds = limits
     start = time.perf_counter()
     context_length, ids = int(context), [(7 * i) % 1000 for i in range(int(prompt))]
-    open_peer = open_mlxlm if peer == "mlxlm" else open_mlx_lm
+    open_peer = {"mlxlm": open_mlxlm, "mlx_lm": open_mlx_lm, "pytorch": open_pytorch}[peer]
     generate = open_peer(Path(path))
     next(generate(ids, 0, 2))
     first = time.perf_counter() - start
@@ -143,7 +155,34 @@ def worker(peer: str, path: str, context: str, *limits: str) -> None:
         if len(times) > 2 and times[-1] - times[0] > float(seconds):
             break
     decode = (len(times) - 1) / (times[-1] - times[0])
-    print(json.dumps({"prompt": len(ids) / read, "decode": decode, "first_token": first}))
+    measured = {"prompt": len(ids) / read, "decode": decode, "first_token": first}
+    if (memory := gpu_memory(peer)) is not None:
+        measured["memory"] = memory / 1e6
+    if peer == "mlxlm":
+        measured["share"] = share_of_bandwidth(Path(path), context_length + len(times) // 2, decode)
+    print(json.dumps(measured))
+
+
+def gpu_memory(peer: str) -> int | None:
+    """Peak bytes of the allocator on a GPU; None on a CPU."""
+    if peer == "pytorch":
+        import torch
+
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    import mlx.core as mx
+
+    return mx.get_peak_memory() if mx.default_device() != mx.Device(mx.cpu) else None
+
+
+def share_of_bandwidth(path: Path, tokens: int, speed: float) -> float:
+    """How much of the measured memory bandwidth a decoding speed uses, with `tokens` in the cache."""
+    import mlxlm
+    from mlxlm.backend.bandwidth import cached_bandwidth, measure_bandwidth, weight_bytes
+    from mlxlm.generation import get_engine
+
+    lm = mlxlm.load(path)
+    read = weight_bytes(lm.model) + get_engine(lm).kv_bytes_for(tokens)
+    return read * speed / (cached_bandwidth() or measure_bandwidth())
 
 
 def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
@@ -177,6 +216,30 @@ def open_mlx_lm(path: Path) -> Callable[[list[int], int, int], Iterator]:
         if context_length:
             fill(caches, model, path, context_length)
         return generate_step(mx.array(ids), model, max_tokens=n, prompt_cache=caches)
+
+    return generate
+
+
+def open_pytorch(path: Path) -> Callable[[list[int], int, int], Iterator]:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    config = json.loads((path / "config.json").read_text())
+
+    @torch.inference_mode()
+    def generate(ids: list[int], context_length: int, n: int) -> Iterator:
+        cache = DynamicCache()
+        shape = (1, config["num_key_value_heads"], context_length, config["head_dim"])
+        for layer in range(config["num_hidden_layers"] if context_length else 0):
+            cache.update(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)), layer)
+        tokens = torch.tensor([ids], device=device)
+        for _ in range(n):
+            logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            tokens = logits.argmax(-1, keepdim=True)
+            yield tokens.item()
 
     return generate
 

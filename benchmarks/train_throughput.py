@@ -1,12 +1,15 @@
 """Training throughput of mlxlm, of the same model in plain MLX, and of PyTorch, alternating on this machine.
 
     python benchmarks/train_throughput.py [--models 1M,5M,25M,100M] [--rounds 5] [--profile]
+    python benchmarks/train_throughput.py --models 110m,1b --ways mlxlm,pytorch_mixed   # presets, on a GPU
 
-All train with AdamW on the same random tokens. "plain_mlx" is the same decoder with MLX's own attention, activation
-and cross-entropy, whole batches, compiled, with MLX's default allocator cache; "mlxlm_whole" is mlxlm without cutting
-the batch in parts. PyTorch is transformers' LlamaForCausalLM, eager, with torch.optim.AdamW, in float32 and with
-weights, activations and optimizer in bfloat16; it is skipped if it is not installed. Each has its own process, and
-ratios are medians over rounds.
+All train with AdamW on the same random tokens. mlxlm computes in float32 on a CPU, and on a GPU in bfloat16 with
+float32 weights, as "pytorch_mixed" does (torch.autocast); PyTorch runs on CUDA where it can. Utilization is the
+FLOP/s of the model relative to those of large matrix products that were measured on the same device, or to
+`--peak-tflops`. "plain_mlx" is the same decoder with MLX's own attention, activation and cross-entropy, whole batches,
+compiled, with MLX's default allocator cache; "mlxlm_whole" is mlxlm without cutting the batch in parts. PyTorch is
+transformers' LlamaForCausalLM, eager, with torch.optim.AdamW, in float32 and with weights, activations and optimizer
+in bfloat16; it is skipped if it is not installed. Each has its own process, and ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from mlxlm.backend.blas import load_blas
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
-from mlxlm.families import config_to_hf
+from mlxlm.families import config_to_hf, load_preset
 from mlxlm.model import Decoder
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.train import TrainSettings
 from mlxlm.train import step as step_module
+from mlxlm.train.start import DEVICE_DTYPE
 
 MODELS = {  # hidden, layers, heads, key-value heads, inner, vocabulary
     "1M": (128, 4, 4, 2, 344, 2048),
@@ -40,13 +44,17 @@ MODELS = {  # hidden, layers, heads, key-value heads, inner, vocabulary
 }
 
 
-WAYS = ("mlxlm", "mlxlm_whole", "plain_mlx", "pytorch_float32", "pytorch_bfloat16")
+WAYS = ("mlxlm", "mlxlm_whole", "plain_mlx", "pytorch_float32", "pytorch_bfloat16", "pytorch_mixed")
+DEFAULT_WAYS = WAYS[:5]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="some of them")
-    parser.add_argument("--ways", default=",".join(WAYS), help="some of them; ratios are those of the first")
+    parser.add_argument("--models", default=",".join(MODELS), help="some of them, or presets")
+    parser.add_argument(
+        "--ways", default=",".join(DEFAULT_WAYS), help=f"some of {', '.join(WAYS)}; ratios are those of the first"
+    )
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for the utilization")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -58,11 +66,15 @@ def main() -> None:
         serve(*options.serve, options)
         return
     B, T = options.batch_size, options.max_seq_length
-    rows, results = [("products by", load_blas().name)], {}
+    rows, results = [("products by", load_blas().name if ON_CPU else "GPU")], {}
+    size = 1024 if ON_CPU else 8192
+    options.products = measure_matmul(size, dtype=DEVICE_DTYPE)
+    options.peak = 1e3 * options.peak_tflops if options.peak_tflops else options.products
     for name in options.models.split(","):
         results[name] = measured(name, options, rows)
-    rows.append(("a product of 1024 x 1024 matrices", f"{measure_matmul():.0f} GFLOP/s"))
-    result = {"benchmark": "train_throughput", "blas": load_blas().name, "models": results}
+    rows.append((f"a product of {size} x {size} {DEVICE_DTYPE} matrices", f"{options.products:.0f} GFLOP/s"))
+    speeds = {"product_gflops": round(options.products, 1), "peak_gflops": round(options.peak, 1)}
+    result = {"benchmark": "train_throughput", "blas": load_blas().name, **speeds, "models": results}
     report(f"training, {B} x {T} tokens a step, tokens/s", rows, result)
     if options.profile:
         for name in options.models.split(","):
@@ -70,6 +82,8 @@ def main() -> None:
 
 
 def model_config(name: str) -> ModelConfig:
+    if name not in MODELS:
+        return load_preset(name)
     hidden, layers, heads, kv_heads, inner, vocabulary = MODELS[name]
     return ModelConfig(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -98,17 +112,20 @@ def measured(name: str, options: argparse.Namespace, rows: list[tuple[str, str]]
     for server in servers.values():
         server.stdin.close()
         server.wait()
-    first, ratios = next(iter(measurements)), {}
+    first, ratios, utilization = next(iter(measurements)), {}, {}
     flops = config.flops_per_token(options.max_seq_length // 2, training=True)
     for way, values in measurements.items():
-        text = f"{spread(values)}, {flops * median(values) / 1e9:.0f} GFLOP/s"
+        gflops = flops * median(values) / 1e9
+        utilization[way] = round(gflops / options.peak, 4)
+        text = f"{spread(values)}, {gflops:.0f} GFLOP/s, {utilization[way]:.0%} utilization"
         if way != first:
             ratio = median([a / b for a, b in zip(measurements[first], values, strict=True)])
             ratios[f"{first}/{way}"] = round(ratio, 3)
             text += f", {first} is {ratio:.2f}"
         rows.append((f"{name} {way}", text))
     speeds = {way: round(median(values), 1) for way, values in measurements.items()}
-    return {"parameters": config.parameter_count(), "tokens_per_second": speeds, "ratios": ratios}
+    result = {"parameters": config.parameter_count(), "tokens_per_second": speeds}
+    return {**result, "utilization": utilization, "ratios": ratios}
 
 
 def serve(way: str, name: str, options: argparse.Namespace) -> None:
@@ -121,6 +138,7 @@ def serve(way: str, name: str, options: argparse.Namespace) -> None:
         "plain_mlx": plain,
         "pytorch_float32": partial(pytorch, dtype="float32"),
         "pytorch_bfloat16": partial(pytorch, dtype="bfloat16"),
+        "pytorch_mixed": partial(pytorch, dtype="float32", mixed=True),
     }
     if (run := makers[way](config, tokens, options.steps)) is None:
         return
@@ -134,7 +152,7 @@ def ours(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], fl
     """A function that trains `steps` steps and returns tokens/s."""
     model = Decoder(config)
     model.init_weights(0)
-    settings = TrainSettings(steps=10_000, learning_rate=1e-3, batch_size=len(tokens))
+    settings = TrainSettings(steps=10_000, learning_rate=1e-3, batch_size=len(tokens), dtype=DEVICE_DTYPE)
     step = step_module.TrainStep(model, settings)
 
     def run() -> float:
@@ -175,7 +193,9 @@ def plain(config: ModelConfig, tokens: np.ndarray, steps: int) -> Callable[[], f
     return with_default_cache
 
 
-def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str) -> Callable[[], float] | None:
+def pytorch(
+    config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str, mixed: bool = False
+) -> Callable[[], float] | None:
     """The same model of transformers with torch.optim.AdamW; None if they are not installed."""
     try:
         import torch
@@ -184,20 +204,25 @@ def pytorch(config: ModelConfig, tokens: np.ndarray, steps: int, *, dtype: str) 
         return None
     values = {k: v for k, v in config_to_hf(config).items() if k not in ("torch_dtype", "architectures")}
     torch.set_num_threads(platform.cpu_cores())
-    model = LlamaForCausalLM(LlamaConfig(**values, attn_implementation="sdpa")).to(getattr(torch, dtype))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LlamaForCausalLM(LlamaConfig(**values, attn_implementation="sdpa")).to(device, getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    inputs = torch.tensor(tokens[:, :-1]).long()
-    targets = torch.tensor(tokens[:, 1:]).long()
+    inputs = torch.tensor(tokens[:, :-1], device=device).long()
+    targets = torch.tensor(tokens[:, 1:], device=device).long()
+    autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=mixed)
 
     def run() -> float:
         start = time.perf_counter()
         for _ in range(steps):
-            logits = model(inputs).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            with autocast():
+                logits = model(inputs).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
         return steps * inputs.numel() / (time.perf_counter() - start)
 
     run()
