@@ -36,10 +36,6 @@ struct Cell {
   Access write, read;
 };
 
-struct AtomicCell {
-  Access write, read;
-};
-
 struct Clock {
   uint32_t all;
   uint32_t simd[kMaxThreads / kLanes];
@@ -61,7 +57,7 @@ struct Region {  // a buffer or a threadgroup array
   uint32_t granule;
   Kind kind;
   Cell* cells;
-  AtomicCell* atomic_cells;  // allocated at the first atomic access
+  Cell* atomic_cells;  // allocated at the first atomic access
   uint32_t* read_marks;  // of an input, per granule: the last threadgroup that read it
 };
 
@@ -194,8 +190,8 @@ inline void check(Region& r, long index, const Clock& clock, int mode, const voi
   Cell& c = r.cells[index];
   const bool device = &clock == &L.device_clock, write = mode & kWrite;
   if (mode & kAtomic && !r.atomic_cells)
-    r.atomic_cells = (AtomicCell*)calloc(r.bytes / r.granule + 1, sizeof(AtomicCell));
-  AtomicCell* atomic = r.atomic_cells ? &r.atomic_cells[index] : nullptr;
+    r.atomic_cells = (Cell*)calloc(r.bytes / r.granule + 1, sizeof(Cell));
+  Cell* atomic = r.atomic_cells ? &r.atomic_cells[index] : nullptr;
   check_race(c.write, kWrite, mode, r, index, clock, pc);
   if (write) check_race(c.read, kRead, mode, r, index, clock, pc);
   if (atomic && !(mode & kAtomic)) {
