@@ -1,32 +1,34 @@
 // Causal grouped-query attention in tiles: softmax(scale * queries keys^T) values, and the log-sum-exp of each row's
 // scores, without the matrix of scores in memory.
 //
-// Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; first_keys
-// [B, T] int, non-decreasing along T and at least 0. Row t sees the keys from first_keys[t] to S - T + t.
+// Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; ranges
+// [B, T, 2] int: row t sees the keys from ranges[t, 0] to before ranges[t, 1]. Neither decreases along T.
 // Outputs: output [B, H, T, D] of type T; lse [B, H, T] float. A row that sees no key has output 0 and lse -inf.
-// Template: T; D, a multiple of 8; ROWS, a multiple of 8, the query rows of a threadgroup, 8 for each SIMD group;
-// STAGED, a multiple of 8, the keys in threadgroup memory at a time.
-// Grid: (ceil(T / ROWS) * 4 * ROWS, H, B) in threadgroups of (4 * ROWS, 1, 1).
+// Template: T; D, a multiple of 8; HELD, STAGED and PARTS, see attention_tiles.h.
+// Grid: (ceil(T / ROWS) * 128, H, B) in threadgroups of (128, 1, 1), where ROWS is 32 * HELD / PARTS.
 //
 // Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 1. A SIMD group keeps its rows of queries and of
-// the output in registers. The threadgroup copies a tile of keys and values at a time to threadgroup memory, and skips
-// the tiles that none of its rows sees. Scores are in units of log 2, which saves a multiplication per exponential.
+// the output in registers. The threadgroup copies a tile of keys and values at a time to threadgroup memory, the next
+// one while it uses the last, and skips the tiles that none of its rows sees. Scores are in units of log 2, which saves
+// a multiplication per exponential. Probabilities are rounded to T as a factor of the values.
 
-constexpr int THREADS = ROWS / 8 * SIMD;
-constexpr int TILES = D / 8;
-constexpr int LD = D + 16 / sizeof(T);  // padding spreads the columns of a tile over the memory banks
-threadgroup T key_tile[STAGED * LD];
-threadgroup T value_tile[STAGED * LD];
+typedef Tiles<T, D, HELD, STAGED, STAGED / 8, PARTS> tiles;
+threadgroup vec<T, 4> key_tiles[2 * tiles::STAGE];
+threadgroup vec<T, 4> value_tiles[2 * tiles::STAGE];
+threadgroup float2 exchange[tiles::SCORES * tiles::EXCHANGE];
 
 const uint thread_index = thread_index_in_threadgroup;
-const ushort2 place = tile_place(thread_index_in_simdgroup);
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const ushort2 place = tile_place(lane);
+const int part = simdgroup % PARTS;
 const int query_count = queries_shape[2];
 const int key_count = keys_shape[2];
-const int offset = key_count - query_count;
 
 // The last rows see the most keys, so they start first.
-const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid.x) * ROWS;
-const int last = min(first + ROWS, query_count) - 1;
+const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid.x) * tiles::ROWS;
+const int last = min(first + tiles::ROWS, query_count) - 1;
+const int row = first + 8 * HELD * int(simdgroup / PARTS);  // the first of the SIMD group
 const int64_t batch = threadgroup_position_in_grid.z;
 const int64_t head = threadgroup_position_in_grid.y;
 const int64_t key_head = head / (queries_shape[1] / keys_shape[1]);
@@ -34,93 +36,114 @@ const device T* query_rows = queries + batch * queries_strides[0] + head * queri
 const device T* key_rows = keys + batch * keys_strides[0] + key_head * keys_strides[1];
 const device T* value_rows = values + batch * values_strides[0] + key_head * values_strides[1];
 
-const int simd_first = first + 8 * int(simdgroup_index_in_threadgroup);
-const int row = simd_first + place.y;
-const int position = offset + row;
-const bool inside = row < query_count;
-const int64_t visible = batch * first_keys_strides[0];
-const int first_key = first_keys[visible + min(row, last) * first_keys_strides[1]];
-const int simd_first_key = first_keys[visible + min(simd_first, last) * first_keys_strides[1]];
-T query[2 * TILES];
-tile_hold_row<T, D>(query, query_rows + row * queries_strides[2], queries_strides[3], inside, place);
+const auto visible = ranges + batch * ranges_strides[0];
+const int4 bounds = tiles::bounds(visible, ranges_strides[1], ranges_strides[2], row, last);
+vec<T, 2> query[HELD * tiles::TILES];
+tiles::hold(
+    query, query_rows + row * queries_strides[2], queries_strides[2], queries_strides[3], last + 1 - row, part, place);
 
-float2 sums[TILES];
+float2 sums[HELD * tiles::TILES];
 UNROLL
-for (int d = 0; d < TILES; ++d) {
-  sums[d] = float2(0.0f);
+for (int i = 0; i < HELD * tiles::TILES; ++i) {
+  sums[i] = float2(0.0f);
 }
-float top = -INFINITY;  // the row's maximum score so far
-float total = 0.0f;     // this lane's part of the sum of exp2(score - top)
+float2 top[HELD];    // the maximum score so far, of the lane's columns
+float2 total[HELD];  // the lane's part of the sum of exp2(score - top)
+UNROLL
+for (int h = 0; h < HELD; ++h) {
+  top[h] = float2(-INFINITY);
+  total[h] = float2(0.0f);
+}
 const float scale_log2 = scale * M_LOG2E_F;
 
-const int key_end = offset + last + 1;
-for (int start = first_keys[visible + first * first_keys_strides[1]]; start < key_end; start += STAGED) {
+const int begin = visible[first * ranges_strides[1]];
+const int end = visible[last * ranges_strides[1] + ranges_strides[2]];
+int buffer = 0;
+for (int start = begin - STAGED; start < end; start += STAGED) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const int count = key_count - start;
-  tile_stage_rows<T, STAGED, D, LD, THREADS>(
-      key_tile, key_rows + start * keys_strides[2], keys_strides[2], keys_strides[3], count, thread_index);
-  tile_stage_rows<T, STAGED, D, LD, THREADS>(
-      value_tile, value_rows + start * values_strides[2], values_strides[2], values_strides[3], count, thread_index);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-
-  const bool seen = simd_first < query_count && start <= offset + simd_first + 7 &&
-      start + STAGED > simd_first_key;
-  if (seen) {
-    float2 scores[STAGED / 8];
-    UNROLL
-    for (int j = 0; j < STAGED / 8; ++j) {
-      scores[j] = float2(0.0f);
-    }
-    UNROLL
-    for (int d = 0; d < TILES; ++d) {
-      simdgroup_barrier(mem_flags::mem_none);  // stops the compiler from hoisting all loads
-      const float2 left = float2(float(query[2 * d]), float(query[2 * d + 1]));
-      UNROLL
-      for (int j = 0; j < STAGED / 8; ++j) {
-        tile_multiply_add(scores[j], left, tile_load_transposed<T, LD>(key_tile + 8 * j * LD + 8 * d, place));
-      }
-    }
-
-    float2 highest = float2(-INFINITY);
-    UNROLL
-    for (int j = 0; j < STAGED / 8; ++j) {
-      const int key = start + 8 * j + place.x;
-      scores[j].x = key >= first_key && key <= position ? scores[j].x * scale_log2 : -INFINITY;
-      scores[j].y = key + 1 >= first_key && key + 1 <= position ? scores[j].y * scale_log2 : -INFINITY;
-      highest = max(highest, scores[j]);
-    }
-    const float new_top = max(top, tile_row_max(highest));
-    const float shift = new_top == -INFINITY ? 0.0f : new_top;  // -inf - -inf would be NaN
-    const float decay = exp2(top - shift);
-    top = new_top;
-    total *= decay;
-    UNROLL
-    for (int j = 0; j < STAGED / 8; ++j) {
-      scores[j] = exp2(scores[j] - shift);
-      total += scores[j].x + scores[j].y;
-    }
-    UNROLL
-    for (int d = 0; d < TILES; ++d) {
-      simdgroup_barrier(mem_flags::mem_none);
-      sums[d] *= decay;
-      UNROLL
-      for (int j = 0; j < STAGED / 8; ++j) {
-        tile_multiply_add(sums[d], scores[j], tile_load<T, LD>(value_tile + 8 * j * LD + 8 * d, place));
-      }
-    }
+  const int next = start + STAGED;
+  if (next < end) {
+    tiles::stage(
+        key_tiles + buffer * tiles::STAGE, key_rows + next * keys_strides[2], keys_strides[2], keys_strides[3],
+        key_count - next, thread_index);
+    tiles::stage(
+        value_tiles + buffer * tiles::STAGE, value_rows + next * values_strides[2], values_strides[2],
+        values_strides[3], key_count - next, thread_index);
   }
-}
-
-total = tile_row_sum(float2(total, 0.0f));
-if (inside) {
-  const int64_t out_row = (batch * queries_shape[1] + head) * query_count + row;
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  buffer ^= 1;
+  if (start < begin) {
+    continue;
+  }
+  const int staged = buffer * tiles::STAGE + tiles::lane_offset(part, place);
+  const bool seen = row <= last && start < bounds.w && next > bounds.x;
+  float2 scores[tiles::SCORES];
   UNROLL
-  for (int d = 0; d < TILES; ++d) {
-    output[out_row * D + 8 * d + place.x] = T(sums[d].x * inverse);
-    output[out_row * D + 8 * d + place.x + 1] = T(sums[d].y * inverse);
+  for (int n = 0; n < tiles::SCORES; ++n) {
+    scores[n] = float2(0.0f);
   }
-  if (place.x == 0) {
-    lse[out_row] = total == 0.0f ? -INFINITY : (top + log2(total)) * M_LN2_F;
+  if (seen) {
+    tiles::add_scores(scores, key_tiles + staged, query);
+  }
+  if constexpr (PARTS > 1) {
+    tile_add_other_part<tiles::SCORES>(scores, exchange, simdgroup, lane);
+  }
+  if (seen) {
+    UNROLL
+    for (int n = 0; n < tiles::SCORES; ++n) {
+      scores[n] *= scale_log2;
+    }
+    if (start < bounds.y || next > bounds.z) {
+      tiles::mask(
+          scores, -INFINITY, start + place.y, visible, ranges_strides[1], ranges_strides[2], row + place.x, last);
+    }
+    vec<T, 2> probabilities[tiles::SCORES];
+    UNROLL
+    for (int h = 0; h < HELD; ++h) {
+      float2 highest = top[h];
+      UNROLL
+      for (int b = 0; b < STAGED / 8; ++b) {
+        highest = max(highest, scores[b * HELD + h]);
+      }
+      highest = tile_column_max(highest);
+      // -inf - -inf would be NaN
+      const float2 shift =
+          float2(highest.x == -INFINITY ? 0.0f : highest.x, highest.y == -INFINITY ? 0.0f : highest.y);
+      const float2 decay = exp2(top[h] - shift);
+      top[h] = highest;
+      total[h] *= decay;
+      UNROLL
+      for (int b = 0; b < STAGED / 8; ++b) {
+        const float2 weights = exp2(scores[b * HELD + h] - shift);
+        total[h] += weights;
+        probabilities[b * HELD + h] = tile_transpose<T>(weights, lane);
+      }
+      const float row_decay = tile_of_row(decay, lane);
+      UNROLL
+      for (int i = 0; i < tiles::TILES; ++i) {
+        sums[h * tiles::TILES + i] *= row_decay;
+      }
+    }
+    tiles::add_products(sums, probabilities, value_tiles + staged);
   }
 }
+
+const int64_t out_row = (batch * queries_shape[1] + head) * query_count + row;
+UNROLL
+for (int h = 0; h < HELD; ++h) {
+  const float2 sum = tile_column_sum(total[h]);
+  const float inverse = 1.0f / tile_of_row(sum, lane);
+  UNROLL
+  for (int i = 0; i < tiles::TILES; ++i) {
+    sums[h * tiles::TILES + i] *= inverse == INFINITY ? 0.0f : inverse;
+  }
+  const int column = 8 * h + place.x;
+  if (part == 0 && place.y == 0) {
+    if (row + column <= last) {
+      lse[out_row + column] = sum.x == 0.0f ? -INFINITY : (top[h].x + log2(sum.x)) * M_LN2_F;
+    }
+    if (row + column + 1 <= last) {
+      lse[out_row + column + 1] = sum.y == 0.0f ? -INFINITY : (top[h].y + log2(sum.y)) * M_LN2_F;
+    }
+  }
+}
+tiles::store(output + out_row * D, sums, 1.0f, last + 1 - row, part, place);

@@ -1,7 +1,19 @@
-// Products of 8 x 8 tiles in a SIMD group, for the training attention kernels. Include after common.h.
+// Tiles of 8 x 8 elements in a SIMD group, for the training attention kernels. Include after common.h.
 //
-// A lane holds two neighboring elements of one row of a tile as a float2. This is the layout of a simdgroup_matrix on
-// Apple's GPUs, for factors and sums, so a product can be masked, exponentiated and multiplied again in registers.
+// A lane holds two neighboring elements of one row of a tile. This is the layout of a simdgroup_matrix on Apple's GPUs,
+// for factors and sums, so a product can be masked, exponentiated and multiplied again in registers.
+//
+// All three kernels have the same two products. A SIMD group holds rows in registers, and the rows that they are
+// multiplied with are staged in threadgroup memory:
+//   scores[staged, held] = staged * held^T    over D
+//   sums[held, D] += factors[held, staged] * staged    where factors are computed from the transposed scores
+// A staged tile is the left factor of the first product and the right factor of the second, so both load it by rows: a
+// lane loads a run of four elements of a row, for two tiles. Column 2 j + e of the two tiles is then element 4 j + e
+// and 4 j + e + 2 of 16. The order of D doesn't matter for a sum over D, if the held rows have the same order.
+
+#define ROLLED _Pragma("clang loop unroll(disable)")
+
+constant constexpr int TILE_SIMDS = 4;  // SIMD groups of a threadgroup
 
 // Returns the column (x) and row (y) of a lane's first element.
 METAL_FUNC ushort2 tile_place(uint lane) {
@@ -10,8 +22,10 @@ METAL_FUNC ushort2 tile_place(uint lane) {
 }
 
 // Computes sum += left * right in float32.
-METAL_FUNC void tile_multiply_add(thread float2& sum, float2 left, float2 right) {
-  simdgroup_float8x8 a, b, c;
+template <typename T>
+METAL_FUNC void tile_multiply_add(thread float2& sum, vec<T, 2> left, vec<T, 2> right) {
+  simdgroup_matrix<T, 8, 8> a, b;
+  simdgroup_float8x8 c;
   a.thread_elements()[0] = left.x;
   a.thread_elements()[1] = left.y;
   b.thread_elements()[0] = right.x;
@@ -22,73 +36,229 @@ METAL_FUNC void tile_multiply_add(thread float2& sum, float2 left, float2 right)
   sum = float2(c.thread_elements()[0], c.thread_elements()[1]);
 }
 
-// Reduce the eight elements of the lane's row, which are in the lanes that differ in bits 0 and 3.
-METAL_FUNC float tile_row_max(float2 pair) {
-  float top = max(pair.x, pair.y);
-  top = max(top, simd_shuffle_xor(top, ushort(1)));
-  return max(top, simd_shuffle_xor(top, ushort(8)));
+// Returns the lane that holds row 2 j and column r, for a lane at row r and column 2 j. Row 2 j + 1 is 2 lanes further.
+METAL_FUNC ushort tile_opposite(uint lane) {
+  return ushort((lane & 8) << 1 | (lane & 16) >> 1 | (lane & 1) << 2 | (lane & 4) >> 2);
 }
 
-METAL_FUNC float tile_row_sum(float2 pair) {
-  float sum = pair.x + pair.y;
-  sum += simd_shuffle_xor(sum, ushort(1));
-  return sum + simd_shuffle_xor(sum, ushort(8));
+// Rounds a tile to T and transposes it.
+template <typename T>
+METAL_FUNC vec<T, 2> tile_transpose(float2 pair, uint lane) {
+  const ushort from = tile_opposite(lane);
+  const bool odd = lane & 2;
+  vec<T, 2> above, below;
+  if constexpr (sizeof(T) == 2) {
+    vec<T, 2> rounded;
+    rounded.x = T(pair.x);
+    rounded.y = T(pair.y);
+    const uint bits = as_type<uint>(rounded);
+    above = as_type<vec<T, 2>>(simd_shuffle(bits, from));
+    below = as_type<vec<T, 2>>(simd_shuffle(bits, ushort(from + 2)));
+  } else {
+    above = simd_shuffle(pair, from);
+    below = simd_shuffle(pair, ushort(from + 2));
+  }
+  vec<T, 2> result;
+  result.x = odd ? above.y : above.x;
+  result.y = odd ? below.y : below.x;
+  return result;
 }
 
-// Load the lane's part of the 8 x 8 tile at `corner` of a matrix with rows of LD elements, or of its transpose.
-template <typename T, int LD>
-METAL_FUNC float2 tile_load(const threadgroup T* corner, ushort2 place) {
-  const threadgroup T* at = corner + place.y * LD + place.x;
-  return float2(float(at[0]), float(at[1]));
+// Returns the value of column r, for a lane at row r. `pair` has the same values in all rows.
+METAL_FUNC float tile_of_row(float2 pair, uint lane) {
+  const float2 values = simd_shuffle(pair, tile_opposite(lane));
+  return lane & 2 ? values.y : values.x;
 }
 
-template <typename T, int LD>
-METAL_FUNC float2 tile_load_transposed(const threadgroup T* corner, ushort2 place) {
-  const threadgroup T* at = corner + place.x * LD + place.y;
-  return float2(float(at[0]), float(at[LD]));
+// Reduce the eight elements of each column, which are in the lanes that differ in bits 1, 2 and 4.
+METAL_FUNC float2 tile_column_max(float2 pair) {
+  pair = max(pair, simd_shuffle_xor(pair, ushort(2)));
+  pair = max(pair, simd_shuffle_xor(pair, ushort(4)));
+  return max(pair, simd_shuffle_xor(pair, ushort(16)));
 }
 
-// Loads a lane's part of 8 rows of D elements in their own dtype: half precision halves the registers. Zeros if the
-// lane's row is not `inside`.
-template <typename T, int D>
-METAL_FUNC void tile_hold_row(thread T* held, const device T* row, int64_t stride, bool inside, ushort2 place) {
+METAL_FUNC float2 tile_column_sum(float2 pair) {
+  pair += simd_shuffle_xor(pair, ushort(2));
+  pair += simd_shuffle_xor(pair, ushort(4));
+  return pair + simd_shuffle_xor(pair, ushort(16));
+}
+
+// Adds the sums of the SIMD group that has the other part of D. All threads of a threadgroup must call it. Another
+// barrier must come before the next call.
+template <int COUNT>
+METAL_FUNC void tile_add_other_part(
+    thread float2* sums, threadgroup float2* exchange, uint simdgroup, uint lane) {
   UNROLL
-  for (int d = 0; d < D / 8; ++d) {
-    const int64_t at = (8 * d + place.x) * stride;
-    held[2 * d] = inside ? row[at] : T(0);
-    held[2 * d + 1] = inside ? row[at + stride] : T(0);
+  for (int n = 0; n < COUNT; ++n) {
+    exchange[(simdgroup * COUNT + n) * SIMD + lane] = sums[n];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (int n = 0; n < COUNT; ++n) {
+    sums[n] += exchange[((simdgroup ^ 1) * COUNT + n) * SIMD + lane];
   }
 }
 
-// All THREADS of a threadgroup copy ROWS rows of D elements into rows of LD elements, with zeros from row `count` on. A
-// thread copies runs of four; if they are contiguous in memory, a run can become one load.
-template <typename T, int ROWS, int D, int LD, int THREADS>
-METAL_FUNC void tile_stage_rows(
-    threadgroup T* to,
-    const device T* from,
-    int64_t row_stride,
-    int64_t stride,
-    int count,
-    uint thread_index) {
-  for (int i = thread_index; i < ROWS * D / 4; i += THREADS) {
-    const int row = i / (D / 4), d = 4 * (i % (D / 4));
-    threadgroup T* run = to + row * LD + d;
-    const device T* at = from + row * row_stride + d * stride;
-    if (row >= count) {
-      run[0] = T(0);
-      run[1] = T(0);
-      run[2] = T(0);
-      run[3] = T(0);
-    } else if (stride == 1) {
-      run[0] = at[0];
-      run[1] = at[1];
-      run[2] = at[2];
-      run[3] = at[3];
-    } else {
-      run[0] = at[0];
-      run[1] = at[stride];
-      run[2] = at[2 * stride];
-      run[3] = at[3 * stride];
+// HELD: blocks of 8 rows that a SIMD group holds. STAGED: rows in threadgroup memory at a time. PARTS: SIMD groups that
+// hold the same rows, each a part of D, which halves the registers.
+template <typename T, int D, int HELD, int STAGED, int BLOCKS, int PARTS>
+struct Tiles {
+  typedef vec<T, 2> pair;
+  typedef vec<T, 4> run;
+  static constant constexpr int ROWS = 8 * HELD * TILE_SIMDS / PARTS;  // held by a threadgroup
+  static constant constexpr int COLUMNS = (D + 16 * PARTS - 1) / (16 * PARTS) * 16;  // of a SIMD group, padded
+  static constant constexpr int TILES = COLUMNS / 8;
+  static constant constexpr int SCORES = BLOCKS * HELD;  // tiles of scores
+  static constant constexpr int RUNS = COLUMNS / 4 * PARTS;  // of a staged row
+  static constant constexpr int LD = RUNS + (sizeof(T) == 2 ? 2 : 1);  // padding: rows begin in different memory banks
+  static constant constexpr int STAGE = STAGED * LD;  // runs of a staged tile
+  static constant constexpr int EXCHANGE = PARTS > 1 ? TILE_SIMDS * SIMD : 1;  // of one tile of scores
+
+  // Loads the lane's part of the transposed held rows, zeros from row `count` on.
+  static METAL_FUNC void hold(
+      thread pair* held,
+      const device T* rows,
+      int64_t row_stride,
+      int64_t stride,
+      int count,
+      int part,
+      ushort2 place) {
+    UNROLL
+    for (int h = 0; h < HELD; ++h) {
+      const int row = 8 * h + place.x;
+      UNROLL
+      for (int i = 0; i < TILES; ++i) {
+        const int d = part * COLUMNS + 16 * (i / 2) + 4 * (place.y / 2) + 2 * (i % 2) + place.y % 2;
+        const device T* at = rows + row * row_stride + d * stride;
+        held[h * TILES + i].x = row < count && d < D ? at[0] : T(0);
+        held[h * TILES + i].y = row + 1 < count && d < D ? at[row_stride] : T(0);
+      }
     }
   }
-}
+
+  // All threads of a threadgroup copy STAGED rows to a tile, zeros from row `count` on. A thread copies runs of one row.
+  static METAL_FUNC void stage(
+      threadgroup run* tile,
+      const device T* rows,
+      int64_t row_stride,
+      int64_t stride,
+      int count,
+      uint thread_index) {
+    constexpr int THREADS = TILE_SIMDS * SIMD / STAGED;  // of a row
+    const int row = thread_index / THREADS, column = thread_index % THREADS;
+    const device T* at = rows + row * row_stride + 4 * column * stride;
+    threadgroup run* to = tile + row * LD + column;
+    UNROLL
+    for (int i = 0; i < (RUNS + THREADS - 1) / THREADS; ++i) {
+      run copied = run(T(0));
+      if (row < count && 4 * (column + i * THREADS) < D) {
+        copied.x = at[0];
+        at += stride;
+        copied.y = at[0];
+        at += stride;
+        copied.z = at[0];
+        at += stride;
+        copied.w = at[0];
+        at += (4 * THREADS - 3) * stride;
+      }
+      if (RUNS % THREADS == 0 || column + i * THREADS < RUNS) {
+        to[i * THREADS] = copied;
+      }
+    }
+  }
+
+  // Returns the offset of a lane's first run in a tile.
+  static METAL_FUNC int lane_offset(int part, ushort2 place) {
+    return place.y * LD + part * (COLUMNS / 4) + place.x / 2;
+  }
+
+  // Computes scores += staged * held^T over the SIMD group's part of D. `staged` is the lane's first run.
+  static METAL_FUNC void add_scores(thread float2* scores, const threadgroup run* staged, const thread pair* held) {
+    UNROLL
+    for (int i = 0; i < TILES / 2; ++i) {
+      simdgroup_barrier(mem_flags::mem_none);  // stops the compiler from hoisting all loads
+      UNROLL
+      for (int b = 0; b < BLOCKS; ++b) {
+        const run left = staged[8 * b * LD + 4 * i];
+        UNROLL
+        for (int h = 0; h < HELD; ++h) {
+          tile_multiply_add<T>(scores[b * HELD + h], left.xy, held[h * TILES + 2 * i]);
+          tile_multiply_add<T>(scores[b * HELD + h], left.zw, held[h * TILES + 2 * i + 1]);
+        }
+      }
+    }
+  }
+
+  // Computes sums += factors * staged.
+  static METAL_FUNC void add_products(thread float2* sums, const thread pair* factors, const threadgroup run* staged) {
+    UNROLL
+    for (int i = 0; i < TILES / 2; ++i) {
+      simdgroup_barrier(mem_flags::mem_none);
+      UNROLL
+      for (int b = 0; b < BLOCKS; ++b) {
+        const run right = staged[8 * b * LD + 4 * i];
+        UNROLL
+        for (int h = 0; h < HELD; ++h) {
+          tile_multiply_add<T>(sums[h * TILES + 2 * i], factors[b * HELD + h], right.xy);
+          tile_multiply_add<T>(sums[h * TILES + 2 * i + 1], factors[b * HELD + h], right.zw);
+        }
+      }
+    }
+  }
+
+  // Stores the lane's part of the held rows, times `scale`, as rows of D elements.
+  template <typename U>
+  static METAL_FUNC void store(
+      device U* rows, const thread float2* sums, float scale, int count, int part, ushort2 place) {
+    UNROLL
+    for (int h = 0; h < HELD; ++h) {
+      const int row = 8 * h + place.y;
+      UNROLL
+      for (int i = 0; i < TILES / 2; ++i) {
+        const int d = part * COLUMNS + 16 * i + 2 * place.x;
+        if (row < count && d < D) {
+          const float2 first = sums[h * TILES + 2 * i] * scale, second = sums[h * TILES + 2 * i + 1] * scale;
+          vec<U, 4> values;
+          values.x = U(first.x);
+          values.y = U(first.y);
+          values.z = U(second.x);
+          values.w = U(second.y);
+          *(device vec<U, 4>*)(rows + row * D + d) = values;
+        }
+      }
+    }
+  }
+
+  // Returns which staged rows the SIMD group's rows see: the lowest and the highest first one, and the lowest and the
+  // highest end. `ranges` are pairs in order; `last` is the last row that exists.
+  template <typename P>
+  static METAL_FUNC int4 bounds(P ranges, int64_t row_stride, int64_t stride, int row, int last) {
+    const int64_t top = min(row, last) * row_stride, bottom = min(row + 8 * HELD - 1, last) * row_stride;
+    return int4(ranges[top], ranges[bottom], ranges[top + stride], ranges[bottom + stride]);
+  }
+
+  // Sets scores to `fill` where a held row doesn't see the staged row. `start` is the first staged row of the lane. Few
+  // tiles need it, so it loads the ranges again.
+  template <typename P>
+  static METAL_FUNC void mask(
+      thread float2* scores,
+      float fill,
+      int start,
+      P ranges,
+      int64_t row_stride,
+      int64_t stride,
+      int row,
+      int last) {
+    UNROLL
+    for (int h = 0; h < HELD; ++h) {
+      const int64_t x = min(row + 8 * h, last) * row_stride, y = min(row + 8 * h + 1, last) * row_stride;
+      const int2 low = int2(ranges[x], ranges[y]), high = int2(ranges[x + stride], ranges[y + stride]);
+      UNROLL
+      for (int b = 0; b < BLOCKS; ++b) {
+        const int at = start + 8 * b, n = b * HELD + h;
+        scores[n].x = at >= low.x && at < high.x ? scores[n].x : fill;
+        scores[n].y = at >= low.y && at < high.y ? scores[n].y : fill;
+      }
+    }
+  }
+};

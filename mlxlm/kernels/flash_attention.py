@@ -7,27 +7,27 @@ them from the log-sum-exp of each row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel, Output
 
-# A lane stores its part of keys, values and both gradients: with head dim 128 in half precision, 96 of ~128 registers.
 MAX_HEAD_DIM = 128
-
-_ROWS = 32  # rows per threadgroup: four SIMD groups of eight
-_STAGED_BYTES = 8192  # bytes of a staged tile: two padded tiles take about half of a threadgroup's 32 KiB
+_THREADS = 128  # per threadgroup: four SIMD groups
+_FULL_GRID = 160  # threadgroups: four for each of 40 cores, the most of an M1 to M4 Max
+_MIN_TILES = 8  # staged tiles per threadgroup below which a grid isn't split
 
 _kernel = partial(MetalKernel, contiguous=False, headers=("common.h", "attention_tiles.h"))
-_FORWARD = _kernel("attention_forward", ("queries", "keys", "values", "scale", "first_keys"), ("output", "lse"))
+_FORWARD = _kernel("attention_forward", ("queries", "keys", "values", "scale", "ranges"), ("output", "lse"))
 _GRAD_QUERY = _kernel(
     "attention_grad_query",
-    ("queries", "keys", "values", "output", "lse", "output_grad", "lse_grad", "scale", "first_keys"),
+    ("queries", "keys", "values", "output", "lse", "output_grad", "lse_grad", "scale", "ranges"),
     ("query_grad", "delta"),
 )
 _GRAD_KEY_VALUE = _kernel(
     "attention_grad_key_value",
-    ("queries", "keys", "values", "output_grad", "lse", "delta", "scale", "query_ends"),
+    ("queries", "keys", "values", "output_grad", "lse", "delta", "scale", "ranges"),
     ("key_grad", "value_grad"),
 )
 
@@ -71,8 +71,8 @@ def attention_with_lse(scale: float, window: int | None) -> Callable[..., tuple[
 
     @mx.custom_function
     def attend(queries: mx.array, keys: mx.array, values: mx.array, *segments: mx.array) -> tuple[mx.array, mx.array]:
-        first_keys, _ = _visible(queries, keys, window, *segments)
-        inputs = [queries, keys, values, mx.array(scale, mx.float32), first_keys]
+        key_ranges, _ = _visible(queries, keys, window, *segments)
+        inputs = [queries, keys, values, mx.array(scale, mx.float32), key_ranges]
         output, lse = _launch(_FORWARD, queries, inputs, [_like(queries), (queries.shape[:3], mx.float32)])
         return output, lse
 
@@ -83,12 +83,12 @@ def attention_with_lse(scale: float, window: int | None) -> Callable[..., tuple[
         queries, keys, values, *segments = primals
         output_grad, lse_grad = cotangents
         output, lse = outputs
-        first_keys, query_ends = _visible(queries, keys, window, *segments)
+        key_ranges, query_ranges = _visible(queries, keys, window, *segments)
         factor = mx.array(scale, mx.float32)
-        inputs = [queries, keys, values, output, lse, output_grad, lse_grad, factor, first_keys]
+        inputs = [queries, keys, values, output, lse, output_grad, lse_grad, factor, key_ranges]
         query_grad, delta = _launch(_GRAD_QUERY, queries, inputs, [_like(queries), _like(lse)])
-        inputs = [queries, keys, values, output_grad, lse, delta, factor, query_ends]
-        key_grad, value_grad = _launch(_GRAD_KEY_VALUE, keys, inputs, [_like(keys), _like(values)])
+        inputs = [queries, keys, values, output_grad, lse, delta, factor, query_ranges]
+        key_grad, value_grad = _launch_grad_key_value(queries, keys, inputs)
         return query_grad, key_grad, value_grad, *(mx.zeros_like(x) for x in segments)
 
     return attend
@@ -101,27 +101,76 @@ def _like(x: mx.array) -> Output:
 def _visible(
     queries: mx.array, keys: mx.array, window: int | None, segment_ids: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Return the first key that each query sees, int32 `[B, T]`, and the query after the last that sees each key.
+    """Return which keys each query sees, and which queries see each key: int32 `[B, T, 2]` and `[B, S, 2]`.
 
-    The last key that a query sees is that of its own position. The second array is `[B, S]`.
+    A range goes from the first to the one after the last.
     """
     (B, _, T, _), S = queries.shape, keys.shape[2]
-    first, end = mx.array(0), mx.array(T)
+    index, positions = mx.arange(S), mx.arange(S - T, S)
+    first, end = mx.zeros((T,), mx.int32), mx.full((S,), T, mx.int32)
     if segment_ids is not None:
-        index, edge = mx.arange(S), mx.ones((B, 1), mx.bool_)
-        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
+        edge, begins = mx.ones((B, 1), mx.bool_), segment_ids[:, 1:] != segment_ids[:, :-1]
         first = mx.cummax(mx.where(mx.concatenate([edge, begins], axis=1), index, 0), axis=1)
         end = mx.cummin(mx.where(mx.concatenate([begins, edge], axis=1), index + 1, S), axis=1, reverse=True)
     if window is not None:
-        first = mx.maximum(first, mx.arange(S - T, S) - (window - 1))
-        end = mx.minimum(end, mx.arange(S) + (window - S + T))
-    return mx.broadcast_to(first, (B, T)), mx.broadcast_to(end, (B, S))
+        first = mx.maximum(first, positions - (window - 1))
+        end = mx.minimum(end, index + (window - S + T))
+    key_ranges = mx.stack(mx.broadcast_arrays(first, positions + 1), axis=-1)
+    query_ranges = mx.stack(mx.broadcast_arrays(mx.maximum(index - (S - T), 0), end), axis=-1)
+    return mx.broadcast_to(key_ranges, (B, T, 2)), mx.broadcast_to(query_ranges, (B, S, 2))
 
 
-def _launch(kernel: MetalKernel, rows: mx.array, inputs: list[mx.array], outputs: list[Output]) -> list[mx.array]:
-    """Launch one threadgroup per head and per tile of `rows`, the queries or the keys."""
-    B, heads, length, D = rows.shape
-    staged = min(32, _STAGED_BYTES // (D * rows.itemsize) // 8 * 8)
-    template = {"T": rows.dtype, "D": D, "ROWS": _ROWS, "STAGED": staged}
-    threads = 4 * _ROWS
-    return kernel(inputs, template, (-(-length // _ROWS) * threads, heads, B), (threads, 1, 1), outputs)
+@dataclass(frozen=True)
+class _Division:
+    """How a threadgroup divides its work; see `metal_kernels/attention_tiles.h`.
+
+    Compiled with Mesa's open-source AGX compiler for M1/M2, no kernel spills registers with these sizes.
+
+    Args:
+        held: Blocks of 8 rows that a SIMD group holds in registers.
+        staged: Rows that are in threadgroup memory at a time, twice: 32 KiB at most.
+        parts: SIMD groups that hold the same rows, each a part of the head dim.
+    """
+
+    held: int
+    staged: int
+    parts: int
+
+    @classmethod
+    def of(cls, D: int, itemsize: int) -> _Division:
+        return cls(held=2 if D <= 32 else 1, staged=16 if D * itemsize <= 256 else 8, parts=2 if D > 64 else 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows that a threadgroup holds."""
+        return 32 * self.held // self.parts
+
+    def template(self, dtype: mx.Dtype, D: int) -> dict[str, int | bool | mx.Dtype]:
+        return {"T": dtype, "D": D, "HELD": self.held, "STAGED": self.staged, "PARTS": self.parts}
+
+
+def _launch(kernel: MetalKernel, queries: mx.array, inputs: list[mx.array], outputs: list[Output]) -> list[mx.array]:
+    """Launch one threadgroup per head and per tile of queries."""
+    B, heads, T, D = queries.shape
+    division = _Division.of(D, queries.itemsize)
+    grid = (-(-T // division.rows) * _THREADS, heads, B)
+    return kernel(inputs, division.template(queries.dtype, D), grid, (_THREADS, 1, 1), outputs)
+
+
+def _launch_grad_key_value(queries: mx.array, keys: mx.array, inputs: list[mx.array]) -> tuple[mx.array, mx.array]:
+    """Launch one threadgroup per key head and per tile of keys, or several if those don't fill a GPU.
+
+    Their results are summed in a fixed order.
+    """
+    (B, kv_heads, S, D), (_, heads, T, _) = keys.shape, queries.shape
+    division = _Division.of(D, keys.itemsize)
+    tiles = -(-S // division.rows)
+    staged_tiles = heads // kv_heads * -(-T // division.staged)
+    splits = max(1, min(_FULL_GRID // (tiles * kv_heads * B), staged_tiles // _MIN_TILES))
+    dtype = keys.dtype if splits == 1 else mx.float32
+    template = {**division.template(keys.dtype, D), "U": dtype, "SPLITS": splits}
+    grid, output = (tiles * _THREADS, kv_heads * splits, B), ((splits, *keys.shape), dtype)
+    key_grad, value_grad = _GRAD_KEY_VALUE(inputs, template, grid, (_THREADS, 1, 1), [output, output])
+    if splits == 1:
+        return key_grad[0], value_grad[0]
+    return key_grad.sum(axis=0).astype(keys.dtype), value_grad.sum(axis=0).astype(keys.dtype)

@@ -118,10 +118,19 @@ def test_segments_equal_mlx(metal, window):
         assert mx.abs(x - y).max() < 1e-5
 
 
-# By the bytes of a row: 32 rows are staged at a time up to 256 bytes, then 24, then 16.
-@pytest.mark.parametrize("D, dtype", [(80, mx.float32), (128, mx.float32), (128, mx.bfloat16)], ids=str)
-def test_large_head_dims(metal, D, dtype):
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("D", [32, 64, 72, 128])
+def test_head_dims(metal, D, dtype):
+    """Up to 32, a SIMD group holds 16 rows; above 64, two SIMD groups have a part of D each."""
     check(*problem(1, 1, 1, 35, 41, D, dtype), D**-0.5)
+
+
+def test_split_gradients(needs_harness):
+    """Few keys and many queries: several threadgroups add to the gradients of a key."""
+    with harness.use() as log:
+        check(*problem(1, 8, 1, 90, 90, 16), 0.25, segment_ids=texts(0, 1, 90, 4))
+    groups = {launch.kernel: launch.groups for launch in log.launches}
+    assert groups["mlxlm_attention_grad_key_value"] == 2 * 6  # 8 heads of 6 staged tiles, 8 for each threadgroup
 
 
 @pytest.mark.parametrize("T", [1, 8, 9, 33])
@@ -142,10 +151,10 @@ def test_keys_that_no_query_sees_are_ignored(metal):
         assert (mx.where(unseen, x, 0) == 0).all()
 
 
-@pytest.mark.parametrize("window, texts, times", [(16, 1, 2), (None, 1, 4.5), (None, 8, 1.01)])
+@pytest.mark.parametrize("window, texts, times", [(16, 1, 2), (None, 1, 3), (None, 8, 1.5)])
 def test_tiles_that_no_query_sees_are_not_read(needs_harness, window, texts, times):
-    """32 rows with a window of 16 see 47 others, two tiles; all of 8 tiles of rows see 4.5 on average; texts of 32
-    rows see one."""
+    """64 rows with a window of 16 see 79 keys; 4 tiles of rows without a window see 2.5 on average; texts of 32 rows
+    see only their own. Two threadgroups share the queries of a key."""
     q, k, v, output_grad, _ = problem(1, 1, 1, 256, 256, 8)
     options = {"window": window, "segment_ids": mx.arange(256)[None] * texts // 256}
     with harness.use() as log:
