@@ -128,7 +128,15 @@ def _preferred_training_paths(case: Case) -> tuple[tuple[str, ...], str]:
         return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
     if not ON_CPU and not metal_available() and case.dtype != "float32":
         return ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
+    if _has_matrix_units():
+        return ("blockwise", "metal", "mlx"), "memory linear in the length, with the matrix units of MLX's products"
     return ("metal", "blockwise", "mlx"), "memory linear in the length"
+
+
+@cache
+def _has_matrix_units() -> bool:
+    """Whether MLX's products run on matrix units (M5), which the SIMD-group products of our kernels can't use."""
+    return not ON_CPU and "M5" in str(mx.device_info().get("device_name", ""))
 
 
 def _preferred_quantized_paths(case: Case) -> tuple[tuple[str, ...], str]:

@@ -221,6 +221,9 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
     assert order(TRAINING, 4096) == ("metal", "blockwise", "mlx")
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: True)
+    assert order(TRAINING, 4096) == ("blockwise", "metal", "mlx")
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: False)
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
     assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise", "mlx")  # not in float32
