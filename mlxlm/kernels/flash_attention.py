@@ -124,7 +124,7 @@ def _visible(
 class _Division:
     """How a threadgroup divides its work; see `metal_kernels/attention_tiles.h`.
 
-    Compiled with Mesa's open-source AGX compiler for M1/M2, no kernel spills registers with these sizes.
+    With these sizes, the kernels spill few registers or none, compiled with Mesa's open-source AGX compiler for M1/M2.
 
     Args:
         held: Blocks of 8 rows that a SIMD group holds in registers.
