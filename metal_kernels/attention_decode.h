@@ -9,104 +9,167 @@ struct DecodeLanes {
   static constant constexpr int EACH = D <= 128 ? 4 : 8;
 };
 
-// Returns, for lane i of each aligned block of N lanes (N a power of two), the sum of values[i] over the block. This
-// takes N - 1 shuffles; separate sums would take N log2 N.
+// Sums over lanes. Values 0 to N - 1 are given one after the other (N a power of two); `add` of the last returns, for
+// lane i of each aligned block of N lanes, the sum of value i over the block. Two values become one as soon as possible,
+// so that few wait in registers. This takes N - 1 shuffles; separate sums would take N log2 N.
 template <int N>
-METAL_FUNC float sum_to_lanes(thread float* values, ushort lane) {
-  UNROLL
-  for (int width = N / 2; width > 0; width /= 2) {
-    const bool upper = (lane & width) != 0;
+struct LaneSums {
+  float waiting[5];
+
+  METAL_FUNC float add(float value, int i, ushort lane) thread {
     UNROLL
-    for (int i = 0; i < N / 2; ++i) {  // a fixed number of iterations, or the loop might not be unrolled
-      if (i < width) {
-        // Otherwise clang makes `upper ? values[i] : ...` a choice of addresses, and the array leaves registers.
-        const float low = values[i], high = values[i + width];
-        values[i] = (upper ? high : low) + simd_shuffle_xor(upper ? low : high, ushort(width));
+    for (int k = 0; k < 5; ++k) {
+      const int width = 1 << k;
+      if (width < N && (i & (width - 1)) == width - 1) {
+        const float low = waiting[k];
+        if (i & width) {
+          const bool upper = (lane & width) != 0;
+          value = (upper ? value : low) + simd_shuffle_xor(upper ? low : value, ushort(width));
+        } else {
+          waiting[k] = value;
+        }
       }
     }
+    return value;
   }
-  return values[0];
+};
+
+// Adds up values that are equal in aligned blocks of FROM lanes over aligned blocks of TO lanes.
+template <int FROM, int TO>
+METAL_FUNC float sum_blocks(float value) {
+  UNROLL
+  for (int width = FROM; width < TO; width *= 2) {
+    value += simd_shuffle_xor(value, ushort(width));
+  }
+  return value;
 }
 
-// Rows of D numbers in any address space. With UNIT, which lets the compiler join loads, `step` must be 1.
-template <typename P, int D, bool UNIT>
+// Rows of D numbers: in device memory, or, TILED, one after the other in threadgroup memory.
+template <typename P, typename T, int D, bool TILED>
 struct DecodeDense {
+  using Raw = T;
+  static constant constexpr bool PACKED = false;
+  static constant constexpr int LANES = DecodeLanes<D>::COUNT, EACH = DecodeLanes<D>::EACH, BESIDE = SIMD / LANES;
+  static constant constexpr int PART = LANES;
+  static constant constexpr int RAW = EACH;  // of type Raw, per row and lane
+  static constant constexpr int MOST = 16 / EACH;  // rows at a time: 16 registers in float32
+
   P rows;
   int64_t stride, step;
 
-  METAL_FUNC DecodeDense from(int row) const thread {
-    const DecodeDense rest = {rows + row * stride, stride, step};
-    return rest;
-  }
-
-  // Loads the lane's elements of a row, zeros if it is not `inside`. All lanes of the SIMD group must call it.
-  METAL_FUNC void load(thread float* x, int row, bool inside, ushort lane) const thread {
-    constexpr int EACH = DecodeLanes<D>::EACH;
-    const int first = lane % DecodeLanes<D>::COUNT * EACH;
-    if (inside && first < D) {
-      const int64_t at = row * stride + first * (UNIT ? 1 : step);
+  // Loads the lane's elements of W rows, every BESIDE-th from `first` + (lane / LANES) on. In device memory, rows from
+  // `end` on are copies of the last one before it.
+  template <int W>
+  METAL_FUNC void load(thread T* x, int first, int end, ushort lane) const thread {
+    const int row = first + lane / LANES, place = lane % LANES * EACH;
+    if (place >= D) {
       UNROLL
-      for (int e = 0; e < EACH; ++e) {
-        x[e] = float(rows[at + e * (UNIT ? 1 : step)]);
+      for (int i = 0; i < W * EACH; ++i) {
+        x[i] = T(0.0f);
+      }
+    } else if (TILED || (step == 1 && first + W * BESIDE <= end)) {
+      const P from = rows + row * (TILED ? D : stride) + place;
+      UNROLL
+      for (int u = 0; u < W; ++u) {
+        UNROLL
+        for (int e = 0; e < EACH; ++e) {
+          x[u * EACH + e] = from[u * BESIDE * (TILED ? D : stride) + e];
+        }
       }
     } else {
-      UNROLL
-      for (int e = 0; e < EACH; ++e) {
-        x[e] = 0;
+      ROLLED
+      for (int at = row; at < row + W * BESIDE; at += BESIDE) {  // little code: a row moves up to its place
+        const P from = rows + min(at, end - 1) * stride + place * step;
+        UNROLL
+        for (int i = 0; i < W * EACH; ++i) {
+          x[i] = i + EACH < W * EACH ? x[i + EACH] : from[i % EACH * step];
+        }
       }
     }
+  }
+
+  METAL_FUNC float element(const thread T* x, int e) const thread {
+    return float(x[e]);
+  }
+
+  // Quantization, which these rows don't have.
+  template <int SLOTS>
+  METAL_FUNC float2 settings(int, int, ushort) const thread {
+    return float2(1.0f, 0.0f);
   }
 };
 
 // Rows of D affinely quantized numbers scale * code + bias: BITS-bit codes, the first in a word's lowest bits; scale
-// and bias per GROUP elements. One lane loads each of these and shuffles it to the others that need it.
-template <typename T, int D, int GROUP, int BITS, bool UNIT>
+// and bias per GROUP elements, a part of the row, which PART lanes have.
+template <typename T, int D, int GROUP, int BITS>
 struct DecodePacked {
+  using Raw = conditional_t<BITS == 8, uint32_t, ushort>;  // four codes
+  static constant constexpr bool PACKED = true;
+  static constant constexpr int LANES = DecodeLanes<D>::COUNT, EACH = DecodeLanes<D>::EACH, BESIDE = SIMD / LANES;
+  static constant constexpr int PART = GROUP / EACH;
+  static constant constexpr int RAW = EACH / 4;
+  static constant constexpr int MOST = PART;
+
   const device uint32_t* words;
   const device T* scales;
   const device T* biases;
   int64_t word_stride, word_step, scale_stride, scale_step, bias_stride, bias_step;
 
-  METAL_FUNC DecodePacked from(int row) const thread {
-    DecodePacked rest = *this;
-    rest.words += row * word_stride;
-    rest.scales += row * scale_stride;
-    rest.biases += row * bias_stride;
-    return rest;
-  }
-
-  METAL_FUNC void load(thread float* x, int row, bool inside, ushort lane) const thread {
-    constexpr int EACH = DecodeLanes<D>::EACH, COUNT = DecodeLanes<D>::COUNT, PARTS = D / GROUP;
-    const int place = lane % COUNT, first = place * EACH;
-    uint codes[EACH / 4];  // four codes each
-    float setting = 0;
-    if (inside && place < PARTS) {
-      setting = float(scales[row * scale_stride + place * scale_step]);
-    } else if (inside && place < 2 * PARTS) {
-      setting = float(biases[row * bias_stride + (place - PARTS) * bias_step]);
-    }
-    const bool used = inside && first < D;
-    UNROLL
-    for (int i = 0; i < EACH / 4; ++i) {
-      codes[i] = 0;
-      if (used) {
-        const int word = (first + 4 * i) / (32 / BITS);
-        const int64_t at = row * word_stride + word * (UNIT ? 1 : word_step);
-        if (BITS == 8) {
-          codes[i] = words[at];
-        } else {  // two lanes may share a word; each loads its half
-          codes[i] = ((const device ushort*)words)[2 * at + (first / 4 + i) % 2];
+  // As for dense rows.
+  template <int W>
+  METAL_FUNC void load(thread Raw* x, int first, int end, ushort lane) const thread {
+    constexpr int PER_WORD = 8 / BITS;
+    const int row = first + lane / LANES, place = lane % LANES * RAW;
+    if (place * 4 >= D) {
+      UNROLL
+      for (int i = 0; i < W * RAW; ++i) {
+        x[i] = 0;
+      }
+    } else if (word_step == 1 && first + W * BESIDE <= end) {
+      const device Raw* const from = (const device Raw*)(words + row * word_stride) + place;
+      UNROLL
+      for (int u = 0; u < W; ++u) {
+        UNROLL
+        for (int i = 0; i < RAW; ++i) {
+          x[u * RAW + i] = from[u * BESIDE * PER_WORD * word_stride + i];
+        }
+      }
+    } else {
+      ROLLED
+      for (int at = row; at < row + W * BESIDE; at += BESIDE) {  // little code: a row moves up to its place
+        const device uint32_t* const from = words + min(at, end - 1) * word_stride;
+        UNROLL
+        for (int i = 0; i < W * RAW; ++i) {
+          const int own = place + i % RAW;
+          x[i] = i + RAW < W * RAW
+              ? x[i + RAW]
+              : ((const device Raw*)(from + own / PER_WORD * word_step))[own % PER_WORD];
         }
       }
     }
-    const int part = first / GROUP;
-    const float scale = simd_shuffle(setting, ushort(lane - place + part % PARTS));
-    const float bias = simd_shuffle(setting, ushort(lane - place + PARTS + part % PARTS));
-    UNROLL
-    for (int e = 0; e < EACH; ++e) {
-      const uint code = codes[e / 4] >> (BITS * (e % 4)) & ((1 << BITS) - 1);
-      x[e] = used ? scale * float(code) + bias : 0.0f;
+  }
+
+  // The code of element e.
+  METAL_FUNC float element(const thread Raw* x, int e) const thread {
+    return float(uint(x[e / 4]) >> (BITS * (e % 4)) & ((1 << BITS) - 1));
+  }
+
+  // Returns scale and bias of the lane's part in one row: lane i of a part gets row i / SLOTS of those that `load`
+  // loads. Every number is loaded by one lane. All lanes of the SIMD group must call it.
+  template <int SLOTS>
+  METAL_FUNC float2 settings(int first, int end, ushort lane) const thread {
+    const int part = lane % LANES / PART;
+    float2 setting = float2(0.0f);
+    if (lane % SLOTS == 0 && part < D / GROUP) {
+      const int row = min(first + lane / LANES + lane % PART / SLOTS * BESIDE, end - 1);
+      setting = float2(
+          float(scales[row * scale_stride + part * scale_step]), float(biases[row * bias_stride + part * bias_step]));
     }
+    if (SLOTS > 1) {
+      const ushort from = lane - lane % SLOTS;
+      setting = float2(simd_shuffle(setting.x, from), simd_shuffle(setting.y, from));
+    }
+    return setting;
   }
 };
 
@@ -130,10 +193,10 @@ struct DecodeRows {
   static constant constexpr int ROWS = GROUPED * QUERIES;
   static constant constexpr int MINE = (ROWS + ROW_GROUPS - 1) / ROW_GROUPS;
   static constant constexpr int SLOTS = MINE <= 1 ? 1 : MINE <= 2 ? 2 : MINE <= 4 ? 4 : 8;  // MINE, as a power of two
-  static constant constexpr int AHEAD = LANES / SLOTS;  // keys that a lane processes one after the other
-  static constant constexpr int STEP = SIMD / SLOTS;  // keys per step, BESIDE * AHEAD: one score per lane
+  static constant constexpr int STEP = SIMD / SLOTS;  // keys per step, one score per lane: LANES / SLOTS for each lane
   static constant constexpr int SIMDGROUPS = ROW_GROUPS * KEY_GROUPS;
-  static constant constexpr int SCRATCH = KEY_GROUPS > 1 ? SIMDGROUPS * (D + 2 * SLOTS) : 1;  // floats
+  static constant constexpr int ROUND = max(1, KEY_GROUPS * SIMD / D);  // rows that the SIMD groups merge at a time
+  static constant constexpr int SCRATCH = KEY_GROUPS > 1 ? SIMDGROUPS * (ROUND * D + 2 * SLOTS) : 1;  // floats
   static constant constexpr float LOWEST = -3.4e38f;  // instead of -inf, which would give inf - inf
 
   ushort lane;
@@ -143,6 +206,7 @@ struct DecodeRows {
   float cap, slope;  // both times log2(e): scores are base-2 exponents
   float top, total;  // maximum score of the lane's row; the lane's part of the sum of exp2(score - top)
   float query[MINE * EACH], sum[MINE * EACH];
+  float part_query, part_sum;  // for quantized keys and values: sums that their biases multiply, of the lane's part
 
   // Returns the lane's row, of which it holds one score per step; ROWS or more if it has none.
   METAL_FUNC int row() const thread {
@@ -166,6 +230,7 @@ struct DecodeRows {
     end_key = min(first_key + steps * STEP, S);
     top = LOWEST;
     total = 0;
+    part_sum = 0;
     UNROLL
     for (int i = 0; i < MINE * EACH; ++i) {
       sum[i] = 0;
@@ -190,30 +255,29 @@ struct DecodeRows {
       int64_t step,
       float scale,
       threadgroup float* scratch) thread {
-    const DecodeDense<const threadgroup float*, D, true> rows = {scratch + row_group * KEY_GROUPS * D, D, 1};
+    const int first = lane % LANES * EACH;
     UNROLL
     for (int r = 0; r < MINE; r += KEY_GROUPS) {
       const int mine = row_group * MINE + r + key_group;
-      const bool used = r + key_group < MINE && mine < ROWS && lane < LANES;
-      const DecodeDense<const device T*, D, false> source = {
-          from + mine / QUERIES * head_stride + mine % QUERIES * query_stride, 0, step};
+      const device T* const source = from + mine / QUERIES * head_stride + mine % QUERIES * query_stride + first * step;
       float x[EACH];
-      source.load(x, 0, used, lane);
+      UNROLL
+      for (int e = 0; e < EACH; ++e) {
+        x[e] = r + key_group < MINE && mine < ROWS && first < D && lane < LANES ? scale * float(source[e * step]) : 0.0f;
+      }
+      threadgroup float* const row = scratch + row_group * KEY_GROUPS * D + first;
       if (KEY_GROUPS > 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        put(scratch + (row_group * KEY_GROUPS + key_group) * D, x, lane < LANES);
+        put(row - first + key_group * D, x, lane < LANES);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       UNROLL
-      for (int i = 0; i < KEY_GROUPS; ++i) {
-        if (r + i < MINE) {
-          if (KEY_GROUPS > 1) {
-            rows.load(x, i, true, lane);
-          }
-          UNROLL
-          for (int e = 0; e < EACH; ++e) {
-            query[(r + i) * EACH + e] = scale * (KEY_GROUPS > 1 ? x[e] : simd_shuffle(x[e], ushort(lane % LANES)));
-          }
+      for (int i = 0; i < min(KEY_GROUPS, MINE - r); ++i) {
+        UNROLL
+        for (int e = 0; e < EACH; ++e) {
+          query[(r + i) * EACH + e] = KEY_GROUPS == 1 ? simd_shuffle(x[e], ushort(lane % LANES))
+              : first < D                             ? row[i * D + e]
+                                                      : 0.0f;
         }
       }
     }
@@ -231,32 +295,41 @@ struct DecodeRows {
     }
   }
 
-  // Processes the keys [key, key + STEP). Those from `end` on are zeros; they are S or more, so no query sees them.
-  // `origin` is the key of the first row of both arrays. With FULL, all rows exist.
-  template <bool FULL, typename Keys, typename Values>
-  METAL_FUNC void take(const Keys keys, const Values values, int key, int origin, int end) thread {
-    const int mine = key + lane / LANES;
-    const Keys near_keys = keys.from(mine - origin);  // so that the offsets below are the same for all lanes
-    const Values near_values = values.from(mine - origin);
-    float x[EACH];
-    float scores[LANES];
-    UNROLL
-    for (int u = 0; u < AHEAD; ++u) {
-      near_keys.load(x, u * BESIDE, FULL || mine + u * BESIDE < end, lane);
+  // Processes the keys [key, key + STEP); those from `end` on are S or more, so no query sees them. Row 0 of both arrays
+  // is key `origin`.
+  template <typename Rows>
+  METAL_FUNC void take(const Rows keys, const Rows values, int key, int origin, int end) thread {
+    // Scores at a time. They become one per lane; more than 16 would spill registers with eight rows.
+    constexpr int FOLD = min(min(Rows::PART, Rows::MOST * SLOTS), 16);
+    constexpr int W = FOLD / SLOTS, RAW = Rows::RAW;
+    const int stop = min(key + STEP, end);
+    const int at = key + lane / LANES + lane % LANES / SLOTS * BESIDE;  // the key of the lane's score
+    typename Rows::Raw x[W * RAW];
+    float score = 0;
+    ROLLED
+    for (int first = key; first < stop; first += W * BESIDE) {
+      keys.template load<W>(x, first - origin, end - origin, lane);
+      LaneSums<FOLD> sums;
+      float product = 0;
       UNROLL
-      for (int r = 0; r < SLOTS; ++r) {
-        float product = 0;
-        if (r < MINE) {
+      for (int i = 0; i < FOLD; ++i) {
+        product = 0;
+        if (i % SLOTS < MINE) {
           UNROLL
           for (int e = 0; e < EACH; ++e) {
-            product += query[r * EACH + e] * x[e];
+            product += query[i % SLOTS * EACH + e] * keys.element(x + i / SLOTS * RAW, e);
           }
         }
-        scores[u * SLOTS + r] = product;
+        product = sums.add(product, i, lane);
       }
+      product = sum_blocks<FOLD, Rows::PART>(product);
+      if (Rows::PACKED) {
+        const float2 setting = keys.template settings<SLOTS>(first - origin, end - origin, lane);
+        product = setting.x * product + setting.y * part_query;
+      }
+      product = sum_blocks<Rows::PART, LANES>(product);
+      score = at >= first ? product : score;
     }
-    float score = sum_to_lanes<LANES>(scores, lane);
-    const int at = mine + lane % LANES / SLOTS * BESIDE;  // the key of this score
     if (SOFTCAP) {
       score = cap * tanh(score);
     }
@@ -283,15 +356,27 @@ struct DecodeRows {
         sum[r * EACH + e] *= fade_of_row;
       }
     }
-    UNROLL
-    for (int u = 0; u < AHEAD; ++u) {
-      near_values.load(x, u * BESIDE, FULL || mine + u * BESIDE < end, lane);
+    part_sum *= fade;
+    ROLLED
+    for (int first = key; first < stop; first += W * BESIDE) {
+      values.template load<W>(x, first - origin, end - origin, lane);
+      float scaled = weight;
+      ushort from = (LANES == SIMD ? 0 : lane - lane % LANES) + (first - key) / BESIDE * SLOTS;  // the first weight's lane
+      if (Rows::PACKED) {
+        const float2 setting = values.template settings<SLOTS>(first - origin, end - origin, lane);
+        const float own = simd_shuffle(weight, ushort(from + lane % Rows::PART));
+        scaled = setting.x * own;
+        part_sum += setting.y * own;
+        from = lane - lane % Rows::PART;
+      }
       UNROLL
-      for (int r = 0; r < MINE; ++r) {
-        const float weight_of_row = simd_shuffle(weight, ushort(lane / LANES * LANES + u * SLOTS + r));
-        UNROLL
-        for (int e = 0; e < EACH; ++e) {
-          sum[r * EACH + e] += weight_of_row * x[e];
+      for (int i = 0; i < FOLD; ++i) {
+        if (i % SLOTS < MINE) {
+          const float weight_of_row = simd_shuffle(scaled, ushort(from + i));
+          UNROLL
+          for (int e = 0; e < EACH; ++e) {
+            sum[i % SLOTS * EACH + e] += weight_of_row * values.element(x + i / SLOTS * RAW, e);
+          }
         }
       }
     }
@@ -299,113 +384,134 @@ struct DecodeRows {
 
   // Processes all keys of the threadgroup. One row group reads them from device memory; several share tiles of TILE
   // keys and values in threadgroup memory, so that each row is loaded once.
-  template <int TILE, typename Keys, typename Values>
-  METAL_FUNC void attend(const Keys keys, const Values values, threadgroup T* tile) thread {
+  template <int TILE, typename Rows>
+  METAL_FUNC void attend(const Rows keys, const Rows values, threadgroup T* tile) thread {
     const int end = end_key;
     if (ROW_GROUPS == 1) {
+      if (Rows::PACKED) {
+        LaneSums<SLOTS> sums;
+        UNROLL
+        for (int r = 0; r < SLOTS; ++r) {
+          float elements = 0;
+          if (r < MINE) {
+            UNROLL
+            for (int e = 0; e < EACH; ++e) {
+              elements += query[r * EACH + e];
+            }
+          }
+          part_query = sums.add(elements, r, lane);
+        }
+        part_query = sum_blocks<SLOTS, Rows::PART>(part_query);
+      }
       for (int key = first_key + key_group * STEP; key < end; key += KEY_GROUPS * STEP) {
-        if (key + STEP <= end) {
-          take<true>(keys, values, key, 0, end);
-        } else {
-          take<false>(keys, values, key, 0, end);
+        take(keys, values, key, 0, end);
+      }
+      if (Rows::PACKED) {
+        part_sum = sum_blocks<SLOTS, Rows::PART>(part_sum);
+        UNROLL
+        for (int r = 0; r < MINE; ++r) {
+          const float bias = simd_shuffle(part_sum, ushort(lane - lane % Rows::PART + r));
+          UNROLL
+          for (int e = 0; e < EACH; ++e) {
+            sum[r * EACH + e] += bias;
+          }
         }
       }
       return;
     }
+    using Tile = DecodeDense<const threadgroup T*, T, D, true>;
     threadgroup T* const tile_values = tile + TILE * D;
-    const DecodeDense<const threadgroup T*, D, true> tiled_keys = {tile, D, 1}, tiled_values = {tile_values, D, 1};
+    const Tile tiled_keys = {tile, D, 1}, tiled_values = {tile_values, D, 1};
     const int simdgroup = row_group * KEY_GROUPS + key_group;
     for (int origin = first_key; origin < end; origin += TILE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = simdgroup * BESIDE; i < TILE; i += SIMDGROUPS * BESIDE) {
-        const int row = i + lane / LANES;
-        const bool inside = origin + row < end;
-        float x[EACH];
-        keys.load(x, origin + row, inside, lane);
-        put(tile + row * D, x, true);
-        values.load(x, origin + row, inside, lane);
-        put(tile_values + row * D, x, true);
+        stage(keys, tile, i, origin, end);
+        stage(values, tile_values, i, origin, end);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int key = origin + key_group * STEP; key < min(origin + TILE, end); key += KEY_GROUPS * STEP) {
-        take<true>(tiled_keys, tiled_values, key, origin, end);
+        take(tiled_keys, tiled_values, key, origin, origin + TILE);
       }
     }
   }
 
-  // Writes one element of a row: with SPLIT the unnormalized sum, otherwise the output.
-  template <bool SPLIT, typename Out>
-  METAL_FUNC void write(device Out* to, int d, float value, float peak, float all) const thread {
-    to[d] = Out(SPLIT ? value : all == 0 ? 0.0f : value / all);
-    if (SPLIT && d == 0) {
-      to[D] = Out(peak);
-      to[D + 1] = Out(all);
+  // Copies the rows i to i + BESIDE of a tile, the keys from `origin` + i on, to threadgroup memory.
+  template <typename Rows>
+  METAL_FUNC void stage(const Rows rows, threadgroup T* tile, int i, int origin, int end) const thread {
+    typename Rows::Raw raw[Rows::RAW];
+    rows.template load<1>(raw, origin + i, end, lane);
+    const float2 setting = rows.template settings<Rows::PART>(origin + i, end, lane);
+    float x[EACH];
+    UNROLL
+    for (int e = 0; e < EACH; ++e) {
+      x[e] = setting.x * rows.element(raw, e) + setting.y;
     }
+    put(tile + (i + lane / LANES) * D, x, true);
   }
 
   // Merges the SIMD groups. Row i goes to out + i * stride: D elements, with SPLIT unnormalized and followed by the
   // maximum score and the sum of exp2(score - greatest). `scratch` holds SCRATCH floats.
   template <bool SPLIT, typename Out>
   METAL_FUNC void finish(device Out* out, int64_t stride, threadgroup float* scratch) thread {
-    UNROLL
-    for (int lanes = SLOTS; lanes < SIMD; lanes *= 2) {
-      total += simd_shuffle_xor(total, ushort(lanes));
-    }
-    UNROLL
-    for (int i = 0; i < MINE * EACH; ++i) {
-      UNROLL
-      for (int lanes = LANES; lanes < SIMD; lanes *= 2) {
-        sum[i] += simd_shuffle_xor(sum[i], ushort(lanes));
-      }
-    }
-    threadgroup float* const tops = scratch + SIMDGROUPS * D + row_group * KEY_GROUPS * SLOTS;
-    threadgroup float* const totals = tops + SIMDGROUPS * SLOTS;
+    total = sum_blocks<SLOTS, SIMD>(total);
+    float peak = top, all = total;
     if (KEY_GROUPS > 1) {
+      threadgroup float* const tops = scratch + SIMDGROUPS * ROUND * D + row_group * KEY_GROUPS * SLOTS + lane % SLOTS;
+      threadgroup float* const totals = tops + SIMDGROUPS * SLOTS;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (lane < SLOTS) {
-        tops[key_group * SLOTS + lane] = top;
-        totals[key_group * SLOTS + lane] = total;
+        tops[key_group * SLOTS] = top;
+        totals[key_group * SLOTS] = total;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (int i = 0; i < KEY_GROUPS; ++i) {
+        peak = max(peak, tops[i * SLOTS]);
+      }
+      all = 0;
+      for (int i = 0; i < KEY_GROUPS; ++i) {
+        all += totals[i * SLOTS] * exp2(tops[i * SLOTS] - peak);
+      }
     }
-    threadgroup float* const parts = scratch + row_group * KEY_GROUPS * D;
+    if (SPLIT && key_group == 0 && speaks()) {
+      out[row() * stride + D] = Out(peak);
+      out[row() * stride + D + 1] = Out(all);
+    }
+    float factor = KEY_GROUPS > 1 ? exp2(top - peak) : 1.0f;
+    if (!SPLIT) {
+      factor = all == 0 ? 0.0f : factor / all;
+    }
+    threadgroup float* const parts = scratch + row_group * KEY_GROUPS * ROUND * D;
     UNROLL
-    for (int r = 0; r < MINE; ++r) {
-      const int row = row_group * MINE + r;
-      device Out* const to = out + row * stride;
-      float peak = simd_shuffle(top, ushort(r)), all = simd_shuffle(total, ushort(r));
-      if (KEY_GROUPS == 1) {
-        const int first = lane * EACH;
-        if (row < ROWS && first < D) {
-          UNROLL
-          for (int e = 0; e < EACH; ++e) {
-            write<SPLIT>(to, first + e, sum[r * EACH + e], peak, all);
-          }
-        }
-      } else {
-        const float own = peak;
-        for (int i = 0; i < KEY_GROUPS; ++i) {
-          peak = max(peak, tops[i * SLOTS + r]);
-        }
-        all = 0;
-        for (int i = 0; i < KEY_GROUPS; ++i) {
-          all += totals[i * SLOTS + r] * exp2(tops[i * SLOTS + r] - peak);
-        }
-        const float fade = exp2(own - peak);
+    for (int r = 0; r < MINE; r += ROUND) {
+      UNROLL
+      for (int i = r; i < min(r + ROUND, MINE); ++i) {
+        const float factor_of_row = simd_shuffle(factor, ushort(i));
         float x[EACH];
         UNROLL
         for (int e = 0; e < EACH; ++e) {
-          x[e] = fade * sum[r * EACH + e];
+          x[e] = factor_of_row * sum_blocks<LANES, SIMD>(sum[i * EACH + e]);
         }
-        put(parts + key_group * D, x, lane < LANES);
+        const int row = row_group * MINE + i, first = lane * EACH;
+        if (KEY_GROUPS > 1) {
+          put(parts + (key_group * ROUND + i - r) * D, x, lane < LANES);
+        } else if (row < ROWS && first < D) {
+          UNROLL
+          for (int e = 0; e < EACH; ++e) {
+            out[row * stride + first + e] = Out(x[e]);
+          }
+        }
+      }
+      if (KEY_GROUPS > 1) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        for (int d = key_group * SIMD + lane; d < D; d += KEY_GROUPS * SIMD) {
+        for (int at = key_group * SIMD + lane; at < min(ROUND, MINE - r) * D; at += KEY_GROUPS * SIMD) {
           float value = 0;
           for (int i = 0; i < KEY_GROUPS; ++i) {
-            value += parts[i * D + d];
+            value += parts[i * ROUND * D + at];
           }
+          const int row = row_group * MINE + r + at / D;
           if (row < ROWS) {
-            write<SPLIT>(to, d, value, peak, all);
+            out[row * stride + at % D] = Out(value);
           }
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -2,7 +2,7 @@
 //
 // Inputs (any strides), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
-//   scale, cap: 0-d float32; window: 0-d int32, at most S; slopes [H] float32 (ALiBi)
+//   scale, cap: 0-d float32; window: 0-d int32, at most 2^30; slopes [H] float32 (ALiBi)
 //   range [B, 2] int32: the first key of each batch entry, and the one after its last; the queries are the last before it
 //   cap, window, slopes and range are read only with SOFTCAP, WINDOW, SLOPES and RANGE; without RANGE it is 0 and S
 // Output `out`:
@@ -52,15 +52,9 @@ const device T* const own_keys = keys + batch * keys_strides[0] + head * keys_st
 const device T* const own_values = values + batch * values_strides[0] + head * values_strides[1];
 const int64_t key_stride = keys_strides[2], key_step = keys_strides[3];
 const int64_t value_stride = values_strides[2], value_step = values_strides[3];
-if (key_step == 1 && value_step == 1) {
-  const DecodeDense<const device T*, D, true> dense_keys = {own_keys, key_stride, 1};
-  const DecodeDense<const device T*, D, true> dense_values = {own_values, value_stride, 1};
-  rows.template attend<TILE>(dense_keys, dense_values, tile);
-} else {
-  const DecodeDense<const device T*, D, false> dense_keys = {own_keys, key_stride, key_step};
-  const DecodeDense<const device T*, D, false> dense_values = {own_values, value_stride, value_step};
-  rows.template attend<TILE>(dense_keys, dense_values, tile);
-}
+const DecodeDense<const device T*, T, D, false> dense_keys = {own_keys, key_stride, key_step};
+const DecodeDense<const device T*, T, D, false> dense_values = {own_values, value_stride, value_step};
+rows.template attend<TILE>(dense_keys, dense_values, tile);
 
 const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;
 rows.template finish<SPLIT>(

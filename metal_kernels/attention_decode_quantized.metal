@@ -47,23 +47,13 @@ const device T* const k_biases = key_biases + batch * key_biases_strides[0] + he
 const device uint32_t* const own_values = values + batch * values_strides[0] + head * values_strides[1];
 const device T* const v_scales = value_scales + batch * value_scales_strides[0] + head * value_scales_strides[1];
 const device T* const v_biases = value_biases + batch * value_biases_strides[0] + head * value_biases_strides[1];
-if (keys_strides[3] == 1 && values_strides[3] == 1) {
-  const DecodePacked<T, D, GROUP, BITS, true> packed_keys = {
-      own_keys, k_scales, k_biases, keys_strides[2], 1,
-      key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
-  const DecodePacked<T, D, GROUP, BITS, true> packed_values = {
-      own_values, v_scales, v_biases, values_strides[2], 1,
-      value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
-  rows.template attend<TILE>(packed_keys, packed_values, tile);
-} else {
-  const DecodePacked<T, D, GROUP, BITS, false> packed_keys = {
-      own_keys, k_scales, k_biases, keys_strides[2], keys_strides[3],
-      key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
-  const DecodePacked<T, D, GROUP, BITS, false> packed_values = {
-      own_values, v_scales, v_biases, values_strides[2], values_strides[3],
-      value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
-  rows.template attend<TILE>(packed_keys, packed_values, tile);
-}
+const DecodePacked<T, D, GROUP, BITS> packed_keys = {
+    own_keys, k_scales, k_biases, keys_strides[2], keys_strides[3],
+    key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
+const DecodePacked<T, D, GROUP, BITS> packed_values = {
+    own_values, v_scales, v_biases, values_strides[2], values_strides[3],
+    value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
+rows.template attend<TILE>(packed_keys, packed_values, tile);
 
 const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;
 rows.template finish<SPLIT>(

@@ -4,6 +4,7 @@
 constant constexpr int SIMD = 32;  // threads of a SIMD group on every Apple GPU
 
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLLED _Pragma("clang loop unroll(disable)")
 
 // ---- Sums over a threadgroup ----
 

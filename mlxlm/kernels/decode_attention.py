@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.metal import MetalKernel, scalar
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 256)
 MAX_QUERIES = 8
@@ -25,7 +25,10 @@ _SIMD = 32  # threads of a SIMD group
 _SIMDGROUPS = 8  # per threadgroup
 _TILE_BYTES = 16384  # threadgroup memory for tiles of keys and values: half of Metal's limit
 _THREADGROUPS = 128  # target number on the GPU: about three per core of a large GPU (40 cores)
-_SPLIT_SHARE = 12  # splits may add at most 1/12 to the memory traffic of the keys and values
+# Splits may add at most 1/6 to the memory traffic of the keys and values: 64 threadgroups for 64 heads, 8 key heads and
+# 1,024 keys of head dim 128 in half precision.
+_SPLIT_SHARE = 6
+_NO_WINDOW = 1 << 30  # a window of this length sees all keys
 _CONSTANT_SIZE = 8  # MLX puts inputs with fewer elements in Metal's constant address space
 
 
@@ -149,12 +152,18 @@ def _splits(visible: int, kv_heads: int, rows: int, head_dim: int, itemsize: int
     """Return how many threadgroups share the visible keys of a head: enough to fill the GPU, if that is cheap.
 
     A split reads the queries again, and writes and reads a partial result in float32. All splits together may cost at
-    most 1/12 of the bytes of the keys and values. A split has at least the keys that a threadgroup processes at once.
+    most 1/6 of the bytes of the keys and values. A split has at least the keys that a threadgroup processes at once.
     """
     target = -(-_THREADGROUPS // kv_heads)
     split_bytes = rows * (head_dim * itemsize + 8 * (head_dim + 2) + 4)
     min_keys = max(run, -(-_SPLIT_SHARE * split_bytes // row_bytes))
     return max(1, min(target, visible // min_keys))
+
+
+@cache
+def _unused() -> tuple[mx.array, mx.array]:
+    """Return slopes and ranges that no kernel reads. As data, not operations: see `scalar`."""
+    return mx.array([0.0], mx.float32), mx.array([[0, 0]], mx.int32)
 
 
 class _Options(NamedTuple):
@@ -178,18 +187,19 @@ def _attend(
     rows = grouped * T
     division = _Division.of(rows, D, queries.itemsize)
     windowed = window is not None
-    window = min(window, S) if windowed else S
-    visible = min(S, window + T - 1)  # keys that any query sees
+    window = 0 if window is None else min(window, _NO_WINDOW)
+    visible = min(S, window + T - 1) if windowed else S  # keys that any query sees
     run = division.key_groups * division.step
     splits = _splits(visible, B * kv_heads, rows, D, queries.itemsize, row_bytes, run)
     out_type = mx.float32 if splits > 1 else queries.dtype
     threads = _SIMD * division.row_groups * division.key_groups
+    no_slopes, no_ranges = _unused()
     inputs = [
-        mx.array(scale, mx.float32),
-        mx.array(softcap or 0.0, mx.float32),
-        mx.array(window, mx.int32),
-        mx.zeros(1, mx.float32) if slopes is None else slopes,
-        mx.zeros((1, 2), mx.int32) if ranges is None else ranges,
+        scalar(scale, mx.float32),
+        scalar(softcap or 0.0, mx.float32),
+        scalar(window, mx.int32),
+        no_slopes if slopes is None else slopes,
+        no_ranges if ranges is None else ranges,
     ]
     (out,) = kernel(
         inputs=[queries, *arrays, *inputs],

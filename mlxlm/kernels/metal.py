@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx
@@ -25,6 +25,18 @@ def record_launches() -> Iterator[set[str]]:
         yield names
     finally:
         _launches.reset(token)
+
+
+def _code(file: str) -> str:
+    """Return a source without comments and indentation, line by line: MLX copies and hashes the text in each launch."""
+    text = resource("metal_kernels", file).read_text(encoding="utf-8")
+    return "\n".join(line.split("//", 1)[0].strip() for line in text.split("\n"))
+
+
+@lru_cache(maxsize=1024)
+def scalar(value: float, dtype: mx.Dtype) -> mx.array:
+    """Return a 0-d input. It is data, not an operation, so that traces and threads can share it."""
+    return mx.array(value, dtype)
 
 
 @dataclass(frozen=True)
@@ -50,13 +62,12 @@ class MetalKernel:
     @cached_property
     def source(self) -> str:
         """The body of the kernel."""
-        return resource("metal_kernels", f"{self.name}.metal").read_text(encoding="utf-8")
+        return _code(f"{self.name}.metal")
 
     @cached_property
     def header(self) -> str:
         """The text of all headers, with `#line` directives so that compiler messages name the file and line."""
-        texts = ((name, resource("metal_kernels", name).read_text(encoding="utf-8")) for name in self.headers)
-        return "".join(f'#line 1 "{name}"\n{text}\n' for name, text in texts)
+        return "".join(f'#line 1 "{name}"\n{_code(name)}\n' for name in self.headers)
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.metal import MetalKernel, scalar
 
 _NORM = MetalKernel("rms_norm", inputs=("x", "weight", "eps"), outputs=("y",))
 _ADD_NORM = MetalKernel("add_rms_norm", inputs=("x", "residual", "weight", "eps"), outputs=("h", "y"))
@@ -83,7 +83,7 @@ def _rms_norm_metal(eps: float) -> Callable[..., mx.array]:
     def norm(x: mx.array, weight: mx.array) -> mx.array:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, weight)
         template, sizes = _forward_teams(x2)
-        inputs = [x2, weight, mx.array(eps, mx.float32)]
+        inputs = [x2, weight, scalar(eps, mx.float32)]
         (y,) = _NORM(inputs, {"T": dtype, **template}, **sizes, outputs=[(x2.shape, dtype)])
         return y.reshape(x.shape)
 
@@ -102,7 +102,7 @@ def _add_rms_norm_metal(eps: float) -> Callable[..., tuple[mx.array, mx.array]]:
         x2, dtype = x.reshape(-1, x.shape[-1]), mx.result_type(x, residual)
         out_dtype = mx.result_type(dtype, weight.dtype)
         template, sizes = _forward_teams(x2)
-        inputs = [x2, residual.reshape(x2.shape), weight, mx.array(eps, mx.float32)]
+        inputs = [x2, residual.reshape(x2.shape), weight, scalar(eps, mx.float32)]
         template = {"H": dtype, "T": out_dtype, **template}
         h, y = _ADD_NORM(inputs, template, **sizes, outputs=[(x2.shape, dtype), (x2.shape, out_dtype)])
         return h.reshape(x.shape), y.reshape(x.shape)
@@ -126,7 +126,7 @@ def _gradient(
     x2 = x.reshape(-1, x.shape[-1])
     teams, template, sizes = _teams(x2, _GRADIENT_CHUNKS, _GRADIENT_ROWS, _GRADIENT_TEAMS)
     dy = dy.reshape(x2.shape)
-    inputs = [x2, weight, dy, dy if dh is None else dh.reshape(x2.shape), mx.array(eps, mx.float32)]
+    inputs = [x2, weight, dy, dy if dh is None else dh.reshape(x2.shape), scalar(eps, mx.float32)]
     template = {"T": x.dtype, "STREAM": dh is not None, "ROWS": _GRADIENT_ROWS, **template}
     outputs = [(x2.shape, x.dtype), ((teams, x2.shape[1]), mx.float32)]
     dx, dw = _GRADIENT(inputs, template, **sizes, outputs=outputs)
