@@ -2,10 +2,10 @@
 
     python benchmarks/generation_speed.py [--sizes 26m 110m 500m] [--contexts 0 2048 8192] [--rounds 3] [--model DIR]
 
-Models with random weights are written at 16 and 4 bits. `--peers mlx_lm pytorch` adds transformers on PyTorch,
-on CUDA where it can, at 16 bits. "share" is how much of the measured memory bandwidth mlxlm's decoding reaches: a
-token reads every weight, and the keys and values of the context. On a GPU, memory is that of MLX's or PyTorch's
-allocator. Every measurement is a new process, in turn, with mlx_lm as installed and the defaults
+Models with random weights are written at 16 and 4 bits. `--peers mlx_lm pytorch` adds transformers on PyTorch, on
+CUDA where it can, at 16 bits, if they are installed. "share" is how much of the measured memory bandwidth mlxlm's
+decoding reaches: a token reads every weight, and the keys and values of the context. On a GPU, memory is that of
+MLX's or PyTorch's allocator. Every measurement is a new process, in turn, with mlx_lm as installed and the defaults
 of both. The context before decoding is random keys and values in the caches, because mlx_lm would take an hour to
 read 8,192 tokens; prompts are measured separately. Decoding runs for `--seconds` or `--tokens`, whichever is reached
 first.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from common import median, report, spread, timed_command
@@ -96,7 +97,8 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def measure(path: Path, case: str, context: int, prompt: int, options: argparse.Namespace) -> dict[str, list[dict]]:
-    peers = ["mlxlm", *(peer for peer in options.peers if peer != "pytorch" or "4-bit" not in case)]
+    has_pytorch = "4-bit" not in case and find_spec("torch") and find_spec("transformers")
+    peers = ["mlxlm", *(peer for peer in options.peers if peer != "pytorch" or has_pytorch)]
     results: dict[str, list[dict[str, float]]] = {peer: [] for peer in peers}
     for _ in range(options.rounds):
         for peer in peers:
