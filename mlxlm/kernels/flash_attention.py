@@ -137,8 +137,9 @@ class _Division:
     parts: int
 
     @classmethod
-    def of(cls, D: int, itemsize: int) -> _Division:
-        return cls(held=2 if D <= 32 else 1, staged=16 if D * itemsize <= 256 else 8, parts=2 if D > 64 else 1)
+    def of(cls, kernel: MetalKernel, D: int, itemsize: int) -> _Division:
+        whole = D <= 64 or (kernel is _FORWARD and itemsize == 2)  # fits in the registers of a SIMD group
+        return cls(held=2 if D <= 32 else 1, staged=16 if D * itemsize <= 256 else 8, parts=1 if whole else 2)
 
     @property
     def rows(self) -> int:
@@ -152,7 +153,7 @@ class _Division:
 def _launch(kernel: MetalKernel, queries: mx.array, inputs: list[mx.array], outputs: list[Output]) -> list[mx.array]:
     """Launch one threadgroup per head and per tile of queries."""
     B, heads, T, D = queries.shape
-    division = _Division.of(D, queries.itemsize)
+    division = _Division.of(kernel, D, queries.itemsize)
     grid = (-(-T // division.rows) * _THREADS, heads, B)
     return kernel(inputs, division.template(queries.dtype, D), grid, (_THREADS, 1, 1), outputs)
 
@@ -163,7 +164,7 @@ def _launch_grad_key_value(queries: mx.array, keys: mx.array, inputs: list[mx.ar
     Their results are summed in a fixed order.
     """
     (B, kv_heads, S, D), (_, heads, T, _) = keys.shape, queries.shape
-    division = _Division.of(D, keys.itemsize)
+    division = _Division.of(_GRAD_KEY_VALUE, D, keys.itemsize)
     tiles = -(-S // division.rows)
     staged_tiles = heads // kv_heads * -(-T // division.staged)
     splits = max(1, min(_FULL_GRID // (tiles * kv_heads * B), staged_tiles // _MIN_TILES))
