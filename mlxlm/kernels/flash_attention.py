@@ -124,8 +124,8 @@ def _visible(
 class _Division:
     """How a threadgroup divides its work; see `metal_kernels/attention_tiles.h`.
 
-    Compiled with Mesa's open-source AGX compiler for M1/M2, the kernels spill at most 11 registers in half precision, and
-    none at D = 128. In float32, the gradients spill up to 49.
+    Compiled with Mesa's open-source AGX compiler for M1/M2, the kernels have at most 11 spills in half precision, and
+    none at D = 128. In float32, the gradients have up to 49.
 
     Args:
         held: Blocks of 8 rows that a SIMD group holds in registers.
