@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli.main import COMMANDS, _run
 from tests.cli.helpers import QUICK, dying_compiler, error_line, run_command
 from tests.paths import ROOT
@@ -82,6 +83,7 @@ def test_a_signal_during_a_weak_reference_callback_ends_the_command(tmp_path, nu
     assert done.returncode == code and "ignored" not in done.stderr
 
 
+@pytest.mark.skipif(not ON_CPU, reason="MLX only starts a compiler on a CPU")
 @pytest.mark.parametrize("what", ["evaluate", "generate"])
 def test_a_killed_compiler_ends_no_command(tmp_path, run_folder, text_file, what):
     arguments = [text_file] if what == "evaluate" else ["-p", "the", "-n", "3", "-t", "1", "--top-p", "0.9"]

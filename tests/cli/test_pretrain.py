@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cli.main import _run
 from tests.cli.helpers import MLXLM, QUICK, dying_compiler, error_line
 
@@ -78,6 +79,7 @@ def test_sigterm_saves_and_later_hangups_are_ignored(tmp_path, text_file, start)
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 1
 
 
+@pytest.mark.skipif(not ON_CPU, reason="MLX only starts a compiler on a CPU")
 def test_ctrl_c_while_the_first_step_compiles(tmp_path, text_file, start):
     """A terminal sends SIGINT to the compiler too, which dies of it; the step must not."""
     few = endless_run(text_file, tmp_path / "run", steps=99)  # too few to time steps, which compiles them

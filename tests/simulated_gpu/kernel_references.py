@@ -55,6 +55,8 @@ def attention_decode(inputs: Arrays, template: dict[str, Any], outputs: list[Any
     visible = (key_positions >= first) & (key_positions <= positions)
     if template["WINDOW"]:
         visible = visible & (key_positions > positions - inputs["window"])
+    seen = visible.any(axis=-2).reshape(-1, 1, S, 1)  # what no query sees isn't read: it may be NaN
+    keys, values = mx.where(seen, keys, 0.0), mx.where(seen, values, 0.0)
     scores = inputs["scale"] * (queries @ _repeat(keys, H).swapaxes(-1, -2))
     if template["SOFTCAP"]:
         scores = inputs["cap"] * mx.tanh(scores / inputs["cap"])
