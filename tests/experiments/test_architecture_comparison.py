@@ -67,7 +67,7 @@ def train_all(comparison):
         (["base", "Data: norm=layer"], "a variant can't be called Data"),
         (["base", f"{'x' * 101}: norm=layer"], "can't be the name of a variant, .* .try: at most 100"),
         (["base", "a\x1bb: norm=layer"], r"'a.x1bb' can't be the name"),
-        (["base", "x: dtype=bfloat16"], "variant x: .*bfloat16"),
+        (["base", "x: dtype=float17"], "variant x: .*float17"),
         (
             ["base", "x: warmup_steps=10000"],
             "variant x: .* warmup_steps is 10000, it must be less than steps, which is 6",

@@ -9,6 +9,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from tests.metal import harness
 from tests.metal.harness.plugin import metal_harness, metal_kernel  # noqa: F401 (fixtures)
+from tests.simulated_gpu import install
 
 
 def need_harness() -> None:
@@ -25,7 +26,7 @@ def metal(request):
     if request.param == "harness":
         need_harness()
         yield request.getfixturevalue("metal_harness")
-    elif not mx.metal.is_available():
+    elif not mx.metal.is_available() or install.current:
         pytest.skip("no Metal")
     else:
         yield None

@@ -16,8 +16,10 @@ from mlxlm.kernels.rms_norm_metal import rms_norm_metal
 from tests.metal import harness
 from tests.metal.harness.kernel import Kernel
 from tests.metal.harness.signature import ATTRIBUTES, signature
+from tests.simulated_gpu import install
 
 pytestmark = pytest.mark.usefixtures("needs_harness")
+MLX_KERNELS = pytest.mark.skipif(install.current is not None, reason="about MLX's own launches, not simulated ones")
 
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 GID = "uint g = thread_position_in_grid.x;\n"
@@ -467,6 +469,7 @@ def test_use_replaces_metal_kernel_and_puts_it_back():
     assert (y == 2).all() and [launch.kernel for launch in log.launches] == ["double"]
 
 
+@MLX_KERNELS
 def test_a_kernel_that_was_already_constructed_runs_in_the_harness():
     x, weight = numbers(3, 64), mx.ones(64)
     for _ in range(2):
@@ -538,6 +541,7 @@ SIGNATURES = {
 }
 
 
+@MLX_KERNELS
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("atomic_outputs", [False, True])
 def test_generated_source_is_mlx_s(name, atomic_outputs, tmp_path, capfd):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from inspect import unwrap
 from typing import Any
 
@@ -58,8 +59,11 @@ def install() -> None:
     Outside of `use`, the kernels run on the GPU, as without the harness.
     """
 
+    outside = mx.fast.metal_kernel
+
+    @wraps(outside)
     def construct(*args: Any, **kwargs: Any) -> Callable[..., list[mx.array]]:
-        on_gpu, in_harness = _mlx_metal_kernel(*args, **kwargs), metal_kernel(*args, **kwargs)
+        on_gpu, in_harness = outside(*args, **kwargs), metal_kernel(*args, **kwargs)
 
         def call(**arguments: Any) -> list[mx.array]:
             __tracebackhide__ = True
