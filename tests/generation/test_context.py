@@ -126,6 +126,7 @@ def interrupted_at(count, run):
                 raise KeyboardInterrupt
         return trace
 
+    previous = sys.gettrace()
     sys.settrace(trace)
     try:
         run()
@@ -133,7 +134,7 @@ def interrupted_at(count, run):
     except KeyboardInterrupt:
         return True
     finally:
-        sys.settrace(None)
+        sys.settrace(previous)
 
 
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=16, keep=2)])

@@ -203,6 +203,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
 
         context, speculation = Context(soft.model), always(DraftModel(draft), 3)
         tokens = speculation.generate_tokens(context, PROMPT, sampler(), 8)
+        previous = sys.gettrace()
         sys.settrace(trace)
         try:
             for _ in tokens:
@@ -210,7 +211,7 @@ def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
         except KeyboardInterrupt:
             interrupted += 1
         finally:
-            sys.settrace(None)
+            sys.settrace(previous)
         tokens.close()
         assert exact(context) or not context._consistent
         idle = speculation.drafter._idle_context

@@ -212,6 +212,7 @@ def case(operation, T, S=512, D=64, K=8, dtype="float16", **form):
 def test_rules_of_attention_on_a_gpu(monkeypatch):
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.ON_CPU", False)
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: True)
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
 
     def order(operation, *args, **sizes):
         return operation.preferred_paths(case(operation, *args, **sizes))[0]
@@ -230,7 +231,8 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])
-def test_long_gradients_use_linear_memory(T, first):
+def test_long_gradients_use_linear_memory(monkeypatch, T, first):
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
     assert TRAINING.preferred_paths(case(TRAINING, T, dtype="float32"))[0][0] == first
 
 

@@ -1,19 +1,17 @@
 """Which branches of the code that only runs off the CPU were run by tests.
 
-    pytest --device simulated-m2 --cov=mlxlm --cov-branch --cov-report= tests
-    python -m tests.simulated_gpu.branches .coverage
+`python -m tests.simulated_gpu` prints them, after running the tests.
 
 The code is found by its conditions: where `ON_CPU` is false, and what depends on `metal_available()` or
 `is_available()`. It includes functions that are called only from there, and the files in `OFF_CPU_FILES`. Every
 statement in it must run, and every condition must be both true and false, unless `metal_kernels/README.md` lists the
-line with a reason. Prints what was not run; the exit code is 1 if there is any.
+line with a reason.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +71,9 @@ class Module:
         self.lines, self.tree = source.splitlines(), ast.parse(source)
         self.off_cpu: set[ast.AST] = set()  # statements that only run off the CPU
         self._visit(self.tree.body, self.whole)
-        for function in self._called_only_off_cpu():
+        for function in () if self.whole else self._called_only_off_cpu():
             self._visit(function.body, True)
+        self.requirements = list(dict.fromkeys(self.requirements))
 
     def _visit(self, statements: list[ast.stmt], off_cpu: bool) -> None:
         for statement in statements:
@@ -162,29 +161,13 @@ def requirements() -> list[Requirement]:
     return found
 
 
-def unmet(coverage_files: list[str]) -> tuple[list[Requirement], int]:
+def unmet(coverage_file: Path) -> tuple[list[Requirement], int]:
     """Return the requirements that no test met, without those that the README lists, and the number of all."""
+    data = CoverageData(str(coverage_file))
+    data.read()
     arcs: dict[str, set[tuple[int, int]]] = {}
-    for name in coverage_files:
-        data = CoverageData(name)
-        data.read()
-        for file in data.measured_files():
-            relative = file[file.rindex("/mlxlm/") + 1 :]
-            arcs.setdefault(relative, set()).update(data.arcs(file) or ())
+    for file in data.measured_files():  # a child process may have run another copy of mlxlm
+        arcs.setdefault(file[file.rindex("/mlxlm/") + 1 :], set()).update(data.arcs(file) or ())
     listed = set(_LISTED.findall(README.read_text(encoding="utf-8")))
     needed = requirements()
-    missing = [r for r in needed if not r.is_met(arcs.get(r.file, set())) and (r.file, r.text) not in listed]
-    return missing, len(needed)
-
-
-def main() -> None:
-    """Print what was not run."""
-    missing, count = unmet(sys.argv[1:])
-    for requirement in missing:
-        print(requirement)
-    print(f"{count - len(missing)} of {count} statements and branches that only run off the CPU were run or are listed")
-    sys.exit(bool(missing))
-
-
-if __name__ == "__main__":
-    main()
+    return [r for r in needed if not r.is_met(arcs.get(r.file, set())) and (r.file, r.text) not in listed], len(needed)

@@ -113,14 +113,13 @@ def attention_grad_query(inputs: Arrays, template: dict[str, Any], outputs: list
 
 
 def attention_grad_key_value(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -> list[mx.array]:
-    """The gradients of the keys and the values."""
+    """The gradients of the keys and the values, as those of the first split."""
     score_grad, probabilities = _score_gradients(inputs, inputs["delta"])
     K = inputs["keys"].shape[1]
     pairs = ((inputs["scale"] * score_grad, inputs["queries"]), (probabilities, inputs["output_grad"]))
-    return [
-        mx.unflatten(left.swapaxes(-1, -2) @ _float32(right), 1, (K, -1)).sum(axis=2).astype(template["T"])
-        for left, right in pairs
-    ]
+    gradients = [mx.unflatten(left.swapaxes(-1, -2) @ _float32(right), 1, (K, -1)).sum(axis=2) for left, right in pairs]
+    others = [(0, template["SPLITS"] - 1)] + 4 * [(0, 0)]
+    return [mx.pad(gradient[None], others).astype(template["U"]) for gradient in gradients]
 
 
 def _float32(x: mx.array) -> mx.array:
@@ -147,11 +146,12 @@ def _training_scores(inputs: Arrays) -> tuple[mx.array, mx.array]:
     """Return the scores in units of log 2, and which of them are visible."""
     queries, keys = _float32(inputs["queries"]), _float32(inputs["keys"])
     T, S = queries.shape[2], keys.shape[2]
-    visible = mx.arange(S) <= mx.arange(S - T, S)[:, None]
-    if "first_keys" in inputs:
-        visible = visible & (mx.arange(S) >= inputs["first_keys"][:, None, :, None])
-    else:
-        visible = visible & (mx.arange(T)[:, None] < inputs["query_ends"][:, None, None, :])
+    ranges = inputs["ranges"][:, None]
+    if "delta" in inputs:  # attention_grad_key_value: the queries that see each key
+        begin, end, seen = ranges[:, :, None, :, 0], ranges[:, :, None, :, 1], mx.arange(T)[:, None]
+    else:  # the keys that each query sees
+        begin, end, seen = ranges[..., :1], ranges[..., 1:], mx.arange(S)
+    visible = (seen >= begin) & (seen < end)
     scores = inputs["scale"] * LOG2_E * (queries @ _repeat(keys, queries.shape[1]).swapaxes(-1, -2))
     return scores, visible
 

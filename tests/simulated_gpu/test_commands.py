@@ -9,6 +9,10 @@ import sys
 import httpx
 import pytest
 
+from mlxlm.doctor.facts import basic_facts, report_facts
+from mlxlm.doctor.kernel_checks import kernel_checks
+from mlxlm.doctor.sizes import GPU
+from mlxlm.experiments import receipt
 from mlxlm.kernels import dispatch
 from tests.paths import ROOT
 from tests.run_command import run_command
@@ -94,6 +98,20 @@ def test_server_in_a_child_process(folder):
         health = httpx.get(f"http://{address}/metrics", timeout=60).text
     texts = [answer.raise_for_status().json()["choices"][0]["message"]["content"] for answer in answers]
     assert texts[0] == texts[1] and re.search(r"tokens_total\S* [1-9]", health)
+
+
+def test_kernels_of_a_model_are_those_of_its_stored_dtype(folder):
+    assert re.search(r"^decode_attention +float32", succeed("kernels", "list", folder / "my-model"), re.MULTILINE)
+
+
+def test_facts_name_the_device(simulated_gpu):
+    """For `doctor --full` and for the receipt of a training run."""
+    facts = report_facts()
+    assert basic_facts()["device"] == facts["device"] == f"GPU ({simulated_gpu.device.name})"
+    assert facts["working_set_bytes"] == (simulated_gpu.device.working_set or simulated_gpu.device.memory)
+    assert receipt.environment()["device"] == "GPU"
+    first_check = next(iter(kernel_checks(GPU)))
+    assert (first_check.name == "Metal kernels") == (simulated_gpu.device.backend == "cuda")  # skipped, with a reason
 
 
 def test_child_processes_simulate_the_same_device(simulated_gpu, tmp_path):

@@ -21,13 +21,6 @@ def folder(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
     return make_stand_ins(tmp_path_factory.mktemp("stand-ins"), tiny_config, tiny_tokenizer, make_text)
 
 
-@pytest.fixture
-def metal(simulated_gpu):
-    if simulated_gpu.device.backend != "metal":
-        pytest.skip("CUDA has no Metal kernels")
-    return simulated_gpu
-
-
 FAULTS = {
     "not_compiled": "failed on this machine .*Unable to build metal library",
     "too_many_registers": "failed on this machine .*Thread group size",
