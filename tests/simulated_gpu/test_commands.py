@@ -9,11 +9,14 @@ import sys
 import httpx
 import pytest
 
+from mlxlm.doctor.check import run_check
+from mlxlm.doctor.decoding_checks import DecodingChecks
 from mlxlm.doctor.facts import basic_facts, report_facts
 from mlxlm.doctor.kernel_checks import kernel_checks
 from mlxlm.doctor.sizes import GPU
 from mlxlm.experiments import receipt
 from mlxlm.kernels import dispatch
+from tests.doctor.tiny import TINY
 from tests.paths import ROOT
 from tests.run_command import run_command
 from tests.stand_ins import make_stand_ins, serve
@@ -112,6 +115,11 @@ def test_facts_name_the_device(simulated_gpu):
     assert receipt.environment()["device"] == "GPU"
     first_check = next(iter(kernel_checks(GPU)))
     assert (first_check.name == "Metal kernels") == (simulated_gpu.device.backend == "cuda")  # skipped, with a reason
+
+
+def test_doctor_measures_quantized_weights():
+    (check,) = (check for check in DecodingChecks(TINY) if check.name == "speed, 4-bit weights")
+    assert run_check(check).values["tokens_per_second"] > 0
 
 
 def test_child_processes_simulate_the_same_device(simulated_gpu, tmp_path):
