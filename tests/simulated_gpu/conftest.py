@@ -1,8 +1,15 @@
 import pytest
 
 from tests.metal.conftest import needs_harness
+from tests.stand_ins import make_stand_ins
 
-__all__ = ["metal", "needs_harness"]
+__all__ = ["folder", "metal", "needs_harness"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
+    """A folder with a tiny model and texts."""
+    return make_stand_ins(tmp_path_factory.mktemp("stand-ins"), tiny_config, tiny_tokenizer, make_text)
 
 
 @pytest.fixture

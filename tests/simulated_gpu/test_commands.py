@@ -19,16 +19,11 @@ from mlxlm.kernels import dispatch
 from tests.doctor.tiny import TINY
 from tests.paths import ROOT
 from tests.run_command import run_command
-from tests.stand_ins import make_stand_ins, serve
+from tests.stand_ins import serve
 
 SIZES = ["--preset", "0.3m", "--vocab-size", "300", "--set", "head_dim=32", "--max-seq-length", "64"]
 TRAINING = [*SIZES, "--batch-size", "2", "--warmup-steps", "1", "--eval-every", "4", "--save-every", "3"]
 CHAT = ["--max-tokens", "24", "--max-kv-size", "64", "--kv-bits", "4", "--temperature", "0"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
-    return make_stand_ins(tmp_path_factory.mktemp("stand-ins"), tiny_config, tiny_tokenizer, make_text)
 
 
 @pytest.fixture(autouse=True)

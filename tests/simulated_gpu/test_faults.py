@@ -13,13 +13,6 @@ from mlxlm.kernels import dispatch, measurements, rms_norm
 from mlxlm.kernels.dispatch import Case
 from tests.run_command import run_command
 from tests.simulated_gpu.faults import COMMAND_BUFFER_FAILED
-from tests.stand_ins import make_stand_ins
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_config, tiny_tokenizer, make_text):
-    return make_stand_ins(tmp_path_factory.mktemp("stand-ins"), tiny_config, tiny_tokenizer, make_text)
-
 
 FAULTS = {
     "not_compiled": "failed on this machine .*Unable to build metal library",
