@@ -36,7 +36,7 @@ from tests.stand_ins import make_stand_ins, serve
 DOCS = ROOT / "docs"
 PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
 OTHER_OPTIONS = {"--backend", "--over", "--strict", "--help"}  # of mlx.launch, mlx.distributed_config, mypy, click
-OTHER_OPTIONS |= {"--quickstart", "--sizes"}  # of benchmarks
+OTHER_OPTIONS |= {"--quickstart", "--sizes", "--device"}  # of benchmarks and tests
 TOOLS = ("curl", "jq", "xargs")
 ADDRESS = "127.0.0.1:8080"
 _BLOCK = re.compile(
