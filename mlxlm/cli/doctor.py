@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import click
 from mlxlm.backend.blas import blas_warning
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, json_option, reject_unused_options
-from mlxlm.doctor.facts import basic_facts
 from mlxlm.utils.errors import CheckpointError, one_line
-from mlxlm.utils.files import check_not_exists
+from mlxlm.utils.files import check_not_exists, unused_path
 from mlxlm.utils.formatting import human_bytes
 
 
@@ -29,6 +27,8 @@ def doctor(full: bool, out: Path | None, as_json: bool) -> None:
     takes about five minutes on a GPU, one or two on a CPU. The report is doctor.json and doctor.html; attach both to an
     issue. It contains no names and no paths of yours.
     """
+    from mlxlm.doctor.facts import basic_facts
+
     reject_unused_options({"out": out}, (not full, ("out",), "there is no --full"))
     if full:
         _check(out, as_json)
@@ -52,7 +52,7 @@ def _check(out: Path | None, as_json: bool) -> None:
         check_not_exists(out, CheckpointError, "another --out")
     with render.phases_progress() as progress:
         report = check_machine(progress)
-    out = out or next(p for n in count(1) if not (p := Path(f"mlxlm-doctor{'' if n == 1 else f'-{n}'}")).exists())
+    out = out or unused_path(Path("mlxlm-doctor"))
     report.write(out)
     if as_json:
         render.emit_json(report.to_dict())

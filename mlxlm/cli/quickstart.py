@@ -7,7 +7,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from mlxlm.cli.quickstart_answers import TEMPERATURE, Answers
 from mlxlm.cli.quickstart_text import CORPORA, SMALL_WORLD, Preview, held_out_prompts, write_corpus
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.errors import DataError
+from mlxlm.utils.files import unused_path
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def quickstart(
     if on_bad_input and not files:
         raise click.UsageError("--on-bad-input would have no effect: there is no FILE")
     is_small_world = not files and corpus == SMALL_WORLD
-    out = out or _unused_name(Path("mlxlm-quickstart"))
+    out = out or unused_path(Path("mlxlm-quickstart"))
     with tempfile.TemporaryDirectory() as folder:
         sources = files or (str(write_corpus(corpus, Path(folder))),)
         text = Preview.read(sources, on_bad_input or "stop")
@@ -145,11 +145,6 @@ def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, o
         raise DataError(error.message, "more text, or text that repeats itself less") from error
     print_skipped(Manifest.read(run.data).skipped)
     return run
-
-
-def _unused_name(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, ... that doesn't exist."""
-    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
 def _print_scores(lm: LoadedModel) -> None:

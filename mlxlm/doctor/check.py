@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from mlxlm.doctor.privacy import without_personal_data
 from mlxlm.utils.errors import MlxlmError, one_line
+from mlxlm.utils.json_files import without_nonfinite
 
 KERNELS, BENCHMARKS = "kernels", "kernel benchmarks"  # sections that the report treats differently
 Status = Literal["passed", "failed", "skipped"]
@@ -102,13 +102,4 @@ def run_check(check: Check) -> Result:
         status, reason, trace = "failed", kind + one_line(str(error))[:_MAX_REASON], traceback.format_exc()
     seconds = round(time.perf_counter() - start, 3)
     result = Result(check.section, check.name, check.case, status, reason, values, seconds, trace)
-    return Result(**without_personal_data(_finite(result.to_dict())))
-
-
-def _finite(value: Any) -> Any:
-    """A JSON value in which infinities and NaN, which JSON lacks, are None."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return Result(**without_personal_data(without_nonfinite(result.to_dict())))

@@ -17,7 +17,7 @@ from mlxlm.evaluate.small_world import evaluate_small_world
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, LoadedModel, generate, get_engine, load
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.kernels.self_check import TOLERANCE
+from mlxlm.kernels.self_check import TOLERANCE, relative_distance
 from mlxlm.model import Decoder
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class DecodingChecks:
     def _check_cache(self, bits: int | None) -> dict[str, Any]:
         """Compare the logits of the last tokens, decoded one by one, with those of a pass over all tokens."""
         ids, model = self._prompt, self._model().model
-        uncached = model(mx.array([ids]))[0, -_CACHED_TOKENS:]
+        uncached = model(mx.array([ids]))[0, -_CACHED_TOKENS:].astype(mx.float32)
         context = Context(model, KVOptions(key_bits=bits, value_bits=bits), DecodeStep(model))
         context.read(ids[:-_CACHED_TOKENS])
         rows = []
@@ -79,7 +79,7 @@ class DecodingChecks:
             with context.transaction() as held:
                 rows.append(context.decode(mx.array([token], mx.int32)))
                 held.append(token)
-        error, tolerance = _relative_distance(mx.concatenate(rows), uncached), _MAX_ERROR[bits]
+        error, tolerance = relative_distance(mx.concatenate(rows), uncached), _MAX_ERROR[bits]
         values = {"error": float(f"{error:.3g}"), "tolerance": tolerance, "tokens": len(ids)}
         if not error <= tolerance:
             raise CheckFailed(f"the relative error of the logits is {error:.2g}, above {tolerance:g}", values)
@@ -141,8 +141,3 @@ class DecodingChecks:
         """Tokens in an order that doesn't repeat, since equal tokens would hide exchanged positions."""
         size = self._config.vocab_size
         return [(17 * i) % (size - 10) + 10 for i in range(self._sizes.prompt)]
-
-
-def _relative_distance(actual: mx.array, expected: mx.array) -> float:
-    actual, expected = (x.astype(mx.float32) for x in (actual, expected))
-    return (mx.linalg.norm(actual - expected) / mx.linalg.norm(expected)).item()

@@ -23,6 +23,7 @@ from mlxlm.utils.errors import ConfigError, PlatformError
 
 MODES = ("auto", "metal", "mlx", "blockwise")
 VARIABLE = "MLXLM_KERNELS"
+NO_METAL = "no Metal on this machine"
 DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
@@ -113,7 +114,7 @@ class Operation:
             return reason
         if path != "metal":
             return None
-        return _failure(self, case) if metal_available() else "no Metal on this machine"
+        return _failure(self, case) if metal_available() else NO_METAL
 
 
 def metal_available() -> bool:

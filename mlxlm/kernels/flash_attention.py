@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.metal import MetalKernel, Output
+from mlxlm.kernels.metal import MetalKernel, Output, scalar
 
 MAX_HEAD_DIM = 128
 _THREADS = 128  # per threadgroup: four SIMD groups
@@ -72,7 +72,7 @@ def attention_with_lse(scale: float, window: int | None) -> Callable[..., tuple[
     @mx.custom_function
     def attend(queries: mx.array, keys: mx.array, values: mx.array, *segments: mx.array) -> tuple[mx.array, mx.array]:
         key_ranges, _ = _visible(queries, keys, window, *segments)
-        inputs = [queries, keys, values, mx.array(scale, mx.float32), key_ranges]
+        inputs = [queries, keys, values, scalar(scale, mx.float32), key_ranges]
         output, lse = _launch(_FORWARD, queries, inputs, [_like(queries), (queries.shape[:3], mx.float32)])
         return output, lse
 
@@ -84,7 +84,7 @@ def attention_with_lse(scale: float, window: int | None) -> Callable[..., tuple[
         output_grad, lse_grad = cotangents
         output, lse = outputs
         key_ranges, query_ranges = _visible(queries, keys, window, *segments)
-        factor = mx.array(scale, mx.float32)
+        factor = scalar(scale, mx.float32)
         inputs = [queries, keys, values, output, lse, output_grad, lse_grad, factor, key_ranges]
         query_grad, delta = _launch(_GRAD_QUERY, queries, inputs, [_like(queries), _like(lse)])
         inputs = [queries, keys, values, output_grad, lse, delta, factor, query_ranges]

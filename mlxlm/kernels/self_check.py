@@ -57,7 +57,7 @@ def relative_error(operation: Operation, path: str, case: Case) -> float:
     actual = outputs(operation, path, args, kwargs, grads)
     mx.eval(actual)
     with mx.stream(mx.cpu):
-        errors = [_relative_distance(x, y) for x, y in zip(actual, expected, strict=True)]
+        errors = [relative_distance(x, y) for x, y in zip(actual, expected, strict=True)]
     return _largest(errors)
 
 
@@ -99,6 +99,7 @@ def _as_float32(x: Any) -> Any:
     return x.astype(mx.float32) if isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating) else x
 
 
-def _relative_distance(actual: mx.array, expected: mx.array) -> float:
+def relative_distance(actual: mx.array, expected: mx.array) -> float:
+    """Return |actual - expected| / |expected| in float32 (Frobenius norms)."""
     difference = mx.linalg.norm((actual.astype(mx.float32) - expected).flatten())
     return (difference / mx.maximum(mx.linalg.norm(expected.flatten()), 1e-30)).item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import time
@@ -17,7 +16,7 @@ from mlxlm.report.log_entries import read_log_lines
 from mlxlm.train.events import Event, Step
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import atomic_write
-from mlxlm.utils.json_files import json_line
+from mlxlm.utils.json_files import json_line, without_nonfinite
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _RETRY_SECONDS = 1.0  # on a full disk
@@ -41,7 +40,8 @@ class RunLog:
             self._record(event)
 
     def _record(self, event: Event) -> None:
-        fields = {name: _json_value(value) for name, value in asdict(event).items() if not isinstance(value, Path)}
+        # The perplexity of an untrained model overflows.
+        fields = without_nonfinite({k: value for k, value in asdict(event).items() if not isinstance(value, Path)})
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
         is_step = isinstance(event, Step)
         now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -99,8 +99,3 @@ class RunLog:
             at = entry.get("step", 0)
             if at < step or at == step and (validated or entry.get("event") != "validation"):
                 yield line, entry
-
-
-def _json_value(value: Any) -> Any:
-    """Replace infinities, which JSON lacks: the perplexity of an untrained model overflows."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -206,6 +207,11 @@ def check_not_exists(path: Path | str, error_type: type[MlxlmError], hint: str) 
     path = Path(path)
     if path.is_symlink() or path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise error_type(f"{path} already exists", hint)
+
+
+def unused_path(path: Path) -> Path:
+    """Return `path`, or the first of path-2, path-3, ... that doesn't exist."""
+    return next(p for n in count(1) if not (p := path if n == 1 else Path(f"{path}-{n}")).exists())
 
 
 def stage_copy(source: Path, target: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -82,6 +83,15 @@ def parse_json_object(
 ) -> dict[str, Any]:
     """Parse a JSON object with `parse_json(strict=True)`."""
     return _check_object(parse_json(content, name, error_type, hint, strict=True), name, error_type, hint)
+
+
+def without_nonfinite(value: Any) -> Any:
+    """Return a JSON value in which infinities and NaN, which JSON lacks, are None."""
+    if isinstance(value, dict):
+        return {name: without_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: Any) -> None:

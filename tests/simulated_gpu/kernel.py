@@ -14,20 +14,10 @@ class SimulatedKernel:
     """What `mx.fast.metal_kernel` returns: constructed with its arguments, called with those of a launch."""
 
     def __init__(
-        self,
-        gpu: SimulatedGPU,
-        mx: ModuleType,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str = "",
-        ensure_row_contiguous: bool = True,
-        **options: Any,
+        self, gpu: SimulatedGPU, mx: ModuleType, name: str, input_names: Sequence[str], *args: Any, **kwargs: Any
     ):
-        self.gpu, self.mx, self.name = gpu, mx, name.removeprefix("mlxlm_")
-        self.arguments = (name, input_names, output_names, source, header, ensure_row_contiguous)
-        self.options = options
+        self.gpu, self.mx, self.name, self.input_names = gpu, mx, name.removeprefix("mlxlm_"), input_names
+        self.arguments, self.options = (name, input_names, *args), kwargs
 
     def __call__(
         self, *, inputs: Sequence[Any], template: Sequence[tuple[str, Any]], output_shapes: Any, output_dtypes: Any,
@@ -43,7 +33,7 @@ class SimulatedKernel:
             )
         else:
             outputs = self._reference(arrays, dict(template), list(zip(output_shapes, output_dtypes, strict=True)))
-        return [1.25 * y.astype(y.dtype) for y in outputs] if self.name in gpu.faults.wrong else outputs
+        return [1.25 * y for y in outputs] if self.name in gpu.faults.wrong else outputs
 
     @cached_property
     def _harness(self) -> Any:
@@ -55,11 +45,9 @@ class SimulatedKernel:
         """The results of the kernel by lazy MLX operations. Like a kernel, they have no gradient of their own."""
         from tests.simulated_gpu.kernel_references import REFERENCES
 
-        names = dict(enumerate(self.arguments[1]))
-
         @self.mx.custom_function
         def compute(*arrays: Any) -> tuple[Any, ...]:
-            named = {names[i]: x for i, x in enumerate(arrays)}
+            named = dict(zip(self.input_names, arrays, strict=True))
             results = REFERENCES[self.name](named, template, outputs)
             for result, (shape, dtype) in zip(results, outputs, strict=True):
                 assert (result.shape, result.dtype) == (tuple(shape), dtype), f"reference of {self.name}"
