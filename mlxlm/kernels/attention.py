@@ -90,7 +90,7 @@ def attention(
         else:
             form = {}
             keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
-    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), **form)
+    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), window=window, **form)
     return operation.implementation(case)(queries, keys, values, float(scale), **options, **form)
 
 

@@ -11,6 +11,7 @@ from mlxlm.kernels import decode_attention, flash_attention
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.dispatch import Case, Operation, metal_available
 from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
+from mlxlm.kernels.training_cost import Shape, tiling_pays
 
 MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
 LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
@@ -23,12 +24,14 @@ _FUSED_PREFILL_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(
-    operation: Operation, dtype: str, D: int, H: int, K: int, T: int, S: int, features: tuple[str, ...], **form: int
-) -> Case:
+    operation: Operation, dtype: str, D: int, H: int, K: int, T: int, S: int, features: tuple[str, ...],
+    *, window: int | None = None, **form: int,
+) -> Case:  # fmt: skip
     """Return the case of a call.
 
     For decoding, T is exact and S is rounded up to a power of two. Otherwise T (about the same as S) is rounded down
-    to a power of two, so that a case of T=1024 contains no shorter lengths.
+    to a power of two, so that a case of T=1024 contains no shorter lengths. In training, a window is a size, rounded up
+    to a power of two, and no part of the case if that isn't shorter than T.
 
     Args:
         operation: The operation.
@@ -39,14 +42,20 @@ def attention_case(
         T: Number of queries.
         S: Number of keys.
         features: Optional arguments in use: "window", "softcap", "slopes", "first", "segment_ids".
+        window: Sliding window. Only used for training.
         form: Of quantized keys and values: group_size, key_bits, value_bits.
     """
     shortest, longest = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
         S = max(shortest, min(longest, 1 << (S - 1).bit_length()))
         return _case(operation.name, dtype, features, D, H, K, T, S, *form.items())
-    T = max(shortest, min(longest, 1 << T.bit_length() - 1))
-    return _case(operation.name, dtype, features, D, H, K, T, None)
+    rounded = max(shortest, min(longest, 1 << T.bit_length() - 1))
+    if operation is TRAINING:
+        features = tuple(name for name in features if name != "window")
+        size = rounded if window is None else 1 << (window - 1).bit_length()
+        if size < rounded <= T:
+            form["window"] = size
+    return _case(operation.name, dtype, features, D, H, K, rounded, None, *form.items())
 
 
 @cache  # called per token and layer with few different arguments
@@ -125,12 +134,25 @@ def _preferred_prefill_paths(case: Case) -> tuple[tuple[str, ...], str]:
 
 def _preferred_training_paths(case: Case) -> tuple[tuple[str, ...], str]:
     if case.size("T") < LINEAR_MEMORY_FROM:
+        if metal_available() and not _has_matrix_units() and has_short_window(case):
+            return ("metal", "mlx", "blockwise"), "a short window: at most half of the products of MLX's gradient"
         return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
     if not ON_CPU and not metal_available() and case.dtype != "float32":
         return ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
     if _has_matrix_units():
         return ("blockwise", "metal", "mlx"), "memory linear in the length, with the matrix units of MLX's products"
     return ("metal", "blockwise", "mlx"), "memory linear in the length"
+
+
+def has_short_window(case: Case) -> bool:
+    """Whether the Metal kernels skip so much of a case of training that they pay below `LINEAR_MEMORY_FROM`.
+
+    A document mask doesn't count: how long its texts are is not known when a step is traced.
+    """
+    if "window" not in case.names:
+        return False
+    T, D, H, K, window = (case.size(name) for name in ("T", "D", "H", "K", "window"))
+    return tiling_pays(Shape(T, D, H, K, getattr(mx, case.dtype).size, window))
 
 
 @cache
@@ -152,10 +174,11 @@ def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     seeds = mx.random.split(mx.random.key(0), 3)
     shapes = ((batch, T, H, D), (batch, K, S + 3, D), (batch, K, S + 3, D))
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
-    features = {"window": S // 2, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
+    window = case.size("window") if "window" in case.names else S // 2
+    features = {"window": window, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}
     features["first"] = mx.arange(batch, dtype=mx.int32) + S // 4
     features["segment_ids"] = mx.broadcast_to(3 * mx.arange(S, dtype=mx.int32) // S, (batch, S))  # three texts
-    options = {name: features[name] for name in case.features}
+    options = {name: value for name, value in features.items() if name in (*case.features, *case.names)}
     return [queries.swapaxes(1, 2), keys[:, :, :S], values[:, :, :S], D**-0.5], options
 
 
@@ -171,7 +194,7 @@ def _quantized_sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
 
 def _check_cases(case: Case) -> tuple[Case, ...]:
     """Two key heads and a length that is ragged against every tile."""
-    return (case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2, T=70),)
+    return (case.with_sizes(H=2 * case.size("H") // case.size("K"), K=2, T=70, window=35),)
 
 
 def _decode_check_cases(case: Case) -> tuple[Case, ...]:

@@ -134,11 +134,18 @@ def _too_large(path: str, case: Case) -> str | None:
 
 
 def narrow(case: Case) -> Case:
-    """Reduce a case for the error: one key head and up to 1,024 positions, since the reference keeps all T² scores."""
+    """Reduce a case for the error: one key head and up to 1,024 positions, since the reference keeps all T² scores.
+
+    A window is reduced in proportion.
+    """
     if "K" not in case.names:
         return case
     narrow = case.with_sizes(H=case.size("H") // case.size("K"), K=1)
-    return narrow if "S" in case.names else narrow.with_sizes(T=min(1024, case.size("T")))
+    if "S" in case.names:
+        return narrow
+    times = max(1, case.size("T") // 1024)
+    lengths = {n: -(-s // times) for n, s in zip(case.names, case.sizes, strict=True) if n in ("T", "window")}
+    return narrow.with_sizes(**lengths)
 
 
 def _call(operation: Operation, path: str, args: list[Any], kwargs: dict[str, Any]) -> Callable[[int], float]:

@@ -151,6 +151,11 @@ class _Division:
         return {"T": dtype, "D": D, "HELD": self.held, "STAGED": self.staged, "PARTS": self.parts}
 
 
+def divisions(D: int, itemsize: int) -> list[_Division]:
+    """Return how the kernels divide their work: forward, gradient of queries, gradient of keys and values."""
+    return [_Division.of(kernel, D, itemsize) for kernel in (_FORWARD, _GRAD_QUERY, _GRAD_KEY_VALUE)]
+
+
 def _launch(kernel: MetalKernel, queries: mx.array, inputs: list[mx.array], outputs: list[Output]) -> list[mx.array]:
     """Launch one threadgroup per head and per tile of queries."""
     B, heads, T, D = queries.shape

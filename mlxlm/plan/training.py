@@ -13,10 +13,10 @@ from mlxlm.config import ModelConfig, counts
 from mlxlm.config.numbers import is_int, is_number
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.kernels import flash_attention
-from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
+from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case, has_short_window
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
-from mlxlm.kernels.dispatch import choose_path
+from mlxlm.kernels.dispatch import Case, choose_path
 from mlxlm.kernels.mlx_attention import MIN_ROWS
 from mlxlm.utils.errors import ConfigError
 
@@ -140,12 +140,7 @@ class Training:
 
 def _path_on_this_device(config: ModelConfig, training: Training) -> str:
     """Ask the kernel dispatcher, which knows `$MLXLM_KERNELS` and the measurements of this machine."""
-    window = next((w for w in map(config.window, range(config.num_hidden_layers)) if w is not None), None)
-    used = {"window": window, "softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
-    features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
-    sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
-    case = attention_case(TRAINING, training.dtype, *sizes, features)
-    path = choose_path(TRAINING, case).path
+    path = choose_path(TRAINING, _case(config, training)).path
     if path == "mlx":
         return "fused" if _fused_by_mlx(training) else "plain"
     return "fused" if path == "metal" else path
@@ -159,12 +154,22 @@ def _path_on_other_device(config: ModelConfig, training: Training) -> str:
     """
     if config.positions == "alibi" or config.attn_logit_softcapping is not None:
         return "blockwise"
+    kernel = training.device == "metal" and config.head_dim % 8 == 0 and config.head_dim <= flash_attention.MAX_HEAD_DIM
     if training.max_seq_length < LINEAR_MEMORY_FROM:
-        return "plain"
+        return "fused" if kernel and has_short_window(_case(config, training)) else "plain"
     if training.device == "metal":
-        kernel = config.head_dim % 8 == 0 and config.head_dim <= flash_attention.MAX_HEAD_DIM
         return "fused" if kernel else "blockwise"
     return "fused" if _fused_by_mlx(training) else "blockwise"
+
+
+def _case(config: ModelConfig, training: Training) -> Case:
+    """The case of the layers without a window, if there are any: their attention may need the most memory."""
+    used = {"softcap": config.attn_logit_softcapping, "slopes": config.positions == "alibi" or None}
+    features, length = tuple(name for name, x in used.items() if x is not None), training.max_seq_length
+    sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
+    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    window = None if None in windows else config.sliding_window
+    return attention_case(TRAINING, training.dtype, *sizes, features, window=window)
 
 
 def _fused_by_mlx(training: Training) -> bool:

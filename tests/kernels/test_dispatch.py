@@ -222,12 +222,31 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
     assert order(TRAINING, 4096) == ("metal", "blockwise", "mlx")
+    assert order(TRAINING, 512, window=128) == ("metal", "mlx", "blockwise")
+    assert order(TRAINING, 512, window=256)[0] == "mlx"
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: True)
     assert order(TRAINING, 4096) == ("blockwise", "metal", "mlx")
+    assert order(TRAINING, 512, window=128)[0] == "mlx"
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: False)
+    assert order(TRAINING, 512, window=128)[0] == "mlx"
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
     assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise", "mlx")  # not in float32
+
+
+def test_windows_in_training():
+    """Rounded to a power of two, a size of the case; the sample inputs have it, and the checks on little data."""
+
+    def sizes(T, window):
+        return attention_case(TRAINING, "float32", 64, 8, 2, T, T, ("window",), window=window)
+
+    rounded = sizes(900, 100)
+    assert rounded == sizes(512, 128) and str(rounded) == "training_attention float32 D=64 H=8 K=2 window=128 T=512"
+    assert TRAINING.sample_inputs(rounded)[1] == {"window": 128}
+    assert TRAINING.check_cases(rounded)[0].size("window") == 35
+    assert bench.narrow(sizes(4096, 512)).label == "D=64 H=4 K=1 window=128 T=1024"
+    for T, window in ((900, 300), (200, 20), (100, 500)):  # all of the rounded length, or shorter than any case
+        assert sizes(T, window) == attention_case(TRAINING, "float32", 64, 8, 2, T, T, ())
 
 
 @pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])

@@ -20,7 +20,7 @@ CASES = [
     attend(DECODE, "float32", 1),
     attend(QUANTIZED, "bfloat16", 1, group_size=32, key_bits=4, value_bits=4),
     attend(PREFILL, "float16", 2048),
-    attend(TRAINING, "float32", 2048, "window"),
+    attend(TRAINING, "float32", 2048, window=256),
     attend(TRAINING, "bfloat16", 2048, "segment_ids"),
 ]
 

@@ -6,9 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
+from mlxlm.kernels import flash_attention
 from mlxlm.kernels.flash_attention import attention_with_lse, tiled_attention
 from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.mlx_attention import mlx_attention
+from mlxlm.kernels.training_cost import Shape, tiled_cost
 from tests import oracle
 from tests.metal import harness
 from tests.oracle import as64
@@ -267,3 +269,31 @@ def test_memory_is_linear_in_the_length(traced):
     mx.grad(lambda q: tiled_attention(q, q, q, 0.125).sum())(q)
     bytes_written = sum(np.prod(shape) * dtype.size for _, outputs in traced for shape, dtype in outputs)
     assert bytes_written == 4 * q.size * 2 + 2 * q.size // 64 * 4  # output and three gradients, two statistics
+
+
+SHAPES = [
+    Shape(T=128, D=64, H=2, K=1, itemsize=4),
+    Shape(T=256, D=32, H=1, K=1, itemsize=2, window=64),
+    Shape(T=256, D=64, H=2, K=1, itemsize=2, text_length=64),
+    Shape(T=192, D=128, H=1, K=1, itemsize=2),
+    Shape(T=128, D=128, H=1, K=1, itemsize=4, window=33),
+    Shape(T=200, D=80, H=2, K=2, itemsize=2, window=100, text_length=80),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cost_is_what_the_kernels_count(needs_harness, shape, monkeypatch):
+    """Windows and ragged lengths begin between two tiles, where the cost of the model is an approximation."""
+    monkeypatch.setattr(flash_attention, "_FULL_GRID", 1)  # one threadgroup for all queries of a tile of keys
+    T, D, dtype = shape.T, shape.D, mx.float32 if shape.itemsize == 4 else mx.bfloat16
+    q, k, v, output_grad, _ = problem(1, shape.H, shape.K, T, T, D, dtype)
+    ids = None if shape.text_length is None else (mx.arange(T, dtype=mx.int32) // shape.text_length)[None]
+    with harness.use() as log:
+        mx.vjp(lambda *x: tiled_attention(*x, 0.2, window=shape.window, segment_ids=ids), [q, k, v], [output_grad])
+    cost = tiled_cost(shape)
+    print(
+        8**3 * sum(x.products for x in log.launches) / cost.products,
+        sum(x.loaded + x.stored for x in log.launches) / cost.bytes_moved,
+    )
+    assert cost.products == pytest.approx(8**3 * sum(x.products for x in log.launches), rel=0.02)
+    assert cost.bytes_moved == pytest.approx(sum(x.loaded + x.stored for x in log.launches), rel=0.03)
