@@ -45,11 +45,6 @@ class Check:
     run: Callable[[], dict[str, Any]]
     case: str = ""
 
-    @property
-    def title(self) -> str:
-        """Name and case."""
-        return f"{self.name}: {self.case}" if self.case else self.name
-
 
 @dataclass(frozen=True)
 class Result:
@@ -61,7 +56,7 @@ class Result:
         case: As in `Check`.
         status: "passed", "failed" or "skipped".
         reason: Why it failed or was skipped; "" if it passed.
-        values: What was measured.
+        values: What was measured, to four significant digits.
         seconds: How long it took.
         traceback: Of an unexpected exception.
     """
@@ -100,6 +95,15 @@ def run_check(check: Check) -> Result:
     except Exception as error:
         kind = "" if isinstance(error, MlxlmError) else f"{type(error).__name__}: "
         status, reason, trace = "failed", kind + one_line(str(error))[:_MAX_REASON], traceback.format_exc()
-    seconds = round(time.perf_counter() - start, 3)
+    seconds = time.perf_counter() - start
     result = Result(check.section, check.name, check.case, status, reason, values, seconds, trace)
-    return Result(**without_personal_data(without_nonfinite(result.to_dict())))
+    return Result(**_rounded(without_personal_data(without_nonfinite(result.to_dict()))))
+
+
+def _rounded(value: Any) -> Any:
+    """Return a JSON value with numbers of four significant digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_rounded, value))
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -33,13 +33,13 @@ _MAX_ERROR = {None: 2 * TOLERANCE[DEVICE_DTYPE], 8: 0.06, 4: 0.3}
 
 def memory_checks(sizes: Sizes) -> Iterator[Check]:
     """What limits decoding and training."""
-    yield Check(MEMORY, "memory bandwidth", lambda: {"bytes_per_second": float(f"{measure_bandwidth():.4g}")})
+    yield Check(MEMORY, "memory bandwidth", lambda: {"bytes_per_second": measure_bandwidth()})
     for dtype in ("float32",) if ON_CPU else ("float32", "bfloat16"):
         yield Check(MEMORY, f"products of {dtype} matrices", partial(_matmul, sizes.matrix, dtype))
 
 
 def _matmul(size: int, dtype: str) -> dict[str, Any]:
-    return {"size": size, "gflops": float(f"{measure_matmul(size, dtype=dtype):.4g}")}
+    return {"size": size, "gflops": measure_matmul(size, dtype=dtype)}
 
 
 class DecodingChecks:
@@ -80,7 +80,7 @@ class DecodingChecks:
                 rows.append(context.decode(mx.array([token], mx.int32)))
                 held.append(token)
         error, tolerance = relative_distance(mx.concatenate(rows), uncached), _MAX_ERROR[bits]
-        values = {"error": float(f"{error:.3g}"), "tolerance": tolerance, "tokens": len(ids)}
+        values = {"error": error, "tolerance": tolerance, "tokens": len(ids)}
         if not error <= tolerance:
             raise CheckFailed(f"the relative error of the logits is {error:.2g}, above {tolerance:g}", values)
         return values
@@ -109,7 +109,6 @@ class DecodingChecks:
             "share_of_bandwidth": read.total * (timings.tokens_per_second or 0.0) / bandwidth,
             "peak_memory_bytes": timings.peak_memory_bytes,
         }
-        values = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
         if len(result.tokens) != num_tokens:
             raise CheckFailed(f"{len(result.tokens)} tokens were decoded instead of {num_tokens}", values)
         return values

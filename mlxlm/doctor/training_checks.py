@@ -98,8 +98,8 @@ class TrainingChecks:
             elif isinstance(event, Step):
                 losses.append(event.loss)
             elif isinstance(event, Finished) and event.tokens_per_second:
-                values["tokens_per_second"] = float(f"{event.tokens_per_second:.4g}")
-                values["gflops"] = float(f"{flops * event.tokens_per_second / 1e9:.4g}")
+                values["tokens_per_second"] = event.tokens_per_second
+                values["gflops"] = flops * event.tokens_per_second / 1e9
                 values["peak_memory_bytes"] = event.memory
         state = read_checkpoint_state(run.checkpoints()[-1])
         return _Trained(losses, state["sha256"], {**values, "dtype": run.settings.dtype, "steps": len(losses)})

@@ -20,7 +20,7 @@ from tests.doctor.tiny import DTYPE, TINY
 
 
 def run(checks):
-    return {check.title: run_check(check) for check in checks}
+    return {result.title: result for result in map(run_check, checks)}
 
 
 def short_benchmarks():
@@ -35,7 +35,7 @@ def only(results, status):
 def test_all_checks_have_names_of_their_own(tmp_path):
     for sizes in (CPU, TINY):
         checks = full_suite(tmp_path, sizes)
-        assert len({(check.section, check.title) for check in checks}) == len(checks)
+        assert len({(check.section, check.name, check.case) for check in checks}) == len(checks)
     sections = list(dict.fromkeys(check.section for check in checks))
     assert sections == ["memory and matrix products", "decoding", "training", "kernels", "kernel benchmarks"]
     assert not list(tmp_path.iterdir())  # nothing runs before it is asked to
