@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
+from mlxlm.kernels.rms_norm_metal import _forward_teams, _teams, add_rms_norm_metal, rms_norm_metal
 from tests import oracle
 from tests.metal import harness
 
@@ -167,6 +167,24 @@ def test_threads_fit_in_the_registers(needs_harness, N, forward, gradient):
         mx.eval(norm_and_gradient(x, weight, dy), add_norm_and_gradient(x, residual, weight, dh, dy))
     threads = [launch.threads // launch.groups for launch in log.launches]
     assert threads == [forward, gradient, forward, gradient]
+
+
+@given(rows=st.integers(1, 5000), N=st.integers(1, 40_000) | st.integers(1, 40).map(lambda i: 1024 * i))
+def test_template_of_any_size(rows, N):
+    """EXACT threads hold whole rows, without further elements; only LONG rows don't fit."""
+    x = mx.zeros((rows, N))  # not evaluated
+    (forward, size), (_, gradient, gradient_size) = _forward_teams(x), _teams(x, 4, 32, 128)
+    assert forward["LONG"] == (held(forward, size) < N) and not (forward["EXACT"] and forward["LONG"])
+    for template, sizes, most in ((forward, size, 8), (gradient, gradient_size, 4)):
+        threads = sizes["threadgroup"][0]
+        assert threads % 32 == 0 and sizes["grid"][0] % threads == 0
+        assert threads <= (512 if template["EXACT"] or template["CHUNKS"] < most else 384)
+        assert template["EXACT"] == (N % held(template, sizes) == 0) or forward["LONG"]
+
+
+def held(template, sizes):
+    """The elements of a row that threads hold in registers at a time."""
+    return 4 * template["CHUNKS"] * (sizes["threadgroup"][0] if template["WIDE"] else 32)
 
 
 def test_gradient_checkpointing(metal):
