@@ -2,9 +2,11 @@
 
     python benchmarks/kernel_traffic.py [--only NAME]
 
-"moved" is the bytes that threads load from and store to device memory, divided by the minimum: each input read once,
-each output written once. The counts have no noise. "error" is the largest error against float64, relative to the
-largest value. Needs clang 19, as the tests of the kernels do.
+"moved over minimum" is the bytes that threads load from and store to device memory, divided by the minimum: each input
+read once, each output written once. "error" is the largest error against float64, relative to the largest value.
+Kernels with matrix products also have the number of 8x8 products, the loads from threadgroup memory of a thread for
+each of them, and the barriers of a threadgroup. The counts have no noise. Needs clang 19, as the tests of the kernels
+do.
 """
 
 from __future__ import annotations
@@ -41,16 +43,28 @@ def main() -> None:
     for name, case in cases().items():
         if options.only not in name:
             continue
-        errors, ratios = {}, {}
+        results[name] = {}
         for dtype in DTYPES:
             key = str(dtype).removeprefix("mlx.core.")
-            errors[key], ratios[key] = case(dtype)
-        results[name] = {"error": errors, "moved_over_minimum": ratios}
-        shown = "  ".join(f"{key}: error {errors[key]:.1e}, moved {ratios[key]:.3f}" for key in errors)
-        rows.append((name, shown))
-        print(f"{name}: {shown}", file=sys.stderr)
-    title = "kernels: largest error, bytes moved, relative to the minimum"
+            results[name][key] = values = counts(*case(dtype))
+            words = (
+                f"{what.replace('_', ' ')} {x:{',' if what == 'products' else '.3g'}}" for what, x in values.items()
+            )
+            rows.append((f"{name} {key}", ", ".join(words)))
+            print(*rows[-1], file=sys.stderr)
+    title = "kernels: errors, bytes moved, matrix products"
     report(title, rows, {"benchmark": "kernel_traffic", "cases": results})
+
+
+def counts(error: float, launches: list[harness.Launch], minimum: int) -> dict[str, float]:
+    moved = sum(x.read + x.written for x in launches)
+    values = {"error": error, "moved_over_minimum": moved / minimum}
+    if products := sum(x.products for x in launches):
+        loads, barriers = sum(x.threadgroup_loads for x in launches), sum(x.barriers for x in launches)
+        values["products"] = products
+        values["loads_per_product"] = loads / products / 32
+        values["barriers_per_threadgroup"] = barriers / sum(x.groups for x in launches)
+    return values
 
 
 def random(shape, dtype, seed):
@@ -65,15 +79,16 @@ def nbytes(*arrays: mx.array) -> int:
     return sum(x.nbytes for x in arrays)
 
 
-def run(function: Callable[[], list[mx.array]], kernels: str) -> tuple[list[mx.array], int]:
-    """The outputs, and the bytes moved by the kernels whose name starts with `kernels`."""
+def run(function: Callable[[], list[mx.array]], kernels: str) -> tuple[list[mx.array], list[harness.Launch]]:
+    """The outputs, and the launches of the kernels whose name starts with `kernels`."""
     with harness.use(seed=0) as log:
         out = function()
         mx.eval(out)
-    return out, sum(x.read + x.written for x in log.launches if x.kernel.startswith(f"mlxlm_{kernels}"))
+    return out, [launch for launch in log.launches if launch.kernel.startswith(f"mlxlm_{kernels}")]
 
 
 def cases() -> dict[str, Callable]:
+    """Functions of a dtype that return the error, the launches, and the minimum of bytes."""
     named = {}
     for rows, N in ((2048, 256), (2048, 1024), (512, 4096), (512, 8192)):
         size = f"{rows} x {N}"
@@ -85,46 +100,46 @@ def cases() -> dict[str, Callable]:
         named[f"attention_decode D={D} S={S} G={G} T={T}"] = partial(decode, D, S, G, T)
     for bits, group in ((8, 64), (8, 32), (4, 64), (4, 32)):
         named[f"attention_decode_quantized {bits} bits / {group} D=128 S=2048 G=4"] = partial(quantized, bits, group)
-    for T in (256, 512):
+    for T, D in ((256, 64), (512, 64), (256, 128), (512, 128)):
         for kernel in ("attention_forward", "attention_grad_query", "attention_grad_key_value"):
-            named[f"{kernel} T={T} D=64"] = partial(tiled, kernel, T)
+            named[f"{kernel} T={T} D={D}"] = partial(tiled, kernel, T, D)
     return named
 
 
 def norm(rows, N, dtype):
     x, w = random((rows, N), dtype, 0), random((N,), dtype, 1)
-    (y,), moved = run(lambda: [rms_norm_metal(x, w, EPS)], "rms_norm")
-    return error([y], [oracle.rms_norm(oracle.as64(x), oracle.as64(w), EPS)]), moved / nbytes(x, w, y)
+    (y,), launches = run(lambda: [rms_norm_metal(x, w, EPS)], "rms_norm")
+    return error([y], [oracle.rms_norm(oracle.as64(x), oracle.as64(w), EPS)]), launches, nbytes(x, w, y)
 
 
 def norm_grad(rows, N, dtype):
     x, w, g = random((rows, N), dtype, 0), random((N,), dtype, 1), random((rows, N), dtype, 2)
-    (dx, dw), moved = run(lambda: mx.vjp(lambda x, w: rms_norm_metal(x, w, EPS), [x, w], [g])[1], "rms_norm_grad")
+    (dx, dw), launches = run(lambda: mx.vjp(lambda x, w: rms_norm_metal(x, w, EPS), [x, w], [g])[1], "rms_norm_grad")
     wanted = oracle.rms_norm_grad(oracle.as64(x), oracle.as64(w), EPS, oracle.as64(g))
-    return error([dx, dw], wanted), moved / nbytes(x, w, g, dx, dw)
+    return error([dx, dw], wanted), launches, nbytes(x, w, g, dx, dw)
 
 
 def add_norm(rows, N, apart, dtype):
     x, r, w = random((rows, N), dtype, 0), random((rows, N), dtype, 1), random((N,), dtype, 2)
-    (h, y), moved = run(lambda: list(add_rms_norm_metal(x, r, w, EPS)), "add_rms_norm")
+    (h, y), launches = run(lambda: list(add_rms_norm_metal(x, r, w, EPS)), "add_rms_norm")
     wanted = [oracle.as64(x + r), oracle.rms_norm(oracle.as64(x + r), oracle.as64(w), EPS)]
     least = nbytes(x, r, w, h, y)
-    return error([h, y], wanted), moved / (least + h.nbytes if apart else least)
+    return error([h, y], wanted), launches, least + h.nbytes if apart else least
 
 
 def decode(D, S, G, T, dtype):
     q, k, v = random((1, 2 * G, T, D), dtype, 0), random((1, 2, S, D), dtype, 1), random((1, 2, S, D), dtype, 2)
-    (out,), moved = run(lambda: [decode_attention(q, k, v, D**-0.5)], "attention_decode")
-    return error([out], [oracle.attention(*map(oracle.as64, (q, k, v)), D**-0.5)[0]]), moved / nbytes(q, k, v, out)
+    (out,), launches = run(lambda: [decode_attention(q, k, v, D**-0.5)], "attention_decode")
+    return error([out], [oracle.attention(*map(oracle.as64, (q, k, v)), D**-0.5)[0]]), launches, nbytes(q, k, v, out)
 
 
 def quantized(bits, group_size, dtype):
     D, S, form = 128, 2048, {"bits": bits, "group_size": group_size}
     q, k, v = random((1, 8, 1, D), dtype, 0), random((1, 2, S, D), dtype, 1), random((1, 2, S, D), dtype, 2)
     k, v = mx.quantize(k, **form), mx.quantize(v, **form)
-    (out,), moved = run(lambda: [quantized_decode_attention(q, k, v, D**-0.5, **form)], "attention_decode")
+    (out,), launches = run(lambda: [quantized_decode_attention(q, k, v, D**-0.5, **form)], "attention_decode")
     exact = [dequantized(x, bits, group_size) for x in (k, v)]
-    return error([out], [oracle.attention(oracle.as64(q), *exact, D**-0.5)[0]]), moved / nbytes(q, *k, *v, out)
+    return error([out], [oracle.attention(oracle.as64(q), *exact, D**-0.5)[0]]), launches, nbytes(q, *k, *v, out)
 
 
 def dequantized(packed, bits, group_size):
@@ -133,23 +148,23 @@ def dequantized(packed, bits, group_size):
     return oracle.as64(mx.dequantize(words, *exact, bits=bits, group_size=group_size))
 
 
-def tiled(kernel, T, dtype):
-    q, k, v, g = (random((1, h, T, 64), dtype, seed) for seed, h in enumerate((4, 2, 2, 4)))
+def tiled(kernel, T, D, dtype):
+    q, k, v, g = (random((1, h, T, D), dtype, seed) for seed, h in enumerate((4, 2, 2, 4)))
     out, grads = [], []
 
     def both():
-        out[:], grads[:] = mx.vjp(lambda *x: tiled_attention(*x, 0.125), [q, k, v], [g])
+        out[:], grads[:] = mx.vjp(lambda *x: tiled_attention(*x, D**-0.5), [q, k, v], [g])
         return out + grads
 
-    _, moved = run(both, kernel)
+    _, launches = run(both, kernel)
     exact = [oracle.as64(x) for x in (q, k, v, g)]
-    rows = 4 * q.size // 64  # bytes of a float32 for each row
+    rows = 4 * q.size // D  # bytes of a float32 for each row
     if kernel == "attention_forward":
-        return error(out, [oracle.attention(*exact[:3], 0.125)[0]]), moved / (nbytes(q, k, v, *out) + rows)
-    dq, dk, dv = oracle.attention_grad(*exact[:3], 0.125, exact[3])
+        return error(out, [oracle.attention(*exact[:3], D**-0.5)[0]]), launches, nbytes(q, k, v, *out) + rows
+    dq, dk, dv = oracle.attention_grad(*exact[:3], D**-0.5, exact[3])
     if kernel == "attention_grad_query":
-        return error(grads[:1], [dq]), moved / (nbytes(q, k, v, g, *out, grads[0]) + 3 * rows)
-    return error(grads[1:], [dk, dv]), moved / (nbytes(q, k, v, g, *grads[1:]) + 2 * rows)
+        return error(grads[:1], [dq]), launches, nbytes(q, k, v, g, *out, grads[0]) + 3 * rows
+    return error(grads[1:], [dk, dv]), launches, nbytes(q, k, v, g, *grads[1:]) + 2 * rows
 
 
 if __name__ == "__main__":
