@@ -62,10 +62,10 @@ class Shape:
 def unfused_cost(shape: Shape) -> Cost:
     """Return the cost of MLX's gradient on Metal, whose operations compute and store all T² scores of a head.
 
-    The six products are two of the forward pass and four of the gradient. Its other operations are one kernel each, or
-    one for several elementwise operations: select, softmax, p·dp, its sum, and the gradient of softmax and select.
-    They and the products read or write an array of scores 17 times, and the mask three times. The gradient
-    keeps the probabilities, the mask and the scaled queries. Each operation is assumed to read its inputs once.
+    The six products are two of the forward pass and four of the gradient. The other operations on scores, as
+    `mx.compile` fuses them, are select, softmax, p · dp, its sum, and the gradient of softmax and select. All together
+    read or write an array of scores 17 times, and the mask three times. The probabilities, the mask and the scaled
+    queries are kept. Bytes are counted as if each operation read its inputs once, which is the least that it moves.
     """
     scores, row = shape.T**2, shape.T * shape.D * shape.itemsize
     moved = (17 * shape.itemsize * shape.H + 3) * scores + (12 * shape.H + 4 * shape.K) * row
@@ -80,7 +80,7 @@ def tiled_cost(shape: Shape) -> Cost:
 
     The products are two of the forward pass, three of the gradient of the queries and four of that of keys and values.
     A threadgroup reads the rows that it holds, and all rows that these see. Bytes are counted as if threadgroups shared
-    no cache, which is the most that they move. The sums of `flash_attention` for small grids are not included.
+    no cache, which is the most that they move, but without the sums over threadgroups that share keys in small grids.
     """
     T, H, K, row = shape.T, shape.H, shape.K, shape.T * shape.D * shape.itemsize
     products, staged = 0, 0  # staged: rows of a head that all threadgroups copy
@@ -118,8 +118,8 @@ def blockwise_cost(shape: Shape) -> Cost:
 def tiling_pays(shape: Shape) -> bool:
     """Whether the tiled kernels do at most half of the products of MLX's gradient, and move no more bytes.
 
-    Then they are faster even if they reach only half of the throughput of MLX's products, which is not known, and
-    whether products or memory bandwidth limit the GPU.
+    Then they are no slower if they reach half of the throughput of MLX's products, whether products or memory limit the
+    GPU. What they reach is not known.
     """
     tiled, unfused = tiled_cost(shape), unfused_cost(shape)
     return 2 * tiled.products <= unfused.products and tiled.bytes_moved <= unfused.bytes_moved

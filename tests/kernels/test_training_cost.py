@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import blockwise_attention
+from mlxlm.kernels import attention_dispatch, blockwise_attention
+from mlxlm.kernels.attention_dispatch import TRAINING, attention_case
 from mlxlm.kernels.mlx_attention import mlx_attention
-from mlxlm.kernels.training_cost import Cost, Shape, blockwise_cost, tiling_pays, unfused_cost
+from mlxlm.kernels.training_cost import Cost, Shape, blockwise_cost, tiled_cost, tiling_pays, unfused_cost
+from tests.paths import ROOT
 
 DTYPES = {2: mx.bfloat16, 4: mx.float32}
 VIEWS = {"Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unflatten"}
@@ -143,3 +145,23 @@ def test_tiling_pays_for_windows_of_at_most_a_quarter(T, D, itemsize):
     shape = Shape(T, D, 8, 2, itemsize)
     assert not tiling_pays(shape) and not tiling_pays(replace(shape, window=T // 2))
     assert tiling_pays(replace(shape, window=T // 4)) and tiling_pays(replace(shape, window=16))
+
+
+def test_table_of_the_kernels_documentation(monkeypatch):
+    """The rows of metal_kernels/README.md, for 16 heads in bfloat16 on a GPU without matrix units."""
+    monkeypatch.setattr(attention_dispatch, "metal_available", lambda: True)
+    monkeypatch.setattr(attention_dispatch, "_has_matrix_units", lambda: False)
+    lengths = [(T, window, None) for T in (256, 1024, 4096) for window in (None, T // 4)] + [(512, None, 128)]
+    rows = []
+    for T, window, text_length in lengths:
+        keys = f"window of {window:,}" if window else f"texts of {text_length}" if text_length else "all"
+        for D in (64, 128):
+            shape = Shape(T, D, 16, 16, 2, window, text_length)
+            costs = [cost(shape) for cost in (unfused_cost, tiled_cost, blockwise_cost)]
+            products, moved, kept = (" / ".join(f"{cost[i] / 1e6:,.0f}" for cost in costs) for i in range(3))
+            case = attention_case(TRAINING, "bfloat16", D, 16, 16, T, T, (), window=window)
+            chosen = TRAINING.preferred_paths(case)[0][0]
+            rows.append(f"| {T:,} | {keys} | {D} | {products} | {moved} | {kept} | `{chosen}` |")
+    table = "\n".join(rows)
+    readme = (ROOT / "metal_kernels/README.md").read_text(encoding="utf-8")
+    assert table in readme, f"the table should be\n{table}"
