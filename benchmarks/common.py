@@ -75,12 +75,15 @@ def plain_mlx() -> Iterator[None]:
     def attention(queries, keys, values, scale, **_):
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
 
+    def activation(_function):
+        return lambda gate, up: nn.silu(gate) * up
+
     def summed_loss(model, tokens, _segments, _weights):
         return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
 
-    places = ((attention_module, "attention"), (feed_forward, "swiglu"), (step_module, "summed_loss"))
+    places = ((attention_module, "attention"), (feed_forward, "with_fused_gradients"), (step_module, "summed_loss"))
     originals = [getattr(*place) for place in places]
-    for place, function in zip(places, (attention, lambda gate, up: nn.silu(gate) * up, summed_loss), strict=True):
+    for place, function in zip(places, (attention, activation, summed_loss), strict=True):
         setattr(*place, function)
     try:
         yield

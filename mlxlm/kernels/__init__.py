@@ -5,7 +5,7 @@ blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is s
 activations use a vectorised `exp` instead.
 """
 
-from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu
+from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu, with_fused_gradients
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
@@ -27,4 +27,5 @@ __all__ = [
     "rms_norm",
     "swiglu",
     "use_kernels",
+    "with_fused_gradients",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import gelu, gelu_tanh, swiglu
+from mlxlm.kernels import gelu, gelu_tanh, swiglu, with_fused_gradients
 from mlxlm.model.fused_linear import FusedLinear
 from mlxlm.model.linear import Linear
 
@@ -26,8 +28,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         h, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gated, self.is_swiglu = config.mlp_gated, config.mlp_gated and config.hidden_act == "silu"
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gated, self.activation = config.mlp_gated, ACTIVATIONS[config.hidden_act]
+        if self.gated:
+            self.activation = swiglu if self.activation is nn.silu else _gated(self.activation)
         if self.gated:
             self.gate_proj = Linear(h, inner, bias=bias)
         self.up_proj = Linear(h, inner, bias=bias)
@@ -48,17 +51,19 @@ class FeedForward(nn.Module):
     def decode(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to one position per row, `[B, hidden]`, after `fuse`."""
         x = self._project(x)
-        if self.gated:
-            gate, up = mx.split(x, 2, axis=-1)
-            return self._project_down(swiglu(gate, up) if self.is_swiglu else self.activation(gate) * up)
-        return self._project_down(self.activation(x))
+        inputs = mx.split(x, 2, axis=-1) if self.gated else [x]
+        return self._project_down(self.activation(*inputs))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the feed-forward to `x` `[B, T, hidden]`."""
         if x.ndim == 2:
             return self.decode(x)
-        if self.is_swiglu:
-            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        if self.gated:
-            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(self.activation(self.up_proj(x)))
+        inputs = [self.gate_proj(x), self.up_proj(x)] if self.gated else [self.up_proj(x)]
+        activation = with_fused_gradients(self.activation) if self.training else self.activation
+        return self.down_proj(activation(*inputs))
+
+
+@cache
+def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
+    """Return the function of gate and up: act(gate) · up."""
+    return lambda gate, up: activation(gate) * up
