@@ -191,6 +191,27 @@ BUGGY_KERNELS = {
         TID + "float4 v = float4(x[t]); v[t % 5] = 1; y[t] = v.x;",
         r"index \d+ is out of bounds of a local array or vector of type",
     ),
+    "past the end of an array at the end of a struct": BuggyKernel(
+        TID + "S s = {3, {1, 2, 3, 4}}; s.v[t % 6] += 1; y[t] = s.v[t % 4];",
+        r"index \d+ is out of bounds of a local array or vector of type 'float\[4\]'",
+        header="struct S { int n; float v[4]; };",
+    ),
+    "past the end of a vector of bool": BuggyKernel(
+        TID + "bool4 v = bool4(false); v[t % 5] = true; y[t] = v.x;",
+        r"index \d+ is out of bounds of a local array or vector of type 'bool\[4\]'",
+    ),
+    "past the end of metal::array": BuggyKernel(
+        TID + "metal::array<float, 4> v = {1, 2, 3, 4}; v[t % 5] += 1; y[t] = v[t % 4];",
+        r"index \d+ is out of bounds of a local array or vector of type 'float\[4\]'",
+    ),
+    "a struct of 32 bytes half outside": BuggyKernel(
+        GID + "*(device S*)(y + 4 * g) = *(const device S*)(x + 4 * (g % 15));",
+        r"out-of-bounds write of \d+ bytes at y\[6[04]\]",
+        header="struct S { float v[8]; };",
+        grid=16,
+        threadgroup=1,
+        init_value=0,
+    ),
     "a loop that starts at a negative index": BuggyKernel(
         """
         int lid = thread_index_in_threadgroup, n = 203 - 8 * lid;
@@ -286,6 +307,10 @@ BUGGY_KERNELS = {
     "simd_broadcast of a lane that varies": BuggyKernel(
         TID + "y[t] = simd_broadcast(x[t], ushort(31 - t % 32));", "simd_broadcast with a different argument"
     ),
+    "simd_ballot that a lane skips": BuggyKernel(
+        TID + "y[t] = x[t]; if (t != 7) y[t] = simd_ballot(x[t] > 3).any();",
+        "SIMD-group divergence: .* is at simd_ballot, thread 7 has returned",
+    ),
     "a shuffle against a barrier": BuggyKernel(
         TID + "y[t] = x[t]; if (t < 16) y[t] = simd_shuffle_xor(x[t], 1);"
         "else threadgroup_barrier(mem_flags::mem_threadgroup);",
@@ -347,12 +372,9 @@ BUGGY_KERNELS = {
         "no implicit conversion from float to bfloat",
         **BFLOAT,
     ),
-    "a threadgroup array in a nested block": BuggyKernel(
-        TID + "if (x[0] == 0) { threadgroup float a[64]; a[t] = x[t]; } y[t] = x[t];", "outermost scope"
-    ),
     "a threadgroup array in a helper function": BuggyKernel(
         TID + "y[t] = f(x[t]);",
-        "outermost scope",
+        "must be declared in the kernel function",
         header="float f(float v) { threadgroup float a[2]; a[0] = v; return v; }",
     ),
     "an array whose length is not known": BuggyKernel(
@@ -386,9 +408,20 @@ BUGGY_KERNELS = {
         GID + "float4 v = (float4)(1.0f, 2.0f, 3.0f, 4.0f); y[g] = v.x;", "a vector type T"
     ),
     "a comparison of vectors": BuggyKernel(
-        GID + "float4 v = float4(x[g]); y[g] = float4(v < float4(3)).x;", "vectors of bool are not supported"
+        GID + "float4 v = float4(x[g]); y[g] = float4(v < float4(3)).x;",
+        "only supported .* where it is converted to bool2",
     ),
-    "a negated vector": BuggyKernel(GID + "int4 i = int4(1); y[g] = (!i).x;", "vectors of bool are not supported"),
+    "a negated vector": BuggyKernel(
+        GID + "int4 i = int4(1); y[g] = (!i).x;", "only supported .* where it is converted"
+    ),
+    "a vector of more than 16 bytes in memory": BuggyKernel(
+        GID + "*(device long4*)y = long4(g);", "accesses of more than 16 bytes"
+    ),
+    "a field of more than 16 bytes": BuggyKernel(
+        GID + "y[g] = ((const device S*)x)->n;",
+        "accesses of more than 16 bytes",
+        header="struct S { ulong3 v; int n; };",
+    ),
     "half of a vector by OpenCL's name": BuggyKernel(GID + "float4 v = float4(x[g]); y[g] = v.lo.x;", "are OpenCL's"),
     "a function that calls itself": BuggyKernel(
         GID + "y[g] = f(3);", "recursion", header="inline float f(int n) { return n ? n * f(n - 1) : 1.0f; }"

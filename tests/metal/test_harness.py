@@ -214,7 +214,7 @@ def test_small_inputs_are_constants_and_scalars_references():
     assert_array_equal(y, np.arange(21) % 7 * 2.5 + 4)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, mx.int8, mx.uint32, mx.int64, mx.bool_], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, mx.int8, mx.uint32, mx.int64, mx.bool_, mx.complex64], ids=str)
 def test_every_type_passes_through(dtype):
     a = numbers(100).astype(dtype)
     (y,) = run(GID + "T value = a[g]; y[g] = value;", [a], [((100,), dtype)], 100, template={"T": dtype})
@@ -275,6 +275,57 @@ def test_vectors_convert_and_swizzle():
     assert_array_equal(y, [2.5, 4, 5.5, -5, 7, 6, 5, 4, 9])
 
 
+def test_vectors_of_bool():
+    source = """
+        float4 v = float4(a[0], a[1], a[2], a[3]), limit = float4(1.5f);
+        bool4 low = v < limit;
+        bool2 pair(true, false);
+        bool3 three;
+        three = !bool3(low.x, low[2], true) || bool3(false);
+        float4 chosen = select(v, limit, v < limit);
+        int values[] = {
+            any(low), all(low), all((v < limit) || (v > limit)), any(low && !low), low.y, low[2], int(chosen.x * 2),
+            int(chosen.w), sizeof(bool2), sizeof(bool3), int2(pair).x, three.y, three.z, all(bool4(v >= limit) || low),
+        };
+        for (int i = 0; i < 14; i++) y[i] = values[i];
+    """
+    (y,) = run(source, [mx.arange(4).astype(mx.float32)], [((14,), mx.int32)], 1)
+    assert_array_equal(y, [1, 0, 1, 0, 1, 0, 3, 3, 2, 4, 1, 1, 0, 1])
+
+
+def test_vectors_of_64_bits():
+    source = """
+        long4 v = long4(float4(1.5f)) - long4(0, 1, 2, 3) * (1l << 40);
+        ulong3 u{a[0], 2, 3};
+        u += ulong3(v.xyz) >> 63;
+        y[0] = v.w; y[1] = u.x; y[2] = u.y; y[3] = vec<ulong, 4>(u, 7).w; y[4] = sizeof(u); y[5] = all(v < 2);
+    """
+    (y,) = run(source, [mx.array([9, 8], dtype=mx.uint32)], [((6,), mx.int64)], 1)
+    assert_array_equal(y, [1 - 3 * 2**40, 9, 3, 7, 32, 1])
+
+
+@pytest.mark.parametrize("n", [5, 40])  # in constant and in device memory
+def test_complex_numbers(n):
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(2, n)) + 1j * rng.normal(size=(2, n))).astype(np.complex64)
+    source = (
+        GID
+        + """
+        complex64_t p = a[g], q;
+        q = b[g];
+        T s = p * q - (1.0f - p) / q;
+        s += -q + 2;
+        y[g] = simd_shuffle_up(s, ushort(1));
+        z[g] = a[g].imag + float(q) + (p < q);
+    """
+    )
+    outputs = [((n,), mx.complex64), ((n,), mx.float32)]
+    y, z = run(source, [mx.array(a), mx.array(b)], outputs, n, 64, {"T": mx.complex64})
+    s, lane = a * b - (1 - a) / b - b + 2, np.arange(n)
+    assert_allclose(y, s[np.where(lane % 32, lane - 1, lane)], rtol=1e-5)
+    assert_allclose(z, a.imag + b.real + (a.real < b.real), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.int32], ids=str)
 def test_collectives(dtype):
     source = """
@@ -292,6 +343,19 @@ def test_collectives(dtype):
     expected = [n * 0 + 496, n * 0 + 31, n * 0, n ^ 5, *shifted, n * 0 + 7, n // 2, n * 0]
     assert_array_equal(y, expected)
     assert z.all()
+
+
+@pytest.mark.parametrize("threads", [32, 20])
+def test_ballot(threads):
+    source = """
+        ushort lane = thread_index_in_simdgroup;
+        simd_vote vote = simd_ballot(a[lane] % 3 == 0);
+        y[lane] = simd_vote::vote_t(vote);
+        z[lane] = vote.all() + 2 * vote.any() + 4 * simd_ballot(lane < 32).all() + 8 * simd_ballot(lane > 40).any();
+    """
+    outputs = [((threads,), mx.uint64), ((threads,), mx.int32)]
+    y, z = run(source, [mx.arange(threads)], outputs, threads)
+    assert (y == sum(1 << lane for lane in range(0, threads, 3))).all() and (z == 6).all()
 
 
 def test_prefix_sums_rotations_and_quad_groups():
@@ -366,6 +430,47 @@ def test_text_that_depends_on_the_type():
     n = np.arange(8)
     assert_array_equal(y, 6 * n + 4 + 4 * n + 1)
     assert_array_equal(z, np.arange(16))
+
+
+def test_declarations_of_classes_functions_and_variables():
+    """Forms that MLX's kernels use, and clang's OpenCL doesn't have or the rules of metal_rules.py must not reject."""
+    header = """
+        constant metal::os_log logger("tests", "harness");
+        template <typename T> struct Pair {
+            T first, second;
+            constexpr Pair(T first, T second) thread : first(first), second(second) {}
+            constexpr operator vec<T, 2>() const thread { return vec<T, 2>(first, second); }
+        };
+        template <typename T> constexpr Pair<T> swapped(Pair<T> p) { return {p.second, p.first}; }
+        template <typename T, int N> void fill(T values[N], T value) { for (int i = 0; i < N; i++) values[i] = value; }
+        template <typename T, int N> void add(thread T (&values)[N], T value) { values[N - 1] += value; }
+        template <typename T> void advance(const device T*& p, int n) { p += n; }
+        template <typename P, typename N> float after(P p, N n) { p += n; logger.log_debug("%f", *p); return *p; }
+        short after_next(const thread short& i) { return i + 2; }
+        short2 twice(short2);
+        short2 twice(short2 v) { return v + v; }
+    """
+    source = """
+        uint t = thread_index_in_threadgroup;
+        short2 pair(t % 3, 2), other = twice(pair);
+        Pair<float> two = swapped(Pair<float>(1, 2));
+        float2 v = two;
+        float values[4];
+        fill<float, 4>(values, 3);
+        add(values, 1.0f);
+        const device float* p = a;
+        advance(p, 1);
+        metal::array<int, 2> both = {5, after_next(4)};
+        if (threads_per_threadgroup.x > 1) {
+            threadgroup float inner[32];
+            inner[t] = t;
+            threadgroup_barrier(mem_flags::mem_threadgroup);
+            v.y += inner[31 - t];
+        }
+        y[t] = other.y + 10 * v.x + 100 * v.y + values[3] + after(p, integral_constant<int, 2>{}) + both[1];
+    """
+    (y,) = run(source, [mx.arange(9).astype(mx.float32)], [((32,), mx.float32)], 32, header=header)
+    assert_array_equal(y, 4 + 20 + 100 * (1 + 31 - np.arange(32)) + 4 + 3 + 6)
 
 
 def test_threadgroup_declarations_of_all_forms():

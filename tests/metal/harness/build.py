@@ -51,7 +51,8 @@ DIALECT = shlex.split(f"""
 # - -O1 doesn't vectorize loops, so the counted loads and stores are close to those in the source.
 # - Barriers are identified by the address of the call. So all functions are inlined, and calls are never merged.
 # - ThreadSanitizer's instrumentation calls our runtime for each load and store, except of local variables.
-# - For local arrays and vectors, clang's array-bounds check compares indices with the declared length.
+# - For local arrays and vectors, clang's array-bounds check compares indices with the declared length, also of an array
+#   at the end of a struct.
 # - A stack overflow reaches the guard page below the stack.
 # - Uninitialized local variables are filled with a pattern: NaN for floats, 0xAAAAAAAA for integers.
 KERNEL_FLAGS = shlex.split("""
@@ -60,6 +61,7 @@ KERNEL_FLAGS = shlex.split("""
     -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
     -fsanitize=array-bounds,integer-divide-by-zero -fno-sanitize-recover=array-bounds,integer-divide-by-zero
+    -fstrict-flex-arrays=3
     -fstack-clash-protection -ftrivial-auto-var-init=pattern
 """)
 RUNTIME_FLAGS = shlex.split("""
@@ -213,7 +215,7 @@ def compiled(kernel: Kernel, signature: Signature) -> Compiled:
         if not path.exists():
             what = f"{kernel.name} ({signature.name})"
             tree = _run([*flags, "-w", "-fsyntax-only", "-Xclang", "-ast-dump", "-"], text, what)
-            if errors := violations(tree):
+            if errors := violations(tree, signature.may_recurse):
                 raise Fault(f"{kernel.name}: Metal's compiler would reject this:\n" + "\n".join(errors))
             _compile(text, [*flags, *KERNEL_FLAGS], path, what)
         _compiled[key] = Compiled(path)
@@ -227,6 +229,11 @@ def translated(kernel: Kernel, signature: Signature) -> str:
         f'#line 1 "signature"\n{signature.text}'
         f'#line 1 "{kernel.name}.metal"\n{kernel.source}\n}}\n'
     )
-    preprocessor = shlex.split("-E -x c++ -std=c++17 -undef -nostdinc -D__METAL__=1 -D__METAL_VERSION__=310 -")
-    expanded = _run(preprocessor, _INCLUDE.sub("", text), kernel.name)
-    return '#include "metal_stdlib.h"\n' + translate(expanded, signature.name) + f'\n#line 1 "entry"\n{signature.entry}'
+    expanded = preprocess(text, kernel.name)
+    return signature.prelude + translate(expanded, signature.name) + f'\n#line 1 "entry"\n{signature.entry}'
+
+
+def preprocess(text: str, name: str) -> str:
+    """Expand macros. `name` is that of the kernel, for error messages."""
+    flags = shlex.split("-E -x c++ -std=c++17 -undef -nostdinc -D__METAL__=1 -D__METAL_VERSION__=320 -")
+    return _run(flags, _INCLUDE.sub("", text), name)

@@ -8,28 +8,39 @@ from __future__ import annotations
 import re
 
 _POINTER = "a pointer or reference without an address space"
-# Clang prints the four words after the lookahead in place of the name of an unnamed declaration. In a template, the
-# pointee of `T* p` has no address space at all.
-_DECLARED = re.compile(
-    r" (?!used|referenced|implicit|invalid)[A-Za-z_]\w* '"
-    r"(?:[^']*__generic |(?![^']*__(?:global|local|constant|private))[^']*[*&](?:const)?')"
-)
+# A name and its type. Clang prints the four words after the lookahead in place of the name of an unnamed declaration.
+_NAMED = r" (?!used|referenced|implicit|invalid)[A-Za-z_]\w* '"
+# Metal accepts parameters like `device T*& p`.
+_DECLARED = re.compile(_NAMED + r"(?![^'*&]*__(?!generic)[^'*&]*\*__generic &)[^']*__generic ")
+# In a template, the pointee of `T* p` has no address space at all. Metal accepts parameters like `T p[N]`, which don't
+# end with the name.
+_PLAIN = r"(?![^']*__(?:global|local|constant|private))[^']*[*&](?:const)?'"
+_DEPENDENT = re.compile(_NAMED + _PLAIN)
+_PARAMETER = re.compile(r":(\d+)> \S*:\1(?: used| referenced)?" + _NAMED + _PLAIN)
 _CAST = re.compile(r"^[^']*'[^']*__generic [^']*\*")
 _RETURNED = re.compile(r"^(?!.* implicit )[^']*'(?:const |volatile )*__generic ")
 _BFLOAT = "no implicit conversion from float to bfloat"
 _METHOD = "a member function without an address space"
 _VECTOR_CAST = "(T)x with a vector type T is not supported by the harness (write T(x))"
 _VECTOR = re.compile(r"^[^']*(?:'[^']*':)?'[^'*&]*ext_vector_type[^'*&]*'")
-# In OpenCL the result is a vector of 0 and -1.
-_BOOLS = "vectors of bool are not supported by the harness"
+# In OpenCL the result is a vector of 0 and -1, and not bool4.
+_BOOLS = "a comparison of vectors is only supported by the harness where it is converted to bool2, bool3 or bool4"
+_CONVERSION = re.compile(r"(?:CXXConstruct|Call)Expr [^']*'(?:metal::)?bool[234]'")
 _COMPARISON = re.compile(r"ext_vector_type.* '(?:[<>]=?|[=!]=|&&|\|\||!)'")
+# ThreadSanitizer doesn't instrument them.
+_WIDE = "accesses of more than 16 bytes (long3, long4, ulong3, ulong4 in memory) are not supported by the harness"
+_WIDE_FIELD = re.compile(r"long[^'*&]*ext_vector_type\([34]\)[^'*&]*'")
+_WIDE_ACCESS = re.compile(r"long[^'*&]*__(?:global|local|constant)[^'*&]*ext_vector_type\([34]\)[^'*&]*' lvalue")
 _ANY = re.compile("")
 
 # Kind of AST node -> (error, pattern that the rest of the node's line must match).
 RULES = {
-    "VarDecl": [(_POINTER, _DECLARED)],
-    "ParmVarDecl": [(_POINTER, _DECLARED)],
-    "FieldDecl": [(_POINTER, _DECLARED)],
+    "VarDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT)],
+    "ParmVarDecl": [(_POINTER, _DECLARED), (_POINTER, _PARAMETER)],
+    "FieldDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), (_WIDE, _WIDE_FIELD)],
+    "ArraySubscriptExpr": [(_WIDE, _WIDE_ACCESS)],
+    "MemberExpr": [(_WIDE, _WIDE_ACCESS)],
+    "DeclRefExpr": [(_WIDE, _WIDE_ACCESS)],
     "FunctionDecl": [(_POINTER, _RETURNED)],
     "CXXMethodDecl": [
         (_POINTER, _RETURNED),
@@ -47,7 +58,7 @@ RULES = {
     # x += y with a bfloat x and a float y
     "CompoundAssignOperator": [(_BFLOAT, re.compile(r"\b(?:__bf16|bfloat)\b.* ComputeResultTy='float'"))],
     "BinaryOperator": [(_BOOLS, _COMPARISON)],
-    "UnaryOperator": [(_BOOLS, _COMPARISON)],
+    "UnaryOperator": [(_BOOLS, _COMPARISON), (_WIDE, _WIDE_ACCESS)],
     "ExtVectorElementExpr": [
         (
             "the names lo, hi, odd, even and s0 to sf of vector components are OpenCL's, not Metal's",
@@ -61,23 +72,33 @@ RULES = {
 _NODE = re.compile(r"[ |`-]*(\w+) (0x[0-9a-f]+) (.*)")
 # <file:line:column, ...>, <line:line:column, ...> or <col:column>. Omitted parts are as in the previous node.
 _LOCATION = re.compile(r"(<[a-z -]+>|[^\s<>,]+):(\d+):\d+")
+_IN_KERNEL = re.compile(r"<(?!line:|col:)[\w.-]+:\d+:\d+")  # not in our standard library, which has a path
 
 
-def violations(tree: str) -> list[str]:
+def violations(tree: str, may_recurse: bool) -> list[str]:
     """Return one "file:line: error" per violation in the output of clang's -ast-dump."""
     errors, file, line, function = {}, "", 0, ""
-    if kernel := re.search("<(?:header|signature):", tree):  # skip our standard library
+    above: dict[int, str] = {}  # the last node of each depth
+    if kernel := _IN_KERNEL.search(tree):  # skip our standard library
         tree = tree[tree.rfind("\n", 0, kernel.start()) + 1 :]
     for node in tree.splitlines():
         if not (parts := _NODE.match(node)):
             continue
         kind, address, rest = parts.groups()
+        depth = parts.start(1)
+        above[depth] = f"{kind} {rest}"
         for where, number in _LOCATION.findall(rest.split(" '", 1)[0]):
             file, line = file if where == "line" else where, int(number)
         found = [what for what, rule in RULES.get(kind, ()) if rule.search(rest)]
+        if _BOOLS in found:
+            while above[depth := depth - 2].startswith("ParenExpr"):
+                pass
+            if _COMPARISON.search(above[depth]) or _CONVERSION.match(above[depth]):
+                found.remove(_BOOLS)
         if kind in ("FunctionDecl", "CXXMethodDecl"):
             function = address
-        elif kind in ("DeclRefExpr", "MemberExpr") and f" {function}" in rest and function:
+        elif not may_recurse and kind in ("DeclRefExpr", "MemberExpr") and f" {function}" in rest and function:
             found.append("recursion")
-        errors.update({f"{file}:{line}: {what}": None for what in found})
+        if "/" not in file:  # else a template of our standard library, instantiated by the kernel
+            errors.update({f"{file}:{line}: {what}": None for what in found})
     return list(errors)

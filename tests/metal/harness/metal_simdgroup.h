@@ -12,6 +12,7 @@ float hx_simd_reduce_float(int what, float value);
 long hx_simd_reduce_long(int what, long value);
 ulong hx_simd_shuffle(int what, ulong bits, uint argument);
 __attribute__((const)) uint hx_lane();
+__attribute__((const)) uint hx_lanes();
 metal::float2 hx_multiply(metal::float2 a, metal::float2 b, metal::float2 c);
 ulong hx_buffer(int index);
 uint hx_attribute(int index, int axis);
@@ -118,6 +119,22 @@ template <typename T>
 METAL_FUNC hx::if_integer<T> simd_xor(T x) {
   return hx::reduce(hx::bit_xor, x);
 }
+
+class simd_vote {
+ public:
+  typedef ulong vote_t;
+  explicit constexpr simd_vote(vote_t bits = 0) : bits(bits) {}
+  explicit constexpr operator vote_t() const { return bits; }
+  bool all() const { return bits == hx::hx_lanes(); }
+  constexpr bool any() const { return bits != 0; }
+
+ private:
+  vote_t bits;
+};
+METAL_FUNC simd_vote simd_ballot(bool x) {
+  return simd_vote(hx::hx_simd_reduce_long(hx::ballot, long(x) << hx::hx_lane()));
+}
+METAL_FUNC simd_vote simd_active_threads_mask() { return simd_ballot(true); }
 
 template <typename T>
 METAL_FUNC hx::if_number<T> simd_shuffle_rotate_down(T x, ushort delta) {

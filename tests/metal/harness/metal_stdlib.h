@@ -46,13 +46,51 @@ using vec = T __attribute__((ext_vector_type(N)));
   typedef vec<T, 3> T##3; \
   typedef vec<T, 4> T##4;
 HX_VECTORS(char) HX_VECTORS(uchar) HX_VECTORS(short) HX_VECTORS(ushort) HX_VECTORS(int) HX_VECTORS(uint)
-HX_VECTORS(half) HX_VECTORS(float) HX_VECTORS(bfloat)
+HX_VECTORS(long) HX_VECTORS(ulong) HX_VECTORS(half) HX_VECTORS(float) HX_VECTORS(bfloat)
 #undef HX_VECTORS
-typedef vec<long, 2> long2;  // ThreadSanitizer doesn't instrument accesses of more than 16 bytes
-typedef vec<ulong, 2> ulong2;
 
-template <typename A, typename B>
-__constant constexpr bool is_same_v = __is_same(A, B);
+template <typename T, T v>
+struct integral_constant {
+  using value_type = T;
+  using type = integral_constant;
+  static __constant constexpr T value = v;
+  constexpr operator T() const { return v; }
+};
+template <bool v>
+using bool_constant = integral_constant<bool, v>;
+using true_type = bool_constant<true>;
+using false_type = bool_constant<false>;
+#define HX_TRAIT(name, parameters, arguments, expression)          \
+  template <parameters>                                            \
+  struct name : bool_constant<expression> {};                      \
+  template <parameters>                                            \
+  __constant constexpr bool name##_v = name<arguments>::value;
+#define HX_COMMA ,
+HX_TRAIT(is_same, typename A HX_COMMA typename B, A HX_COMMA B, __is_same(A, B))
+HX_TRAIT(is_convertible, typename A HX_COMMA typename B, A HX_COMMA B, __is_convertible(A, B))
+HX_TRAIT(is_integral, typename T, T, __is_integral(T))
+HX_TRAIT(is_floating_point, typename T, T, __is_same(T, float) || __is_same(T, half) || __is_same(T, bfloat))
+HX_TRAIT(is_arithmetic, typename T, T, is_integral_v<T> || is_floating_point_v<T>)
+HX_TRAIT(is_signed, typename T, T, is_floating_point_v<T> || __is_signed(T))
+HX_TRAIT(is_unsigned, typename T, T, __is_unsigned(T))
+HX_TRAIT(_disjunction, typename... T, T..., (T::value || ...))
+#undef HX_TRAIT
+#undef HX_COMMA
+template <typename T>
+using remove_cv_t = __remove_cv(T);
+template <typename T>
+struct remove_addrspace {
+  using type = T;
+};
+#define HX_SPACE(space)          \
+  template <typename T>          \
+  struct remove_addrspace<space T> { \
+    using type = T;              \
+  };
+HX_SPACE(__private) HX_SPACE(__local) HX_SPACE(__global) HX_SPACE(__constant)
+#undef HX_SPACE
+template <typename T>
+using remove_addrspace_t = typename remove_addrspace<T>::type;
 template <bool condition, typename T = void>
 struct enable_if {};
 template <typename T>
@@ -72,6 +110,56 @@ struct conditional<false, A, B> {
 template <bool condition, typename A, typename B>
 using conditional_t = typename conditional<condition, A, B>::type;
 
+// Clang has no vectors of bool. The comparison of two vectors is a vector of integers, 0 or -1, which converts to bool4
+// (metal_rules.py rejects other uses).
+#define HX_BOOLS(N, ...)                                                                          \
+  struct alignas(N == 3 ? 4 : N) bool##N {                                                        \
+    union {                                                                                       \
+      struct { bool __VA_ARGS__; };                                                               \
+      bool elements[N];                                                                           \
+    };                                                                                            \
+    bool##N() = default;                                                                          \
+    constexpr bool##N(bool value) : elements{} { for (int i = 0; i < N; i++) elements[i] = value; } \
+    template <typename... B, typename = enable_if_t<sizeof...(B) == N>>                           \
+    constexpr bool##N(B... values) : elements{bool(values)...} {}                                 \
+    template <typename T>                                                                         \
+    constexpr bool##N(vec<T, N> mask) : elements{} { for (int i = 0; i < N; i++) elements[i] = mask[i] != 0; } \
+    constexpr bool operator[](int i) const { return elements[i]; }                                \
+    constexpr bool& operator[](int i) {                                                           \
+      (void)bool(elements[i]); /* clang checks an access, and lets a reference be to the end */   \
+      return elements[i];                                                                         \
+    }                                                                                             \
+  };                                                                                              \
+  METAL_FUNC constexpr bool any(bool##N v) {                                                      \
+    for (int i = 0; i < N; i++) if (v[i]) return true;                                            \
+    return false;                                                                                 \
+  }                                                                                               \
+  METAL_FUNC constexpr bool all(bool##N v) {                                                      \
+    for (int i = 0; i < N; i++) if (!v[i]) return false;                                          \
+    return true;                                                                                  \
+  }                                                                                               \
+  METAL_FUNC constexpr bool##N operator!(bool##N v) {                                             \
+    for (int i = 0; i < N; i++) v[i] = !v[i];                                                     \
+    return v;                                                                                     \
+  }                                                                                               \
+  METAL_FUNC constexpr bool##N operator&&(bool##N a, bool##N b) {                                 \
+    for (int i = 0; i < N; i++) a[i] = a[i] && b[i];                                              \
+    return a;                                                                                     \
+  }                                                                                               \
+  METAL_FUNC constexpr bool##N operator||(bool##N a, bool##N b) {                                 \
+    for (int i = 0; i < N; i++) a[i] = a[i] || b[i];                                              \
+    return a;                                                                                     \
+  }                                                                                               \
+  template <typename T>                                                                           \
+  METAL_FUNC constexpr vec<T, N> select(vec<T, N> a, vec<T, N> b, bool##N second) {               \
+    for (int i = 0; i < N; i++) if (second[i]) a[i] = b[i];                                       \
+    return a;                                                                                     \
+  }
+HX_BOOLS(2, x, y)
+HX_BOOLS(3, x, y, z)
+HX_BOOLS(4, x, y, z, w)
+#undef HX_BOOLS
+
 }  // namespace metal
 
 // Used by translate.py.
@@ -90,8 +178,16 @@ struct shape {
   };
 #define HX_SHAPES(T) HX_SHAPE(T, 2) HX_SHAPE(T, 3) HX_SHAPE(T, 4)
 HX_SHAPES(char) HX_SHAPES(uchar) HX_SHAPES(short) HX_SHAPES(ushort) HX_SHAPES(int) HX_SHAPES(uint)
-HX_SHAPES(half) HX_SHAPES(float) HX_SHAPES(bfloat) HX_SHAPE(long, 2) HX_SHAPE(ulong, 2)
+HX_SHAPES(long) HX_SHAPES(ulong) HX_SHAPES(half) HX_SHAPES(float) HX_SHAPES(bfloat)
 #undef HX_SHAPES
+#undef HX_SHAPE
+#define HX_SHAPE(N)                         \
+  template <>                               \
+  struct shape<metal::bool##N> {            \
+    using element = bool;                   \
+    static __constant constexpr int size = N; \
+  };
+HX_SHAPE(2) HX_SHAPE(3) HX_SHAPE(4)
 #undef HX_SHAPE
 
 template <typename T>
@@ -333,6 +429,27 @@ template <typename T, typename = hx::if_float<T>>
 METAL_FUNC bool isfinite(T x) {
   return fabs(x) < numeric_limits<T>::infinity();
 }
+template <typename T, size_t N>
+struct array {
+  T elements[N];
+  constexpr T& operator[](size_t i) {
+    (void)T(elements[i]);  // as in bool4
+    return elements[i];
+  }
+  constexpr T operator[](size_t i) const { return elements[i]; }
+  static constexpr size_t size() { return N; }
+};
+// Messages are not printed.
+struct os_log {
+  constexpr os_log(__constant const char*, __constant const char*) __constant {}
+#define HX_LOG(name)     \
+  template <typename... T> \
+  void name(__constant const char*, T...) const __constant {}
+  HX_LOG(log) HX_LOG(log_debug) HX_LOG(log_info) HX_LOG(log_error) HX_LOG(log_fault)
+#undef HX_LOG
+};
+__constant constexpr os_log os_log_default("", "");
+
 METAL_FUNC constexpr int popcount(uint x) { return __builtin_popcount(x); }
 METAL_FUNC constexpr int clz(uint x) { return x ? __builtin_clz(x) : 32; }
 METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
@@ -341,9 +458,17 @@ METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
 
 #include "metal_atomic.h"
 #include "metal_simdgroup.h"
-#include "mlx_utils.h"
 
 using namespace metal;
+
+// In clang, += and -= of a pointer with an address space don't convert a class to an integer.
+#define HX_ADVANCE(space, op)                                                             \
+  template <typename T, typename N>                                                       \
+  METAL_FUNC enable_if_t<__is_class(N), space T* __private&> operator op(space T* __private& pointer, N n) { \
+    return pointer op static_cast<long>(n);                                               \
+  }
+HX_ADVANCE(__global, +=) HX_ADVANCE(__global, -=) HX_ADVANCE(__local, +=) HX_ADVANCE(__local, -=)
+#undef HX_ADVANCE
 
 // Metal's address spaces in OpenCL.
 #define device __global

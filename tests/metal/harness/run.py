@@ -134,7 +134,8 @@ def launch(
         else:
             buffer.kind = _INPUT if "device" in parameter.type.split() else _CONSTANT
         buffer.name, buffer.data = parameter.name.encode(), values.ctypes.data
-        buffer.bytes, buffer.granule = values.nbytes, values.itemsize
+        # Real and imaginary part are two elements for the runtime, as clang stores them separately.
+        buffer.bytes, buffer.granule = values.nbytes, values.itemsize // (2 if np.iscomplexobj(values) else 1)
         if parameter.what == "data" and parameter.of in arrays:
             memory, view = arrays[parameter.of]
             buffer.start = view.__array_interface__["data"][0] - memory.ctypes.data

@@ -27,6 +27,7 @@ TYPES = {
     mx.float16: "float16_t",
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
+    mx.complex64: "complex64_t",
 }
 
 # Name of each attribute, and whether it is a uint3 (otherwise uint), in MLX's order.
@@ -82,6 +83,9 @@ class Signature:
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
 
+    may_recurse = False
+    prelude = '#include "metal_stdlib.h"\n#include "mlx_utils.h"\n'
+
     @property
     def text(self) -> str:
         """The function's declaration, up to the opening brace."""
@@ -110,10 +114,17 @@ class Signature:
             arguments.append(f"*{pointer}" if p.is_reference else pointer)
         for a in self.attributes:
             arguments.append(f"hx::attribute(hx::{a})" if ATTRIBUTES[a] else f"hx::hx_attribute(hx::{a}, 0)")
+        return self.entry_with(arguments)
+
+    def entry_with(self, arguments: Sequence[str], names: str = "") -> str:
+        """`entry` with these arguments, and `names` before the call."""
         values = ", ".join(value for _, _, value in self.template)
         call = self.name + (f"<{values}>" if self.template else "")
         joined = ",\n    ".join(arguments)
-        return f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {call}(\n    {joined});\n}}\n'
+        return (
+            f'extern "C" __attribute__((no_sanitize("thread"))) void hx_entry() {{\n  {names}\n'
+            f"  {call}(\n    {joined});\n}}\n"
+        )
 
 
 def signature(

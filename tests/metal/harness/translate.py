@@ -6,13 +6,14 @@ rejects what would have another meaning in OpenCL.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from .fault import Fault
 
 SPACES = {"device", "constant", "threadgroup", "thread"}
-_ELEMENTS = ("char", "uchar", "short", "ushort", "int", "uint", "half", "float", "bfloat")
-VECTORS = {f"{t}{n}" for t in _ELEMENTS for n in (2, 3, 4)} | {"long2", "ulong2"}
+_ELEMENTS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float", "bfloat")
+VECTORS = {f"{t}{n}" for t in _ELEMENTS for n in (2, 3, 4)}
 
 _TOKEN = re.compile(
     r"""(?P<line>^\#[^\n]*)|(?P<space>\s+)|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
@@ -89,6 +90,8 @@ def translate(text: str, function: str) -> str:
     tokens = Text(text)
     _reject_unqualified_auto(tokens)
     _rewrite_threadgroup_variables(tokens, function)
+    _rewrite_constructors(tokens)
+    _rewrite_constant_references(tokens)
     _rewrite_conversions(tokens, _aliases(tokens))
     return str(tokens)
 
@@ -125,6 +128,26 @@ def _reject_unqualified_auto(text: Text) -> None:
                 _fail(text, i, f"'auto{text[i + 1]} {text[i + 2]}' needs device, constant, threadgroup or thread")
 
 
+def _rewrite_constructors(text: Text) -> None:
+    """Drop `thread` after the parameters of constructors: in OpenCL, it would exclude temporary objects."""
+    classes = {text[i + 1] for i, token in enumerate(text.tokens) if token in ("struct", "class")}
+    for i, token in enumerate(text.tokens):
+        if token in classes and text[i + 1] == "(" and text[after := text.closing(i + 1) + 1] == "thread":
+            text.tokens[after] = ""
+
+
+def _rewrite_constant_references(text: Text) -> None:
+    """Rewrite parameters `const thread T& p` to `const T p`: in OpenCL, they can't refer to temporary objects."""
+    for i, token in enumerate(text.tokens):
+        if token != "thread" or "const" not in (text[i - 1], text[i + 1]):
+            continue
+        k = i + 1
+        while text[k].isidentifier() or text[k] in ("::", "<"):
+            k = (text.closing(k) + 1 or len(text)) if text[k] == "<" else k + 1
+        if text[k] == "&" and text[k + 1].isidentifier() and text[k + 2] in (",", ")"):
+            text.tokens[i] = text.tokens[k] = ""
+
+
 def _rewrite_conversions(text: Text, aliases: set[str]) -> None:
     """Rewrite T(x) and static_cast<T>(x) to hx::make<T>(x) if T may be a vector."""
     may_be_vector = VECTORS | aliases
@@ -134,13 +157,24 @@ def _rewrite_conversions(text: Text, aliases: set[str]) -> None:
             inside = text.tokens[i + 2 : end]
             if not {"*", "&"} & set(inside) and set(inside) & (may_be_vector | {"vec"}):
                 text.tokens[i] = "hx::make"
-        elif token in may_be_vector and text[i + 1] == "(" and _is_metal(text, i):
+        elif token in may_be_vector and text[i + 1] == "(" and text[i + 2] != "&" and _is_metal(text, i):
             _drop_qualifier(text, i)
             text.tokens[i] = f"hx::make<{token}>"
-        elif token == "vec" and text[i + 1] == "<" and text[text.closing(i + 1) + 1] == "(":
+        elif token in VECTORS and text[i + 2] == "(" and _is_variable(text, i + 1, may_be_vector):
+            text.tokens[i + 2] = f" = hx::make<{token}>("
+        elif token == "vec" and text[i + 1] == "<" and text[text.closing(i + 1) + 1] == "(" and _is_metal(text, i):
             _drop_qualifier(text, i)
             text.tokens[text.closing(i + 1)] = ">>"
             text.tokens[i] = "hx::make<vec"
+
+
+def _is_variable(text: Text, i: int, types: set[str]) -> bool:
+    """Whether the name at `i`, with a bracket after it, is that of a variable, not of a function."""
+    if not text[i].isidentifier() or text[i] == "operator":
+        return False
+    inside = text.tokens[i + 2 : text.closing(i + 1)]
+    declares = any(a.isidentifier() and b.isidentifier() for a, b in itertools.pairwise(inside))
+    return bool(inside) and not declares and not (inside[0] in types | set(_ELEMENTS) and inside[1:2] in ([], [","]))
 
 
 def _is_metal(text: Text, i: int) -> bool:
@@ -162,8 +196,8 @@ def _rewrite_threadgroup_variables(text: Text, function: str) -> None:
         if i >= body:
             depth += {"{": 1, "}": -1}.get(text[i], 0)
         if text[i] == "threadgroup" and (end := _end_of_declaration(text, i)):
-            if i < body or depth != 1:
-                _fail(text, i, "threadgroup variables must be declared in the outermost scope of the kernel function")
+            if i < body or not depth:
+                _fail(text, i, "threadgroup variables must be declared in the kernel function")
             count = _rewrite_declaration(text, i, end, count)
 
 

@@ -14,6 +14,7 @@ EXPORT void hx_threadgroup_barrier(int flags) {
 }
 EXPORT void hx_simdgroup_barrier(int flags) { yield(State::collective, kBarrier, flags, PC); }
 EXPORT uint32_t hx_lane() { return L.current->lane; }
+EXPORT uint32_t hx_lanes() { return simds[L.current->simd].active; }  // a bit mask
 
 // The Exchange for the current lane's next SIMD-group function.
 static Exchange& current_exchange() { return simds[L.current->simd].exchange[L.current->phase]; }
@@ -66,7 +67,7 @@ EXPORT int64_t hx_simd_reduce_long(int what, int64_t value) {
     case hx::minimum: return reduce(what, value, INT64_MAX, pc, [](int64_t a, int64_t b) { return a < b ? a : b; });
     case hx::maximum: return reduce(what, value, INT64_MIN, pc, [](int64_t a, int64_t b) { return a > b ? a : b; });
     case hx::bit_and: return reduce(what, value, int64_t(-1), pc, [](int64_t a, int64_t b) { return a & b; });
-    case hx::bit_or: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a | b; });
+    case hx::bit_or: case hx::ballot: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a | b; });
     default: return reduce(what, value, int64_t(0), pc, [](int64_t a, int64_t b) { return a ^ b; });
   }
 }

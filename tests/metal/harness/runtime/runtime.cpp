@@ -62,9 +62,10 @@ struct CheckData {
 EXPORT void __ubsan_handle_out_of_bounds_abort(const CheckData* data, uint64_t index) {
   const int unused = 64 - (1 << (data->index_type->info >> 1));
   const long value = data->index_type->info & 1 ? int64_t(index << unused) >> unused : int64_t(index);
-  const char* space = strstr(data->type->name, "__private ");
+  const char *type = data->type->name + 1, *space = strstr(type, "__private ");
+  if (!space) space = strstr(type, "__generic ");
   fault(PC, -1, "index %ld is out of bounds of a local array or vector of type '%s", value,
-        space ? space + strlen("__private ") : data->type->name + 1);
+        space ? space + strlen("__private ") : type);
 }
 EXPORT void __ubsan_handle_divrem_overflow_abort(const CheckData*, uint64_t, uint64_t) {
   fault(PC, -1, "integer division by zero");

@@ -30,7 +30,7 @@ enum Collective { kReduce = 16, kShuffle = 32, kMultiply = 48, kBarrier = 49 };
 static const char* name_of(int what) {
   static const char* const names[] = {"simdgroup_load", "simdgroup_store"};
   static const char* const reductions[] = {"simd_sum", "simd_product", "simd_min", "simd_max",
-                                            "simd_and", "simd_or",      "simd_xor"};
+                                            "simd_and", "simd_or",      "simd_xor", "simd_ballot"};
   if (what >= kBarrier) return "simdgroup_barrier";
   if (what >= kMultiply) return "simdgroup_multiply";
   if (what >= kShuffle) return what == kShuffle + hx::broadcast ? "simd_broadcast" : "simd_shuffle";
