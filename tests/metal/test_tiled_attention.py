@@ -291,9 +291,5 @@ def test_cost_is_what_the_kernels_count(needs_harness, shape, monkeypatch):
     with harness.use() as log:
         mx.vjp(lambda *x: tiled_attention(*x, 0.2, window=shape.window, segment_ids=ids), [q, k, v], [output_grad])
     cost = tiled_cost(shape)
-    print(
-        8**3 * sum(x.products for x in log.launches) / cost.products,
-        sum(x.loaded + x.stored for x in log.launches) / cost.bytes_moved,
-    )
-    assert cost.products == pytest.approx(8**3 * sum(x.products for x in log.launches), rel=0.02)
-    assert cost.bytes_moved == pytest.approx(sum(x.loaded + x.stored for x in log.launches), rel=0.03)
+    products, moved = 8**3 * sum(x.products for x in log.launches), sum(x.loaded + x.stored for x in log.launches)
+    assert cost.products == pytest.approx(products, rel=0.01) and cost.bytes_moved == pytest.approx(moved, rel=0.02)
