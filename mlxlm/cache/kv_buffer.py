@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import DTYPE_NAMES
 from mlxlm.utils.errors import GenerationError
@@ -92,7 +92,7 @@ class KVBuffer:
     def with_position(self, index: mx.array, x: mx.array) -> KVBuffer:
         """Return a buffer with x `[B, H, 1, D]` at the position `index`, int32 `[1]`, for a compiled function."""
         pairs = zip(self.arrays, self.quantize(x), strict=True)
-        return KVBuffer([mx.slice_update(array, part, index, (2,)) for array, part in pairs], self.quantization)
+        return KVBuffer([_with_position(array, index, part) for array, part in pairs], self.quantization)
 
     def write_to_row(self, row: int, first: int, parts: Sequence[mx.array]) -> None:
         """Write already encoded positions to one row, starting at position `first`."""
@@ -161,6 +161,17 @@ class KVBuffer:
         aligned = [buffer.map_arrays(lambda x: zero_pad(x, longest - x.shape[2], 0)).arrays for buffer in buffers]
         arrays = [mx.concatenate(parts, axis=0) for parts in zip(*aligned, strict=True)]
         return cls(arrays, buffers[0].quantization)
+
+
+def _with_position(array: mx.array, index: mx.array, part: mx.array) -> mx.array:
+    """Return array `[B, H, capacity, n]` with part `[B, H, 1, n]` at the position `index`, int32 `[1]`.
+
+    `mx.slice_update` computes the offset in a kernel of its own. `mx.put_along_axis` takes one kernel on a GPU, but more
+    time on a CPU. It stores 16-bit elements in pairs, so a slice of the buffer must begin with a whole pair.
+    """
+    if ON_CPU or array.shape[3] * array.itemsize % 4:
+        return mx.slice_update(array, part, index, (2,))
+    return mx.put_along_axis(array, index[:, None, None, None], part, axis=2)
 
 
 def zero_pad(x: mx.array, before: int, after: int) -> mx.array:
