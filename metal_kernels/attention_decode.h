@@ -2,11 +2,27 @@
 // registers, and declare the address space of `this`, which is no longer `thread` by default in MSL 4.1.
 
 // The layout of the D elements of a key, value or output row in the lanes of a SIMD group: COUNT neighboring lanes with
-// EACH neighboring elements; SIMD / COUNT rows side by side.
+// EACH neighboring elements; BESIDE rows side by side.
 template <int D>
 struct DecodeLanes {
   static constant constexpr int COUNT = D <= 32 ? 8 : D <= 64 ? 16 : 32;
   static constant constexpr int EACH = D <= 128 ? 4 : 8;
+  static constant constexpr int BESIDE = SIMD / COUNT;
+
+  // Returns the lane's row.
+  static METAL_FUNC int row(ushort lane) {
+    return COUNT == SIMD ? 0 : lane / COUNT;
+  }
+
+  // Returns the lane's first element.
+  static METAL_FUNC int place(ushort lane) {
+    return (COUNT == SIMD ? lane : lane % COUNT) * EACH;
+  }
+
+  // Returns whether the lane has elements.
+  static METAL_FUNC bool used(ushort lane) {
+    return COUNT * EACH == D || place(lane) < D;
+  }
 };
 
 // Sums over lanes. Values 0 to N - 1 are given one after the other (N a power of two); `add` of the last returns, for
@@ -44,47 +60,55 @@ METAL_FUNC float sum_blocks(float value) {
   return value;
 }
 
-// Rows of D numbers: in device memory, or, TILED, one after the other in threadgroup memory.
+// Rows of D numbers: in device memory, or, TILED, one after the other in threadgroup memory. Offsets have 32 bits, which
+// take fewer registers; only `advance` needs 64.
 template <typename P, typename T, int D, bool TILED>
 struct DecodeDense {
   using Raw = T;
+  using Lanes = DecodeLanes<D>;
   static constant constexpr bool PACKED = false;
-  static constant constexpr int LANES = DecodeLanes<D>::COUNT, EACH = DecodeLanes<D>::EACH, BESIDE = SIMD / LANES;
-  static constant constexpr int PART = LANES;
-  static constant constexpr int RAW = EACH;  // of type Raw, per row and lane
-  static constant constexpr int MOST = 16 / EACH;  // rows at a time: 16 registers in float32
+  static constant constexpr int PART = Lanes::COUNT;
+  static constant constexpr int RAW = Lanes::EACH;  // of type Raw, per row and lane
+  static constant constexpr int MOST_ROWS = 16 / RAW, MOST_SCORES = 16;  // at a time
 
-  P rows;
-  int64_t stride, step;
+  P from;  // the lane's elements of row 0
+  int stride, step;
 
-  // Loads the lane's elements of W rows, every BESIDE-th from `first` + (lane / LANES) on. In device memory, rows from
-  // `end` on are copies of the last one before it.
+  METAL_FUNC void begin(P rows, int stride_, int step_, ushort lane) thread {
+    from = rows + Lanes::place(lane) * int64_t(step_);
+    stride = stride_;
+    step = step_;
+  }
+
+  // Makes row `rows` row 0.
+  METAL_FUNC void advance(int rows) thread {
+    from += rows * int64_t(stride);
+  }
+
+  // Returns whether `load` can load W rows, every BESIDE-th from `first` on, of `count` rows.
   template <int W>
-  METAL_FUNC void load(thread T* x, int first, int end, ushort lane) const thread {
-    const int row = first + lane / LANES, place = lane % LANES * EACH;
-    if (place >= D) {
+  METAL_FUNC bool fits(int first, int count) const thread {
+    return TILED || (step == 1 && first + W * Lanes::BESIDE <= count);
+  }
+
+  // Loads the lane's elements of W rows that fit, every BESIDE-th from `first` + Lanes::row on. W = 1 always fits: rows
+  // from `count` on are copies of the last one before it.
+  template <int W>
+  METAL_FUNC void load(thread T* x, int first, int count, ushort lane) const thread {
+    const int row = first + Lanes::row(lane), next = W == 1 && !TILED ? step : 1;
+    int offset = (W == 1 && !TILED ? min(row, count - 1) : row) * stride;
+    UNROLL
+    for (int u = 0; u < W; ++u) {
       UNROLL
-      for (int i = 0; i < W * EACH; ++i) {
-        x[i] = T(0.0f);
+      for (int e = 0; e < RAW; e += 4) {  // four at a time: LLVM would make single ones a memcpy
+        const P four = from + offset + e * next;
+        thread T* const to = x + u * RAW + e;
+        to[0] = Lanes::used(lane) ? four[0] : T(0.0f);
+        to[1] = Lanes::used(lane) ? four[next] : T(0.0f);
+        to[2] = Lanes::used(lane) ? four[2 * next] : T(0.0f);
+        to[3] = Lanes::used(lane) ? four[3 * next] : T(0.0f);
       }
-    } else if (TILED || (step == 1 && first + W * BESIDE <= end)) {
-      const P from = rows + row * (TILED ? D : stride) + place;
-      UNROLL
-      for (int u = 0; u < W; ++u) {
-        UNROLL
-        for (int e = 0; e < EACH; ++e) {
-          x[u * EACH + e] = from[u * BESIDE * (TILED ? D : stride) + e];
-        }
-      }
-    } else {
-      ROLLED
-      for (int at = row; at < row + W * BESIDE; at += BESIDE) {  // little code: a row moves up to its place
-        const P from = rows + min(at, end - 1) * stride + place * step;
-        UNROLL
-        for (int i = 0; i < W * EACH; ++i) {
-          x[i] = i + EACH < W * EACH ? x[i + EACH] : from[i % EACH * step];
-        }
-      }
+      offset += Lanes::BESIDE * stride;
     }
   }
 
@@ -104,48 +128,62 @@ struct DecodeDense {
 template <typename T, int D, int GROUP, int BITS>
 struct DecodePacked {
   using Raw = conditional_t<BITS == 8, uint32_t, ushort>;  // four codes
+  using Lanes = DecodeLanes<D>;
   static constant constexpr bool PACKED = true;
-  static constant constexpr int LANES = DecodeLanes<D>::COUNT, EACH = DecodeLanes<D>::EACH, BESIDE = SIMD / LANES;
-  static constant constexpr int PART = GROUP / EACH;
-  static constant constexpr int RAW = EACH / 4;
-  static constant constexpr int MOST = PART;
+  static constant constexpr int PART = GROUP / Lanes::EACH;
+  static constant constexpr int RAW = Lanes::EACH / 4;
+  static constant constexpr int MOST_ROWS = 8, MOST_SCORES = 8;  // at a time
+  static constant constexpr int PER_WORD = 8 / BITS;
 
-  const device uint32_t* words;
-  const device T* scales;
+  const device Raw* from;  // the lane's codes of row 0
+  const device T* scales;  // of the lane's part of row 0, like the biases
   const device T* biases;
-  int64_t word_stride, word_step, scale_stride, scale_step, bias_stride, bias_step;
+  int stride, step, scale_stride, bias_stride;
 
-  // As for dense rows.
+  METAL_FUNC void begin(
+      const device uint32_t* words,
+      int word_stride,
+      int word_step,
+      const device T* scales_,
+      int scale_stride_,
+      int scale_step,
+      const device T* biases_,
+      int bias_stride_,
+      int bias_step,
+      ushort lane) thread {
+    const int own = Lanes::place(lane) / 4, part = lane % Lanes::COUNT / PART;
+    from = (const device Raw*)(words + own / PER_WORD * int64_t(word_step)) + own % PER_WORD;
+    stride = PER_WORD * word_stride;
+    step = word_step;
+    scales = scales_ + part * int64_t(scale_step);
+    scale_stride = scale_stride_;
+    biases = biases_ + part * int64_t(bias_step);
+    bias_stride = bias_stride_;
+  }
+
+  // As for dense rows, like `fits` and `load`.
+  METAL_FUNC void advance(int rows) thread {
+    from += rows * int64_t(stride);
+    scales += rows * int64_t(scale_stride);
+    biases += rows * int64_t(bias_stride);
+  }
+
   template <int W>
-  METAL_FUNC void load(thread Raw* x, int first, int end, ushort lane) const thread {
-    constexpr int PER_WORD = 8 / BITS;
-    const int row = first + lane / LANES, place = lane % LANES * RAW;
-    if (place * 4 >= D) {
-      UNROLL
-      for (int i = 0; i < W * RAW; ++i) {
-        x[i] = 0;
+  METAL_FUNC bool fits(int first, int count) const thread {
+    return step == 1 && first + W * Lanes::BESIDE <= count;
+  }
+
+  template <int W>
+  METAL_FUNC void load(thread Raw* x, int first, int count, ushort lane) const thread {
+    const int row = first + Lanes::row(lane);
+    int offset = (W == 1 ? min(row, count - 1) : row) * stride;
+    UNROLL
+    for (int u = 0; u < W; ++u) {
+      x[u * RAW] = Lanes::used(lane) ? from[offset] : Raw(0);
+      if (RAW > 1) {
+        x[u * RAW + 1] = Lanes::used(lane) ? from[offset + (W == 1 && PER_WORD == 1 ? step : 1)] : Raw(0);
       }
-    } else if (word_step == 1 && first + W * BESIDE <= end) {
-      const device Raw* const from = (const device Raw*)(words + row * word_stride) + place;
-      UNROLL
-      for (int u = 0; u < W; ++u) {
-        UNROLL
-        for (int i = 0; i < RAW; ++i) {
-          x[u * RAW + i] = from[u * BESIDE * PER_WORD * word_stride + i];
-        }
-      }
-    } else {
-      ROLLED
-      for (int at = row; at < row + W * BESIDE; at += BESIDE) {  // little code: a row moves up to its place
-        const device uint32_t* const from = words + min(at, end - 1) * word_stride;
-        UNROLL
-        for (int i = 0; i < W * RAW; ++i) {
-          const int own = place + i % RAW;
-          x[i] = i + RAW < W * RAW
-              ? x[i + RAW]
-              : ((const device Raw*)(from + own / PER_WORD * word_step))[own % PER_WORD];
-        }
-      }
+      offset += Lanes::BESIDE * stride;
     }
   }
 
@@ -157,13 +195,11 @@ struct DecodePacked {
   // Returns scale and bias of the lane's part in one row: lane i of a part gets row i / SLOTS of those that `load`
   // loads. Every number is loaded by one lane. All lanes of the SIMD group must call it.
   template <int SLOTS>
-  METAL_FUNC float2 settings(int first, int end, ushort lane) const thread {
-    const int part = lane % LANES / PART;
+  METAL_FUNC float2 settings(int first, int count, ushort lane) const thread {
     float2 setting = float2(0.0f);
-    if (lane % SLOTS == 0 && part < D / GROUP) {
-      const int row = min(first + lane / LANES + lane % PART / SLOTS * BESIDE, end - 1);
-      setting = float2(
-          float(scales[row * scale_stride + part * scale_step]), float(biases[row * bias_stride + part * bias_step]));
+    if (lane % SLOTS == 0 && Lanes::used(lane)) {
+      const int row = min(first + Lanes::row(lane) + lane % PART / SLOTS * Lanes::BESIDE, count - 1);
+      setting = float2(float(scales[row * scale_stride]), float(biases[row * bias_stride]));
     }
     if (SLOTS > 1) {
       const ushort from = lane - lane % SLOTS;
@@ -218,8 +254,8 @@ struct DecodeRows {
   METAL_FUNC void
   begin(uint simdgroup, uint lane_, int first, int S, int window_, float cap_, int split, int splits) thread {
     lane = ushort(lane_);
-    row_group = simdgroup / KEY_GROUPS;
-    key_group = simdgroup % KEY_GROUPS;
+    row_group = ROW_GROUPS == 1 ? 0 : simdgroup / KEY_GROUPS;
+    key_group = ROW_GROUPS == 1 ? simdgroup : simdgroup % KEY_GROUPS;
     last = S - QUERIES + row() % QUERIES;
     window = window_;
     cap = M_LOG2E_F * cap_;
@@ -295,40 +331,77 @@ struct DecodeRows {
     }
   }
 
+  // Returns the product of one query row and one of W rows of keys, summed over the lanes of a part: lane i of a part
+  // gets query row i % SLOTS and key i / SLOTS % W.
+  template <int W, typename Rows>
+  METAL_FUNC float products(const Rows keys, int first, int count) const thread {
+    typename Rows::Raw x[W * Rows::RAW];
+    keys.template load<W>(x, first, count, lane);
+    LaneSums<W * SLOTS> sums;
+    float product = 0;
+    UNROLL
+    for (int i = 0; i < W * SLOTS; ++i) {
+      product = 0;
+      if (i % SLOTS < MINE) {
+        UNROLL
+        for (int e = 0; e < EACH; ++e) {
+          product += query[i % SLOTS * EACH + e] * keys.element(x + i / SLOTS * Rows::RAW, e);
+        }
+      }
+      product = sums.add(product, i, lane);
+    }
+    return sum_blocks<W * SLOTS, Rows::PART>(product);
+  }
+
+  // Adds W rows of values, whose weights are in the lanes from `from` on.
+  template <int W, typename Rows>
+  METAL_FUNC void accumulate(const Rows values, int first, int count, float weight, ushort from) thread {
+    typename Rows::Raw x[W * Rows::RAW];
+    values.template load<W>(x, first, count, lane);
+    UNROLL
+    for (int i = 0; i < W * SLOTS; ++i) {
+      if (i % SLOTS < MINE) {
+        const float weight_of_row = simd_shuffle(weight, ushort(from + i));
+        UNROLL
+        for (int e = 0; e < EACH; ++e) {
+          sum[i % SLOTS * EACH + e] += weight_of_row * values.element(x + i / SLOTS * Rows::RAW, e);
+        }
+      }
+    }
+  }
+
   // Processes the keys [key, key + STEP); those from `end` on are S or more, so no query sees them. Row 0 of both arrays
-  // is key `origin`.
+  // is `key`.
   template <typename Rows>
-  METAL_FUNC void take(const Rows keys, const Rows values, int key, int origin, int end) thread {
-    // Scores at a time. They become one per lane; more than 16 would spill registers with eight rows.
-    constexpr int FOLD = min(min(Rows::PART, Rows::MOST * SLOTS), 16);
-    constexpr int W = FOLD / SLOTS, RAW = Rows::RAW;
+  METAL_FUNC void take(const Rows keys, const Rows values, int key, int end) thread {
+    constexpr int PART = Rows::PART, W = min(min(PART, Rows::MOST_SCORES) / SLOTS, Rows::MOST_ROWS);
+    constexpr int BLOCK = PART / SLOTS * BESIDE;  // keys whose scores fit in the lanes of a part
     const int stop = min(key + STEP, end);
-    const int at = key + lane / LANES + lane % LANES / SLOTS * BESIDE;  // the key of the lane's score
-    typename Rows::Raw x[W * RAW];
+    const int at = key + DecodeLanes<D>::row(lane) + lane % LANES / SLOTS * BESIDE;  // the key of the lane's score
     float score = 0;
     ROLLED
-    for (int first = key; first < stop; first += W * BESIDE) {
-      keys.template load<W>(x, first - origin, end - origin, lane);
-      LaneSums<FOLD> sums;
+    for (int block = key; block < stop; block += BLOCK) {
+      const int block_end = min(block + BLOCK, stop);
       float product = 0;
-      UNROLL
-      for (int i = 0; i < FOLD; ++i) {
-        product = 0;
-        if (i % SLOTS < MINE) {
-          UNROLL
-          for (int e = 0; e < EACH; ++e) {
-            product += query[i % SLOTS * EACH + e] * keys.element(x + i / SLOTS * RAW, e);
-          }
+      ROLLED
+      for (int first = block; first < block_end;) {
+        const bool later = lane % PART / SLOTS * BESIDE >= first - block;
+        float scores;
+        if (W > 1 && keys.template fits<W>(first - key, end - key)) {
+          scores = products<W>(keys, first - key, end - key);
+          first += W * BESIDE;
+        } else {
+          scores = products<1>(keys, first - key, end - key);
+          first += BESIDE;
         }
-        product = sums.add(product, i, lane);
+        product = later ? scores : product;
       }
-      product = sum_blocks<FOLD, Rows::PART>(product);
       if (Rows::PACKED) {
-        const float2 setting = keys.template settings<SLOTS>(first - origin, end - origin, lane);
+        const float2 setting = keys.template settings<SLOTS>(block - key, end - key, lane);
         product = setting.x * product + setting.y * part_query;
       }
-      product = sum_blocks<Rows::PART, LANES>(product);
-      score = at >= first ? product : score;
+      product = sum_blocks<PART, LANES>(product);
+      score = at >= block ? product : score;
     }
     if (SOFTCAP) {
       score = cap * tanh(score);
@@ -358,25 +431,25 @@ struct DecodeRows {
     }
     part_sum *= fade;
     ROLLED
-    for (int first = key; first < stop; first += W * BESIDE) {
-      values.template load<W>(x, first - origin, end - origin, lane);
+    for (int block = key; block < stop; block += BLOCK) {
+      const int block_end = min(block + BLOCK, stop);
       float scaled = weight;
-      ushort from = (LANES == SIMD ? 0 : lane - lane % LANES) + (first - key) / BESIDE * SLOTS;  // the first weight's lane
       if (Rows::PACKED) {
-        const float2 setting = values.template settings<SLOTS>(first - origin, end - origin, lane);
-        const float own = simd_shuffle(weight, ushort(from + lane % Rows::PART));
+        const float2 setting = values.template settings<SLOTS>(block - key, end - key, lane);
+        const ushort from = (LANES == SIMD ? 0 : lane - lane % LANES) + (block - key) / BESIDE * SLOTS;
+        const float own = simd_shuffle(weight, ushort(from + lane % PART));
         scaled = setting.x * own;
         part_sum += setting.y * own;
-        from = lane - lane % Rows::PART;
       }
-      UNROLL
-      for (int i = 0; i < FOLD; ++i) {
-        if (i % SLOTS < MINE) {
-          const float weight_of_row = simd_shuffle(scaled, ushort(from + i));
-          UNROLL
-          for (int e = 0; e < EACH; ++e) {
-            sum[i % SLOTS * EACH + e] += weight_of_row * values.element(x + i / SLOTS * RAW, e);
-          }
+      ROLLED
+      for (int first = block; first < block_end;) {
+        const ushort from = (PART == SIMD ? 0 : lane - lane % PART) + (first - block) / BESIDE * SLOTS;
+        if (W > 1 && values.template fits<W>(first - key, end - key)) {
+          accumulate<W>(values, first - key, end - key, scaled, from);
+          first += W * BESIDE;
+        } else {
+          accumulate<1>(values, first - key, end - key, scaled, from);
+          first += BESIDE;
         }
       }
     }
@@ -385,7 +458,7 @@ struct DecodeRows {
   // Processes all keys of the threadgroup. One row group reads them from device memory; several share tiles of TILE
   // keys and values in threadgroup memory, so that each row is loaded once.
   template <int TILE, typename Rows>
-  METAL_FUNC void attend(const Rows keys, const Rows values, threadgroup T* tile) thread {
+  METAL_FUNC void attend(Rows keys, Rows values, threadgroup T* tile) thread {
     const int end = end_key;
     if (ROW_GROUPS == 1) {
       if (Rows::PACKED) {
@@ -403,8 +476,12 @@ struct DecodeRows {
         }
         part_query = sum_blocks<SLOTS, Rows::PART>(part_query);
       }
+      keys.advance(first_key + key_group * STEP);
+      values.advance(first_key + key_group * STEP);
       for (int key = first_key + key_group * STEP; key < end; key += KEY_GROUPS * STEP) {
-        take(keys, values, key, 0, end);
+        take(keys, values, key, end);
+        keys.advance(KEY_GROUPS * STEP);
+        values.advance(KEY_GROUPS * STEP);
       }
       if (Rows::PACKED) {
         part_sum = sum_blocks<SLOTS, Rows::PART>(part_sum);
@@ -421,27 +498,33 @@ struct DecodeRows {
     }
     using Tile = DecodeDense<const threadgroup T*, T, D, true>;
     threadgroup T* const tile_values = tile + TILE * D;
-    const Tile tiled_keys = {tile, D, 1}, tiled_values = {tile_values, D, 1};
     const int simdgroup = row_group * KEY_GROUPS + key_group;
+    keys.advance(first_key);
+    values.advance(first_key);
     for (int origin = first_key; origin < end; origin += TILE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int i = simdgroup * BESIDE; i < TILE; i += SIMDGROUPS * BESIDE) {
-        stage(keys, tile, i, origin, end);
-        stage(values, tile_values, i, origin, end);
+        stage(keys, tile, i, end - origin);
+        stage(values, tile_values, i, end - origin);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (int key = origin + key_group * STEP; key < min(origin + TILE, end); key += KEY_GROUPS * STEP) {
-        take(tiled_keys, tiled_values, key, origin, origin + TILE);
+      for (int key = key_group * STEP; key < min(TILE, end - origin); key += KEY_GROUPS * STEP) {
+        Tile tiled_keys, tiled_values;
+        tiled_keys.begin(tile + key * D, D, 1, lane);
+        tiled_values.begin(tile_values + key * D, D, 1, lane);
+        take(tiled_keys, tiled_values, origin + key, origin + TILE);
       }
+      keys.advance(TILE);
+      values.advance(TILE);
     }
   }
 
   // Copies the rows i to i + BESIDE of a tile, the keys from `origin` + i on, to threadgroup memory.
   template <typename Rows>
-  METAL_FUNC void stage(const Rows rows, threadgroup T* tile, int i, int origin, int end) const thread {
+  METAL_FUNC void stage(const Rows rows, threadgroup T* tile, int i, int count) const thread {
     typename Rows::Raw raw[Rows::RAW];
-    rows.template load<1>(raw, origin + i, end, lane);
-    const float2 setting = rows.template settings<Rows::PART>(origin + i, end, lane);
+    rows.template load<1>(raw, i, count, lane);
+    const float2 setting = rows.template settings<Rows::PART>(i, count, lane);
     float x[EACH];
     UNROLL
     for (int e = 0; e < EACH; ++e) {

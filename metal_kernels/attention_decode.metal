@@ -1,6 +1,6 @@
 // Attention of few queries (decoding) over a long key-value cache. Threadgroups divide the keys.
 //
-// Inputs (any strides), T = float, half or bfloat16_t:
+// Inputs (any strides; neighboring keys and values less than 2^24 elements apart), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], keys and values [B, H_kv, S, D], H = GROUPED * H_kv
 //   scale, cap: 0-d float32; window: 0-d int32, at most 2^30; slopes [H] float32 (ALiBi)
 //   range [B, 2] int32: the first key of each batch entry, and the one after its last; the queries are the last before it
@@ -50,10 +50,9 @@ rows.load_queries(
 
 const device T* const own_keys = keys + batch * keys_strides[0] + head * keys_strides[1];
 const device T* const own_values = values + batch * values_strides[0] + head * values_strides[1];
-const int64_t key_stride = keys_strides[2], key_step = keys_strides[3];
-const int64_t value_stride = values_strides[2], value_step = values_strides[3];
-const DecodeDense<const device T*, T, D, false> dense_keys = {own_keys, key_stride, key_step};
-const DecodeDense<const device T*, T, D, false> dense_values = {own_values, value_stride, value_step};
+DecodeDense<const device T*, T, D, false> dense_keys, dense_values;
+dense_keys.begin(own_keys, keys_strides[2], keys_strides[3], rows.lane);
+dense_values.begin(own_values, values_strides[2], values_strides[3], rows.lane);
 rows.template attend<TILE>(dense_keys, dense_values, tile);
 
 const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;

@@ -1,6 +1,6 @@
 // attention_decode over a quantized cache. Codes are unpacked in registers.
 //
-// Inputs (any strides), T = float, half or bfloat16_t:
+// Inputs (strides as in attention_decode), T = float, half or bfloat16_t:
 //   queries [B, H, QUERIES, D], H = GROUPED * H_kv
 //   keys, values: uint32 [B, H_kv, S, D * BITS / 32], the codes of mx.quantize (affine), the first in the lowest bits
 //   key_scales, key_biases, value_scales, value_biases: T [B, H_kv, S, D / GROUP]; value = scale * code + bias
@@ -47,12 +47,13 @@ const device T* const k_biases = key_biases + batch * key_biases_strides[0] + he
 const device uint32_t* const own_values = values + batch * values_strides[0] + head * values_strides[1];
 const device T* const v_scales = value_scales + batch * value_scales_strides[0] + head * value_scales_strides[1];
 const device T* const v_biases = value_biases + batch * value_biases_strides[0] + head * value_biases_strides[1];
-const DecodePacked<T, D, GROUP, BITS> packed_keys = {
-    own_keys, k_scales, k_biases, keys_strides[2], keys_strides[3],
-    key_scales_strides[2], key_scales_strides[3], key_biases_strides[2], key_biases_strides[3]};
-const DecodePacked<T, D, GROUP, BITS> packed_values = {
-    own_values, v_scales, v_biases, values_strides[2], values_strides[3],
-    value_scales_strides[2], value_scales_strides[3], value_biases_strides[2], value_biases_strides[3]};
+DecodePacked<T, D, GROUP, BITS> packed_keys, packed_values;
+packed_keys.begin(
+    own_keys, keys_strides[2], keys_strides[3], k_scales, key_scales_strides[2], key_scales_strides[3], k_biases,
+    key_biases_strides[2], key_biases_strides[3], rows.lane);
+packed_values.begin(
+    own_values, values_strides[2], values_strides[3], v_scales, value_scales_strides[2], value_scales_strides[3],
+    v_biases, value_biases_strides[2], value_biases_strides[3], rows.lane);
 rows.template attend<TILE>(packed_keys, packed_values, tile);
 
 const int64_t out_stride = SPLIT ? int64_t(splits) * (D + 2) : D;

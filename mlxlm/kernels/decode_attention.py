@@ -52,7 +52,8 @@ def decode_attention(
 
     Args:
         queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D in HEAD_DIMS, T · H / H_kv <= 64.
-        keys: `[B, H_kv, S, D]` in the same dtype, with any strides (such as a slice of a cache buffer).
+        keys: `[B, H_kv, S, D]` in the same dtype, with any strides (such as a slice of a cache buffer) that place
+            neighboring keys less than 2²⁴ elements apart.
         values: As the keys.
         scale: Multiplies the scores.
         window: Sliding window in tokens.
