@@ -4,43 +4,51 @@
 // Inputs (any strides): queries [B, H, T, D], keys and values [B, H_kv, S, D] of type T; scale, a float; ranges
 // [B, T, 2] int: row t sees the keys from ranges[t, 0] to before ranges[t, 1]. Neither decreases along T.
 // Outputs: output [B, H, T, D] of type T; lse [B, H, T] float. A row that sees no key has output 0 and lse -inf.
-// Template: T; D, a multiple of 8; HELD, STAGED and PARTS, see attention_tiles.h.
-// Grid: (ceil(T / ROWS) * 128, H, B) in threadgroups of (128, 1, 1), where ROWS is 32 * HELD / PARTS.
+// Template: T; D, a multiple of 8; HELD and STAGED, see attention_tiles.h; PARTS, 1.
+// Grid: (ceil(T / ROWS) * 128, H, B) in threadgroups of (128, 1, 1), where ROWS is 32 * HELD.
 //
 // Method: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithm 1. A SIMD group keeps its rows of queries and of
 // the output in registers. The threadgroup copies a tile of keys and values at a time to threadgroup memory, the next
 // one while it uses the last, and skips the tiles that none of its rows sees. Scores are in units of log 2, which saves
 // a multiplication per exponential. Probabilities are rounded to T as a factor of the values.
 
-typedef Tiles<T, D, HELD, STAGED, STAGED / 8, PARTS> tiles;
+constexpr int BLOCKS = STAGED / 8;
+typedef Tiles<T, D, HELD, STAGED, PARTS> tiles;
 threadgroup vec<T, 4> key_tiles[2 * tiles::STAGE];
 threadgroup vec<T, 4> value_tiles[2 * tiles::STAGE];
-threadgroup float2 exchange[tiles::SCORES * tiles::EXCHANGE];
 
 const uint thread_index = thread_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const ushort2 place = tile_place(lane);
-const int part = simdgroup % PARTS;
 const int query_count = queries_shape[2];
 const int key_count = keys_shape[2];
 
 // The last rows see the most keys, so they start first.
 const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid.x) * tiles::ROWS;
 const int last = min(first + tiles::ROWS, query_count) - 1;
-const int row = first + 8 * HELD * int(simdgroup / PARTS);  // the first of the SIMD group
+const int row = first + 8 * HELD * int(simdgroup);  // the first of the SIMD group
 const int64_t batch = threadgroup_position_in_grid.z;
 const int64_t head = threadgroup_position_in_grid.y;
 const int64_t key_head = head / (queries_shape[1] / keys_shape[1]);
-const device T* query_rows = queries + batch * queries_strides[0] + head * queries_strides[1];
 const device T* key_rows = keys + batch * keys_strides[0] + key_head * keys_strides[1];
 const device T* value_rows = values + batch * values_strides[0] + key_head * values_strides[1];
 
 const auto visible = ranges + batch * ranges_strides[0];
 const int4 bounds = tiles::bounds(visible, ranges_strides[1], ranges_strides[2], row, last);
 vec<T, 2> query[HELD * tiles::TILES];
-tiles::hold(
-    query, query_rows + row * queries_strides[2], queries_strides[2], queries_strides[3], last + 1 - row, part, place);
+ROLLED
+for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
+  tiles::template stage<2 * STAGED>(
+      key_tiles,
+      queries + batch * queries_strides[0] + head * queries_strides[1] + start * queries_strides[2],
+      queries_strides[2], queries_strides[3], last + 1 - start, thread_index);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (row >= start && row < start + 2 * STAGED) {
+    tiles::hold(query, key_tiles + (row - start) * tiles::LD, place);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 
 float2 sums[HELD * tiles::TILES];
 UNROLL
@@ -63,10 +71,10 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int next = start + STAGED;
   if (next < end) {
-    tiles::stage(
+    tiles::template stage<STAGED>(
         key_tiles + buffer * tiles::STAGE, key_rows + next * keys_strides[2], keys_strides[2], keys_strides[3],
         key_count - next, thread_index);
-    tiles::stage(
+    tiles::template stage<STAGED>(
         value_tiles + buffer * tiles::STAGE, value_rows + next * values_strides[2], values_strides[2],
         values_strides[3], key_count - next, thread_index);
   }
@@ -74,34 +82,31 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
   if (start < begin) {
     continue;
   }
-  const int staged = buffer * tiles::STAGE + tiles::lane_offset(part, place);
+  const int staged = buffer * tiles::STAGE + tiles::lane_offset(place);
   const bool seen = row <= last && start < bounds.w && next > bounds.x;
-  float2 scores[tiles::SCORES];
+  float2 scores[BLOCKS * HELD];
   UNROLL
-  for (int n = 0; n < tiles::SCORES; ++n) {
+  for (int n = 0; n < BLOCKS * HELD; ++n) {
     scores[n] = float2(0.0f);
   }
   if (seen) {
-    tiles::add_scores(scores, key_tiles + staged, query);
-  }
-  if constexpr (PARTS > 1) {
-    tile_add_other_part<tiles::SCORES>(scores, exchange, simdgroup, lane);
+    tiles::template add_scores<BLOCKS>(scores, key_tiles + staged, query);
   }
   if (seen) {
     UNROLL
-    for (int n = 0; n < tiles::SCORES; ++n) {
+    for (int n = 0; n < BLOCKS * HELD; ++n) {
       scores[n] *= scale_log2;
     }
     if (start < bounds.y || next > bounds.z) {
-      tiles::mask(
-          scores, -INFINITY, start + place.y, visible, ranges_strides[1], ranges_strides[2], row + place.x, last);
+      tiles::template mask<BLOCKS>(
+          scores, start + place.y, visible, ranges_strides[1], ranges_strides[2], row + place.x, last);
     }
-    vec<T, 2> probabilities[tiles::SCORES];
+    vec<T, 2> probabilities[BLOCKS * HELD];
     UNROLL
     for (int h = 0; h < HELD; ++h) {
       float2 highest = top[h];
       UNROLL
-      for (int b = 0; b < STAGED / 8; ++b) {
+      for (int b = 0; b < BLOCKS; ++b) {
         highest = max(highest, scores[b * HELD + h]);
       }
       highest = tile_column_max(highest);
@@ -112,7 +117,7 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
       top[h] = highest;
       total[h] *= decay;
       UNROLL
-      for (int b = 0; b < STAGED / 8; ++b) {
+      for (int b = 0; b < BLOCKS; ++b) {
         const float2 weights = exp2(scores[b * HELD + h] - shift);
         total[h] += weights;
         probabilities[b * HELD + h] = tile_transpose<T>(weights, lane);
@@ -123,7 +128,7 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
         sums[h * tiles::TILES + i] *= row_decay;
       }
     }
-    tiles::add_products(sums, probabilities, value_tiles + staged);
+    tiles::template add_products<BLOCKS, tiles::TILES>(sums, probabilities, value_tiles + staged);
   }
 }
 
@@ -137,7 +142,7 @@ for (int h = 0; h < HELD; ++h) {
     sums[h * tiles::TILES + i] *= inverse == INFINITY ? 0.0f : inverse;
   }
   const int column = 8 * h + place.x;
-  if (part == 0 && place.y == 0) {
+  if (place.y == 0) {
     if (row + column <= last) {
       lse[out_row + column] = sum.x == 0.0f ? -INFINITY : (top[h].x + log2(sum.x)) * M_LN2_F;
     }
@@ -146,4 +151,4 @@ for (int h = 0; h < HELD; ++h) {
     }
   }
 }
-tiles::store(output + out_row * D, sums, 1.0f, last + 1 - row, part, place);
+tiles::template store<tiles::TILES>(output + out_row * D, sums, 1.0f, last + 1 - row, 0, place);

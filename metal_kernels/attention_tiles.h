@@ -13,8 +13,6 @@
 
 #define ROLLED _Pragma("clang loop unroll(disable)")
 
-constant constexpr int TILE_SIMDS = 4;  // SIMD groups of a threadgroup
-
 // Returns the column (x) and row (y) of a lane's first element.
 METAL_FUNC ushort2 tile_place(uint lane) {
   const uint quad = lane / 4;
@@ -83,60 +81,30 @@ METAL_FUNC float2 tile_column_sum(float2 pair) {
   return pair + simd_shuffle_xor(pair, ushort(16));
 }
 
-// Adds the sums of the SIMD group that has the other part of D. All threads of a threadgroup must call it. Another
-// barrier must come before the next call.
-template <int COUNT>
-METAL_FUNC void tile_add_other_part(
-    thread float2* sums, threadgroup float2* exchange, uint simdgroup, uint lane) {
-  UNROLL
-  for (int n = 0; n < COUNT; ++n) {
-    exchange[(simdgroup * COUNT + n) * SIMD + lane] = sums[n];
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL
-  for (int n = 0; n < COUNT; ++n) {
-    sums[n] += exchange[((simdgroup ^ 1) * COUNT + n) * SIMD + lane];
-  }
+// Returns probabilities * slopes, and 0 where a probability is 0: what a row doesn't see may not be a number.
+METAL_FUNC float2 tile_product(float2 probabilities, float2 slopes) {
+  return float2(
+      probabilities.x == 0.0f ? 0.0f : probabilities.x * slopes.x,
+      probabilities.y == 0.0f ? 0.0f : probabilities.y * slopes.y);
 }
 
 // HELD: blocks of 8 rows that a SIMD group holds. STAGED: rows in threadgroup memory at a time. PARTS: SIMD groups that
-// hold the same rows, each a part of D, which halves the registers.
-template <typename T, int D, int HELD, int STAGED, int BLOCKS, int PARTS>
+// share the work on the rows that they hold; see the kernels.
+template <typename T, int D, int HELD, int STAGED, int PARTS>
 struct Tiles {
   typedef vec<T, 2> pair;
   typedef vec<T, 4> run;
-  static constant constexpr int ROWS = 8 * HELD * TILE_SIMDS / PARTS;  // held by a threadgroup
-  static constant constexpr int COLUMNS = (D + 16 * PARTS - 1) / (16 * PARTS) * 16;  // of a SIMD group, padded
-  static constant constexpr int TILES = COLUMNS / 8;
-  static constant constexpr int SCORES = BLOCKS * HELD;  // tiles of scores
-  static constant constexpr int RUNS = COLUMNS / 4 * PARTS;  // of a staged row
+  static constant constexpr int THREADS = 4 * PARTS * SIMD;  // of a threadgroup
+  static constant constexpr int ROWS = 32 * HELD;  // held by a threadgroup
+  static constant constexpr int RUNS = (D + 16 * PARTS - 1) / (16 * PARTS) * 4 * PARTS;  // of a row, padded
+  static constant constexpr int TILES = RUNS / 2;
   static constant constexpr int LD = RUNS + (sizeof(T) == 2 ? 2 : 1);  // padding: rows begin in different memory banks
   static constant constexpr int STAGE = STAGED * LD;  // runs of a staged tile
-  static constant constexpr int EXCHANGE = PARTS > 1 ? TILE_SIMDS * SIMD : 1;  // of one tile of scores
 
-  // Loads the lane's part of the transposed held rows, zeros from row `count` on.
-  static METAL_FUNC void hold(
-      thread pair* held,
-      const device T* rows,
-      int64_t row_stride,
-      int64_t stride,
-      int count,
-      int part,
-      ushort2 place) {
-    UNROLL
-    for (int h = 0; h < HELD; ++h) {
-      const int row = 8 * h + place.x;
-      UNROLL
-      for (int i = 0; i < TILES; ++i) {
-        const int d = part * COLUMNS + 16 * (i / 2) + 4 * (place.y / 2) + 2 * (i % 2) + place.y % 2;
-        const device T* at = rows + row * row_stride + d * stride;
-        held[h * TILES + i].x = row < count && d < D ? at[0] : T(0);
-        held[h * TILES + i].y = row + 1 < count && d < D ? at[row_stride] : T(0);
-      }
-    }
-  }
-
-  // All threads of a threadgroup copy STAGED rows to a tile, zeros from row `count` on. A thread copies runs of one row.
+  // All threads of a threadgroup copy COUNT rows to a tile, zeros from row `count` on. A thread copies runs of one row.
+  // The stride is 1 in most arrays; then a compiler joins the loads of a run. Arrays begin at any element of a buffer,
+  // so a run may not be aligned as a vector.
+  template <int COUNT>
   static METAL_FUNC void stage(
       threadgroup run* tile,
       const device T* rows,
@@ -144,35 +112,64 @@ struct Tiles {
       int64_t stride,
       int count,
       uint thread_index) {
-    constexpr int THREADS = TILE_SIMDS * SIMD / STAGED;  // of a row
-    const int row = thread_index / THREADS, column = thread_index % THREADS;
-    const device T* at = rows + row * row_stride + 4 * column * stride;
-    threadgroup run* to = tile + row * LD + column;
+    if (stride == 1) {
+      stage_strided<COUNT>(tile, rows, row_stride, 1, count, thread_index);
+    } else {
+      stage_strided<COUNT>(tile, rows, row_stride, stride, count, thread_index);
+    }
+  }
+
+  template <int COUNT>
+  static METAL_FUNC void stage_strided(
+      threadgroup run* tile,
+      const device T* rows,
+      int64_t row_stride,
+      int64_t stride,
+      int count,
+      uint thread_index) {
+    constexpr int BESIDE = THREADS / COUNT;  // threads of a row
+    const int row = thread_index / BESIDE, column = thread_index % BESIDE;
+    const device T* from = rows + row * row_stride + 4 * column * stride;
     UNROLL
-    for (int i = 0; i < (RUNS + THREADS - 1) / THREADS; ++i) {
+    for (int i = 0; i < (RUNS + BESIDE - 1) / BESIDE; ++i) {
       run copied = run(T(0));
-      if (row < count && 4 * (column + i * THREADS) < D) {
-        copied.x = at[0];
-        at += stride;
-        copied.y = at[0];
-        at += stride;
-        copied.z = at[0];
-        at += stride;
-        copied.w = at[0];
-        at += (4 * THREADS - 3) * stride;
+      if (row < count && 4 * (column + i * BESIDE) < D) {
+        copied.x = from[0];
+        from += stride;
+        copied.y = from[0];
+        from += stride;
+        copied.z = from[0];
+        from += stride;
+        copied.w = from[0];
+        from += (4 * BESIDE - 3) * stride;
       }
-      if (RUNS % THREADS == 0 || column + i * THREADS < RUNS) {
-        to[i * THREADS] = copied;
+      if (RUNS % BESIDE == 0 || column + i * BESIDE < RUNS) {
+        tile[row * LD + column + i * BESIDE] = copied;
+      }
+    }
+  }
+
+  // Loads the lane's part of the transposed rows that a SIMD group holds, from the first of them in a tile.
+  static METAL_FUNC void hold(thread pair* held, const threadgroup run* tile, ushort2 place) {
+    const threadgroup T* at = (const threadgroup T*)(tile + place.x * LD) + 4 * (place.y / 2) + place.y % 2;
+    UNROLL
+    for (int h = 0; h < HELD; ++h) {
+      UNROLL
+      for (int i = 0; i < TILES; ++i) {
+        const int offset = 32 * h * LD + 16 * (i / 2) + 2 * (i % 2);
+        held[h * TILES + i].x = at[offset];
+        held[h * TILES + i].y = at[offset + 4 * LD];
       }
     }
   }
 
   // Returns the offset of a lane's first run in a tile.
-  static METAL_FUNC int lane_offset(int part, ushort2 place) {
-    return place.y * LD + part * (COLUMNS / 4) + place.x / 2;
+  static METAL_FUNC int lane_offset(ushort2 place) {
+    return place.y * LD + place.x / 2;
   }
 
-  // Computes scores += staged * held^T over the SIMD group's part of D. `staged` is the lane's first run.
+  // Computes scores += staged * held^T. `staged` is the lane's first run.
+  template <int BLOCKS>
   static METAL_FUNC void add_scores(thread float2* scores, const threadgroup run* staged, const thread pair* held) {
     UNROLL
     for (int i = 0; i < TILES / 2; ++i) {
@@ -189,35 +186,36 @@ struct Tiles {
     }
   }
 
-  // Computes sums += factors * staged.
+  // Computes sums += factors * staged, for COUNT tiles along D.
+  template <int BLOCKS, int COUNT>
   static METAL_FUNC void add_products(thread float2* sums, const thread pair* factors, const threadgroup run* staged) {
     UNROLL
-    for (int i = 0; i < TILES / 2; ++i) {
+    for (int i = 0; i < COUNT / 2; ++i) {
       simdgroup_barrier(mem_flags::mem_none);
       UNROLL
       for (int b = 0; b < BLOCKS; ++b) {
         const run right = staged[8 * b * LD + 4 * i];
         UNROLL
         for (int h = 0; h < HELD; ++h) {
-          tile_multiply_add<T>(sums[h * TILES + 2 * i], factors[b * HELD + h], right.xy);
-          tile_multiply_add<T>(sums[h * TILES + 2 * i + 1], factors[b * HELD + h], right.zw);
+          tile_multiply_add<T>(sums[h * COUNT + 2 * i], factors[b * HELD + h], right.xy);
+          tile_multiply_add<T>(sums[h * COUNT + 2 * i + 1], factors[b * HELD + h], right.zw);
         }
       }
     }
   }
 
-  // Stores the lane's part of the held rows, times `scale`, as rows of D elements.
-  template <typename U>
+  // Stores the lane's part of the sums, times `scale`, in rows of D elements: COUNT tiles from `column` on.
+  template <int COUNT, typename U>
   static METAL_FUNC void store(
-      device U* rows, const thread float2* sums, float scale, int count, int part, ushort2 place) {
+      device U* rows, const thread float2* sums, float scale, int count, int column, ushort2 place) {
     UNROLL
     for (int h = 0; h < HELD; ++h) {
       const int row = 8 * h + place.y;
       UNROLL
-      for (int i = 0; i < TILES / 2; ++i) {
-        const int d = part * COLUMNS + 16 * i + 2 * place.x;
+      for (int i = 0; i < COUNT / 2; ++i) {
+        const int d = column + 16 * i + 2 * place.x;
         if (row < count && d < D) {
-          const float2 first = sums[h * TILES + 2 * i] * scale, second = sums[h * TILES + 2 * i + 1] * scale;
+          const float2 first = sums[h * COUNT + 2 * i] * scale, second = sums[h * COUNT + 2 * i + 1] * scale;
           vec<U, 4> values;
           values.x = U(first.x);
           values.y = U(first.y);
@@ -237,18 +235,11 @@ struct Tiles {
     return int4(ranges[top], ranges[bottom], ranges[top + stride], ranges[bottom + stride]);
   }
 
-  // Sets scores to `fill` where a held row doesn't see the staged row. `start` is the first staged row of the lane. Few
-  // tiles need it, so it loads the ranges again.
-  template <typename P>
+  // Sets scores to -INFINITY where a held row doesn't see the staged row. `start` is the first staged row of the lane.
+  // Few tiles need it, so it loads the ranges again.
+  template <int BLOCKS, typename P>
   static METAL_FUNC void mask(
-      thread float2* scores,
-      float fill,
-      int start,
-      P ranges,
-      int64_t row_stride,
-      int64_t stride,
-      int row,
-      int last) {
+      thread float2* scores, int start, P ranges, int64_t row_stride, int64_t stride, int row, int last) {
     UNROLL
     for (int h = 0; h < HELD; ++h) {
       const int64_t x = min(row + 8 * h, last) * row_stride, y = min(row + 8 * h + 1, last) * row_stride;
@@ -256,8 +247,8 @@ struct Tiles {
       UNROLL
       for (int b = 0; b < BLOCKS; ++b) {
         const int at = start + 8 * b, n = b * HELD + h;
-        scores[n].x = at >= low.x && at < high.x ? scores[n].x : fill;
-        scores[n].y = at >= low.y && at < high.y ? scores[n].y : fill;
+        scores[n].x = at >= low.x && at < high.x ? scores[n].x : -INFINITY;
+        scores[n].y = at >= low.y && at < high.y ? scores[n].y : -INFINITY;
       }
     }
   }

@@ -14,7 +14,6 @@ from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel, Output, scalar
 
 MAX_HEAD_DIM = 128
-_THREADS = 128  # per threadgroup: four SIMD groups
 _FULL_GRID = 160  # threadgroups: four for each of 40 cores, the most of an M1 to M4 Max
 _MIN_TILES = 8  # staged tiles per threadgroup below which a grid isn't split
 
@@ -130,7 +129,7 @@ class _Division:
     Args:
         held: Blocks of 8 rows that a SIMD group holds in registers.
         staged: Rows that are in threadgroup memory at a time, twice: 32 KiB at most.
-        parts: SIMD groups that hold the same rows, each a part of the head dim.
+        parts: SIMD groups that share the work on the rows that they hold.
     """
 
     held: int
@@ -139,13 +138,19 @@ class _Division:
 
     @classmethod
     def of(cls, kernel: MetalKernel, D: int, itemsize: int) -> _Division:
-        whole = D <= 64 or (kernel is _FORWARD and itemsize == 2)  # fits in the registers of a SIMD group
-        return cls(held=2 if D <= 32 else 1, staged=16 if D * itemsize <= 256 else 8, parts=1 if whole else 2)
+        parts = 1 if D <= 64 or kernel is _FORWARD else 2
+        small = D * itemsize <= 256 and not (kernel is _GRAD_QUERY and parts == 2)
+        return cls(held=2 if D <= 32 else 1, staged=16 if small else 8, parts=parts)
 
     @property
     def rows(self) -> int:
         """Rows that a threadgroup holds."""
-        return 32 * self.held // self.parts
+        return 32 * self.held
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return 128 * self.parts
 
     def template(self, dtype: mx.Dtype, D: int) -> dict[str, int | bool | mx.Dtype]:
         return {"T": dtype, "D": D, "HELD": self.held, "STAGED": self.staged, "PARTS": self.parts}
@@ -160,8 +165,9 @@ def _launch(kernel: MetalKernel, queries: mx.array, inputs: list[mx.array], outp
     """Launch one threadgroup per head and per tile of queries."""
     B, heads, T, D = queries.shape
     division = _Division.of(kernel, D, queries.itemsize)
-    grid = (-(-T // division.rows) * _THREADS, heads, B)
-    return kernel(inputs, division.template(queries.dtype, D), grid, (_THREADS, 1, 1), outputs)
+    threads = division.threads
+    grid = (-(-T // division.rows) * threads, heads, B)
+    return kernel(inputs, division.template(queries.dtype, D), grid, (threads, 1, 1), outputs)
 
 
 def _launch_grad_key_value(queries: mx.array, keys: mx.array, inputs: list[mx.array]) -> tuple[mx.array, mx.array]:
@@ -176,8 +182,8 @@ def _launch_grad_key_value(queries: mx.array, keys: mx.array, inputs: list[mx.ar
     splits = max(1, min(_FULL_GRID // (tiles * kv_heads * B), staged_tiles // _MIN_TILES))
     dtype = keys.dtype if splits == 1 else mx.float32
     template = {**division.template(keys.dtype, D), "U": dtype, "SPLITS": splits}
-    grid, output = (tiles * _THREADS, kv_heads * splits, B), ((splits, *keys.shape), dtype)
-    key_grad, value_grad = _GRAD_KEY_VALUE(inputs, template, grid, (_THREADS, 1, 1), [output, output])
+    grid, output = (tiles * division.threads, kv_heads * splits, B), ((splits, *keys.shape), dtype)
+    key_grad, value_grad = _GRAD_KEY_VALUE(inputs, template, grid, (division.threads, 1, 1), [output, output])
     if splits == 1:
         return key_grad[0], value_grad[0]
     return key_grad.sum(axis=0).astype(keys.dtype), value_grad.sum(axis=0).astype(keys.dtype)
