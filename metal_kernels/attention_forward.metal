@@ -83,7 +83,7 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
     continue;
   }
   const int staged = buffer * tiles::STAGE + tiles::lane_offset(place);
-  const bool seen = row <= last && start < bounds.w && next > bounds.x;
+  const bool seen = start < bounds.w && next > bounds.x;
   float2 scores[BLOCKS * HELD];
   UNROLL
   for (int n = 0; n < BLOCKS * HELD; ++n) {

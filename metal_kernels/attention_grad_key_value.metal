@@ -83,7 +83,7 @@ const device T* query_rows = queries + batch * queries_strides[0];
 const device T* grad_rows = output_grad + batch * output_grad_strides[0];
 int head = key_head * heads + tile_begin / tiles_of_head;
 int start = begin + (tile_begin % tiles_of_head - 1) * STAGED;
-int buffer = 0, next_buffer = 0;
+int next_buffer = 0;
 for (int tile = tile_begin - 1; tile < tile_end; ++tile) {
   if constexpr (PARTS == 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -109,11 +109,11 @@ for (int tile = tile_begin - 1; tile < tile_end; ++tile) {
           delta[batch * delta_strides[0] + next_head * delta_strides[1] + at * delta_strides[2]]);
     }
   }
+  const int buffer = next_buffer > 0 ? next_buffer - 1 : BUFFERS - 1;
   ROLLED
   for (int block = 0; block < STAGED && (PARTS > 1 || tile >= tile_begin); block += 8 * BLOCKS) {
     const int block_start = start + block;
-    const bool seen =
-        tile >= tile_begin && row <= last && block_start < bounds.w && block_start + 8 * BLOCKS > bounds.x;
+    const bool seen = tile >= tile_begin && block_start < bounds.w && block_start + 8 * BLOCKS > bounds.x;
     const int staged = buffer * tiles::STAGE + block * tiles::LD + tiles::lane_offset(place);
     float2 scores[2 / PARTS * SCORES];  // queries keys^T or probabilities, output_grad values^T
     vec<T, 2> factors[2 / PARTS * SCORES];
@@ -169,7 +169,6 @@ for (int tile = tile_begin - 1; tile < tile_end; ++tile) {
       }
     }
   }
-  buffer = next_buffer;
   next_buffer = next_buffer + 1 < BUFFERS ? next_buffer + 1 : 0;
   head = next_head;
   start = next;

@@ -102,7 +102,7 @@ const float scale_log2 = scale * M_LOG2E_F;
 
 const int begin = visible[first * ranges_strides[1]];
 const int end = visible[last * ranges_strides[1] + ranges_strides[2]];
-int buffer = 0, next_buffer = 0;
+int next_buffer = 0;
 for (int start = begin - STAGED; start < end; start += STAGED) {
   if constexpr (PARTS == 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -116,12 +116,12 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
         to + VALUES, value_rows + next * values_strides[2], values_strides[2], values_strides[3], key_count - next,
         thread_index);
   }
+  const int buffer = next_buffer > 0 ? next_buffer - 1 : BUFFERS - 1;
   ROLLED
   for (int block = 0; block < STAGED && (PARTS > 1 || start >= begin); block += 8 * BLOCKS) {
     const int block_start = start + block;
     const int staged = buffer * tiles::STAGE + block * tiles::LD + tiles::lane_offset(place);
-    const bool seen =
-        start >= begin && row <= last && block_start < bounds.w && block_start + 8 * BLOCKS > bounds.x;
+    const bool seen = start >= begin && block_start < bounds.w && block_start + 8 * BLOCKS > bounds.x;
     float2 scores[2 / PARTS * SCORES];  // queries keys^T or probabilities, output_grad values^T
     UNROLL
     for (int n = 0; n < 2 / PARTS * SCORES; ++n) {
@@ -169,7 +169,6 @@ for (int start = begin - STAGED; start < end; start += STAGED) {
       tiles::template add_products<BLOCKS, SUMS>(sums, factors, tile_runs + part * SUMS * 2 + staged);
     }
   }
-  buffer = next_buffer;
   next_buffer = next_buffer + 1 < BUFFERS ? next_buffer + 1 : 0;
 }
 

@@ -112,41 +112,39 @@ struct Tiles {
       int64_t stride,
       int count,
       uint thread_index) {
-    if (stride == 1) {
-      stage_strided<COUNT>(tile, rows, row_stride, 1, count, thread_index);
-    } else {
-      stage_strided<COUNT>(tile, rows, row_stride, stride, count, thread_index);
-    }
-  }
-
-  template <int COUNT>
-  static METAL_FUNC void stage_strided(
-      threadgroup run* tile,
-      const device T* rows,
-      int64_t row_stride,
-      int64_t stride,
-      int count,
-      uint thread_index) {
     constexpr int BESIDE = THREADS / COUNT;  // threads of a row
     const int row = thread_index / BESIDE, column = thread_index % BESIDE;
     const device T* from = rows + row * row_stride + 4 * column * stride;
-    UNROLL
-    for (int i = 0; i < (RUNS + BESIDE - 1) / BESIDE; ++i) {
-      run copied = run(T(0));
-      if (row < count && 4 * (column + i * BESIDE) < D) {
-        copied.x = from[0];
-        from += stride;
-        copied.y = from[0];
-        from += stride;
-        copied.z = from[0];
-        from += stride;
-        copied.w = from[0];
-        from += (4 * BESIDE - 3) * stride;
+    if (stride == 1) {
+      UNROLL
+      for (int i = 0; i < (RUNS + BESIDE - 1) / BESIDE; ++i) {
+        const bool inside = row < count && 4 * (column + i * BESIDE) < D;
+        if (RUNS % BESIDE == 0 || column + i * BESIDE < RUNS) {
+          tile[row * LD + column + i * BESIDE] = load_run(from, 1, inside);
+        }
+        from += 4 * BESIDE;
       }
-      if (RUNS % BESIDE == 0 || column + i * BESIDE < RUNS) {
-        tile[row * LD + column + i * BESIDE] = copied;
+    } else {
+      ROLLED
+      for (int i = column; i < RUNS; i += BESIDE) {
+        tile[row * LD + i] = load_run(from, stride, row < count && 4 * i < D);
+        from += 4 * BESIDE * stride;
       }
     }
+  }
+
+  static METAL_FUNC run load_run(const device T* from, int64_t stride, bool inside) {
+    run loaded = run(T(0));
+    if (inside) {
+      loaded.x = from[0];
+      from += stride;
+      loaded.y = from[0];
+      from += stride;
+      loaded.z = from[0];
+      from += stride;
+      loaded.w = from[0];
+    }
+    return loaded;
   }
 
   // Loads the lane's part of the transposed rows that a SIMD group holds, from the first of them in a tile.
@@ -228,11 +226,12 @@ struct Tiles {
   }
 
   // Returns which staged rows the SIMD group's rows see: the lowest and the highest first one, and the lowest and the
-  // highest end. `ranges` are pairs in order; `last` is the last row that exists.
+  // highest end. `ranges` are pairs in order; `last` is the last row that exists. If
+  // none of the rows exists, the highest end is 0.
   template <typename P>
   static METAL_FUNC int4 bounds(P ranges, int64_t row_stride, int64_t stride, int row, int last) {
     const int64_t top = min(row, last) * row_stride, bottom = min(row + 8 * HELD - 1, last) * row_stride;
-    return int4(ranges[top], ranges[bottom], ranges[top + stride], ranges[bottom + stride]);
+    return int4(ranges[top], ranges[bottom], ranges[top + stride], row <= last ? ranges[bottom + stride] : 0);
   }
 
   // Sets scores to -INFINITY where a held row doesn't see the staged row. `start` is the first staged row of the lane.
