@@ -29,8 +29,8 @@ const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid
 const int last = min(first + tiles::ROWS, query_count) - 1;
 const int row = first + 8 * HELD * int(simdgroup);  // the first of the SIMD group
 const int64_t batch = threadgroup_position_in_grid.z;
-const int64_t head = threadgroup_position_in_grid.y;
-const int64_t key_head = head / (queries_shape[1] / keys_shape[1]);
+const uint head = threadgroup_position_in_grid.y;
+const uint key_head = head / (queries_shape[1] / keys_shape[1]);
 const device T* key_rows = keys + batch * keys_strides[0] + key_head * keys_strides[1];
 const device T* value_rows = values + batch * values_strides[0] + key_head * values_strides[1];
 
@@ -39,6 +39,9 @@ const int4 bounds = tiles::bounds(visible, ranges_strides[1], ranges_strides[2],
 vec<T, 2> query[HELD * tiles::TILES];
 ROLLED
 for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
+  if (start > first) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   tiles::template stage<2 * STAGED>(
       key_tiles,
       queries + batch * queries_strides[0] + head * queries_strides[1] + start * queries_strides[2],
@@ -47,7 +50,6 @@ for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
   if (row >= start && row < start + 2 * STAGED) {
     tiles::hold(query, key_tiles + (row - start) * tiles::LD, place);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 float2 sums[HELD * tiles::TILES];

@@ -46,6 +46,9 @@ const int4 bounds = tiles::bounds(visible, ranges_strides[1], ranges_strides[2],
 vec<T, 2> held[2 / PARTS * SUMS];  // keys, values
 ROLLED
 for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
+  if (start > first) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   tiles::template stage<2 * STAGED>(
       tile_runs,
       keys + batch * keys_strides[0] + key_head * keys_strides[1] + start * keys_strides[2],
@@ -61,7 +64,6 @@ for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
       tiles::hold(held + SUMS, tile_runs + GRADS + (row - start) * tiles::LD, place);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 float2 sums[2 / PARTS * SUMS];  // gradients of the values, of the keys
@@ -83,7 +85,7 @@ const device T* query_rows = queries + batch * queries_strides[0];
 const device T* grad_rows = output_grad + batch * output_grad_strides[0];
 int head = key_head * heads + tile_begin / tiles_of_head;
 int start = begin + (tile_begin % tiles_of_head - 1) * STAGED;
-int next_buffer = 0;
+int next_buffer = PARTS;  // with PARTS = 2, not one of the two that rows are still being held from
 for (int tile = tile_begin - 1; tile < tile_end; ++tile) {
   if constexpr (PARTS == 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);

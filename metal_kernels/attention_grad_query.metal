@@ -35,8 +35,8 @@ const int first = int(threadgroups_per_grid.x - 1 - threadgroup_position_in_grid
 const int last = min(first + tiles::ROWS, query_count) - 1;
 const int row = first + 8 * HELD * int(simdgroup / PARTS);  // the first of the SIMD group
 const int64_t batch = threadgroup_position_in_grid.z;
-const int64_t head = threadgroup_position_in_grid.y;
-const int64_t key_head = head / (queries_shape[1] / keys_shape[1]);
+const uint head = threadgroup_position_in_grid.y;
+const uint key_head = head / (queries_shape[1] / keys_shape[1]);
 const int64_t out_row = (batch * queries_shape[1] + head) * query_count + row;
 const device T* key_rows = keys + batch * keys_strides[0] + key_head * keys_strides[1];
 const device T* value_rows = values + batch * values_strides[0] + key_head * values_strides[1];
@@ -48,6 +48,9 @@ const int4 bounds = tiles::bounds(visible, ranges_strides[1], ranges_strides[2],
 vec<T, 2> held[2 / PARTS * HELD * tiles::TILES];  // queries, output_grad
 ROLLED
 for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
+  if (start > first) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
   tiles::template stage<2 * STAGED>(
       tile_runs, queries + batch * queries_strides[0] + head * queries_strides[1] + start * queries_strides[2],
       queries_strides[2], queries_strides[3], last + 1 - start, thread_index);
@@ -61,7 +64,6 @@ for (int start = first; start < first + tiles::ROWS; start += 2 * STAGED) {
       tiles::hold(held + HELD * tiles::TILES, tile_runs + VALUES + (row - start) * tiles::LD, place);
     }
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 float2 row_lse[HELD];  // of the lane's columns, in units of log 2
@@ -102,7 +104,7 @@ const float scale_log2 = scale * M_LOG2E_F;
 
 const int begin = visible[first * ranges_strides[1]];
 const int end = visible[last * ranges_strides[1] + ranges_strides[2]];
-int next_buffer = 0;
+int next_buffer = PARTS;  // with PARTS = 2, not one of the two that rows are still being held from
 for (int start = begin - STAGED; start < end; start += STAGED) {
   if constexpr (PARTS == 1) {
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -226,8 +226,7 @@ struct Tiles {
   }
 
   // Returns which staged rows the SIMD group's rows see: the lowest and the highest first one, and the lowest and the
-  // highest end. `ranges` are pairs in order; `last` is the last row that exists. If
-  // none of the rows exists, the highest end is 0.
+  // highest end, 0 if the SIMD group has no row. `ranges` are pairs in order; `last` is the last row that exists.
   template <typename P>
   static METAL_FUNC int4 bounds(P ranges, int64_t row_stride, int64_t stride, int row, int last) {
     const int64_t top = min(row, last) * row_stride, bottom = min(row + 8 * HELD - 1, last) * row_stride;

@@ -123,12 +123,12 @@ def _visible(
 class _Division:
     """How a threadgroup divides its work; see `metal_kernels/attention_tiles.h`.
 
-    Compiled with Mesa's open-source AGX compiler for M1/M2, the kernels have at most 11 spills in half precision, and
-    none at D = 128. In float32, the gradients have up to 49.
+    Compiled with Mesa's open-source AGX compiler for M1/M2, the kernels have no spills in half precision, except up to
+    4 of `attention_grad_key_value` with one of the three sets of LLVM passes, and up to FLOATSPILLS in float32.
 
     Args:
         held: Blocks of 8 rows that a SIMD group holds in registers.
-        staged: Rows that are in threadgroup memory at a time, twice: 32 KiB at most.
+        staged: Rows in each buffer of threadgroup memory, of which there are 1 + `parts`: 32 KiB at most.
         parts: SIMD groups that share the work on the rows that they hold.
     """
 
@@ -139,8 +139,8 @@ class _Division:
     @classmethod
     def of(cls, kernel: MetalKernel, D: int, itemsize: int) -> _Division:
         parts = 1 if D <= 64 or kernel is _FORWARD else 2
-        small = D * itemsize <= 256 and not (kernel is _GRAD_QUERY and parts == 2)
-        return cls(held=2 if D <= 32 else 1, staged=16 if small else 8, parts=parts)
+        short = D * itemsize <= 256 and (parts == 1 or kernel is _GRAD_KEY_VALUE)  # 16 rows fit in the memory
+        return cls(held=2 if D <= 32 else 1, staged=16 if short else 8, parts=parts)
 
     @property
     def rows(self) -> int:
@@ -162,7 +162,11 @@ def divisions(D: int, itemsize: int) -> list[_Division]:
 
 
 def _launch(kernel: MetalKernel, queries: mx.array, inputs: list[mx.array], outputs: list[Output]) -> list[mx.array]:
-    """Launch one threadgroup per head and per tile of queries."""
+    """Launch one threadgroup per head and per tile of queries.
+
+    The keys are not split. With the default batch size of 16, every preset launches more than `_FULL_GRID` threadgroups
+    at its maximum length: the smallest grid has 192.
+    """
     B, heads, T, D = queries.shape
     division = _Division.of(kernel, D, queries.itemsize)
     threads = division.threads

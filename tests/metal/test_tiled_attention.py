@@ -123,7 +123,7 @@ def test_segments_equal_mlx(metal, window):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("D", [32, 64, 72, 128])
 def test_head_dims(metal, D, dtype):
-    """Up to 32, a SIMD group holds 16 rows; above 64, two SIMD groups may have a part of D each."""
+    """Up to 32, a SIMD group holds 16 rows; above 64, two SIMD groups share the work of a gradient."""
     check(*problem(1, 1, 1, 35, 41, D, dtype), D**-0.5)
 
 
