@@ -123,8 +123,8 @@ def _visible(
 class _Division:
     """How a threadgroup divides its work; see `metal_kernels/attention_tiles.h`.
 
-    Compiled with Mesa's open-source AGX compiler for M1/M2, the kernels have no spills in half precision, except up to
-    4 of `attention_grad_key_value` with one of the three sets of LLVM passes, and up to FLOATSPILLS in float32.
+    Compiled for D = 64 and 128 with Mesa's open-source AGX compiler for M1/M2, the kernels have at most one spill in
+    bfloat16, and up to 24 in float32.
 
     Args:
         held: Blocks of 8 rows that a SIMD group holds in registers.
