@@ -85,8 +85,9 @@ def tiled_cost(shape: Shape) -> Cost:
     T, H, K, row = shape.T, shape.H, shape.K, shape.T * shape.D * shape.itemsize
     products, staged = 0, 0  # staged: rows of a head that all threadgroups copy
     divisions = flash_attention.divisions(shape.D, shape.itemsize)
-    for count, step, division in zip((2, 3, 4), (divisions[0].staged, 8, 8), divisions, strict=True):
+    for count, division in zip((2, 3, 4), divisions, strict=True):
         rows, columns = 8 * division.held, _round_up(shape.D, 16 * division.parts)
+        step = 8 if count > 2 and division.parts == 1 else division.staged
         products += count * columns * rows * sum(_round_up(seen, step) for seen in shape.keys_seen(rows))
         staged += sum(min(T, _round_up(seen, division.staged)) for seen in shape.keys_seen(division.rows))
     statistics = sum(shape.keys_seen(divisions[2].rows))  # log-sum-exp and correction, float32

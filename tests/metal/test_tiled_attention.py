@@ -292,4 +292,4 @@ def test_cost_is_what_the_kernels_count(needs_harness, shape, monkeypatch):
         mx.vjp(lambda *x: tiled_attention(*x, 0.2, window=shape.window, segment_ids=ids), [q, k, v], [output_grad])
     cost = tiled_cost(shape)
     products, moved = 8**3 * sum(x.products for x in log.launches), sum(x.loaded + x.stored for x in log.launches)
-    assert cost.products == pytest.approx(products, rel=0.01) and cost.bytes_moved == pytest.approx(moved, rel=0.02)
+    assert cost.products == pytest.approx(products, rel=0.02) and cost.bytes_moved == pytest.approx(moved, rel=0.02)
