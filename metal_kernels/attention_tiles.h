@@ -11,8 +11,6 @@
 // lane loads a run of four elements of a row, for two tiles. Column 2 j + e of the two tiles is then element 4 j + e
 // and 4 j + e + 2 of 16. The order of D doesn't matter for a sum over D, if the held rows have the same order.
 
-#define ROLLED _Pragma("clang loop unroll(disable)")
-
 // Returns the column (x) and row (y) of a lane's first element.
 METAL_FUNC ushort2 tile_place(uint lane) {
   const uint quad = lane / 4;

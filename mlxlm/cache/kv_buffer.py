@@ -166,8 +166,8 @@ class KVBuffer:
 def _with_position(array: mx.array, index: mx.array, part: mx.array) -> mx.array:
     """Return array `[B, H, capacity, n]` with part `[B, H, 1, n]` at the position `index`, int32 `[1]`.
 
-    `mx.slice_update` computes the offset in a kernel of its own. `mx.put_along_axis` takes one kernel on a GPU, but more
-    time on a CPU. It stores 16-bit elements in pairs, so a slice of the buffer must begin with a whole pair.
+    `mx.slice_update` computes the offset in a kernel of its own. `mx.put_along_axis` takes one kernel on a GPU, but is
+    slower on a CPU. It stores 16-bit elements in pairs, so rows must begin with a whole pair.
     """
     if ON_CPU or array.shape[3] * array.itemsize % 4:
         return mx.slice_update(array, part, index, (2,))
