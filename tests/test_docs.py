@@ -85,7 +85,7 @@ def folder(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "docs")
     path = (str(template / "bin"), os.environ["PATH"], str(Path(sys.executable).parent))  # the last has mlx.launch
     monkeypatch.setenv("PATH", ":".join(path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "docs"
 
