@@ -184,7 +184,7 @@ class Process:
 
     def __init__(self, folder, *options):
         command = [sys.executable, str(ROOT / "cli.py"), "serve", str(folder), "--port", "0", *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLXLM_API_KEY": ""}
+        environment = {**os.environ, "MLXLM_API_KEY": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines = []
         while not self.lines or "curl" not in self.lines[-1]:
