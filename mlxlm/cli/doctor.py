@@ -24,8 +24,8 @@ def doctor(full: bool, out: Path | None, as_json: bool) -> None:
 
     With --full, check that everything works on this machine: each kernel against MLX's operations on the CPU, a
     training run that is stopped and resumed, decoding with plain and quantized caches; and measure their speed. This
-    takes about five minutes on a GPU, one or two on a CPU. The report is doctor.json and doctor.html; attach both to an
-    issue. It contains no names and no paths of yours.
+    takes one or two minutes on a CPU, and some more on a GPU, which has more kernels. The report is doctor.json and
+    doctor.html; attach both to an issue. It contains no names and no paths of yours.
     """
     from mlxlm.doctor.facts import basic_facts
 

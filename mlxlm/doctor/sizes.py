@@ -1,4 +1,4 @@
-"""How much `mlxlm doctor --full` runs: on a GPU about five minutes, on a CPU one or two."""
+"""How much `mlxlm doctor --full` runs: one or two minutes on a CPU, more on a GPU, which has more kernels."""
 
 from __future__ import annotations
 
