@@ -93,7 +93,8 @@ def test_a_crash_and_a_hang_fail_alone():
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit('no suite')", "print('{\"checks\": 2}'); raise SystemExit('none')"])
-def test_checks_that_can_not_start_are_an_error(code):
+def test_checks_that_can_not_start_are_an_error(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(MlxlmError, match="the process ended with exit code 1: no"):
         list(run_in_processes([sys.executable, "-c", code]))
-    assert not list(Path(tempfile.gettempdir()).glob("mlxlm-doctor-*"))
+    assert not list(tmp_path.iterdir())
