@@ -86,10 +86,11 @@ def _phrase(group: Sequence[Result]) -> str:
         return reasons[0]
     if errors := [r.values["error"] for r in group if r.values.get("error") is not None]:
         tolerance = max(result.values["tolerance"] for result in group if "tolerance" in result.values)
-        return f"relative error at most {max(errors):.1e}, allowed {tolerance:g}"
+        return f"relative error at most {max(errors):.2g}, allowed {tolerance:g}"
     phrases = []
     if speedups := sorted(r.values["metal_speedup"] for r in group if "metal_speedup" in r.values):
-        phrases.append(f"Metal kernels {speedups[0]:.2g} to {speedups[-1]:.2g} times as fast as MLX's operations")
+        ends = dict.fromkeys(f"{speedup:.2g}" for speedup in (speedups[0], speedups[-1]))
+        phrases.append(f"Metal kernels {' to '.join(ends)} times as fast as MLX's operations")
     if choices := [r.values["in_use"] == r.values["fastest"] for r in group if "fastest" in r.values]:
         phrases.append(f"the implementation in use is the fastest in {sum(choices)} of {len(choices)}")
     if len(group) == 1 and not phrases:
