@@ -54,16 +54,28 @@ def blockwise_attention(
     return out.reshape(B, H, T, D)
 
 
-def block_rows(T: int, heads: int, reach: int, block_bytes: int | None = None) -> int:
+def block_rows(T: int, S: int, heads: int, window: int | None, block_bytes: int | None = None) -> int:
     """Return the number of queries per block.
 
     Args:
         T: Number of queries.
+        S: Number of keys.
         heads: Heads times batch size.
-        reach: Maximum number of keys per query.
+        window: Sliding window.
         block_bytes: Bytes of a block's scores, default for this device.
     """
+    reach = min(S, T // 8 + (window or S))  # the most keys that a block sees
     return max(_MIN_ROWS, min((block_bytes or _BLOCK_BYTES) // (4 * heads * reach), T // 8))
+
+
+def blocks(T: int, S: int, heads: int, window: int | None, block_bytes: int | None = None) -> Iterator[_Block]:
+    """Yield blocks of queries with all keys that they see. The arguments are those of `block_rows`."""
+    rows = block_rows(T, S, heads, window, block_bytes)
+    for start in range(0, T, rows):
+        stop = min(start + rows, T)
+        seen = S - T + stop
+        first = 0 if window is None else max(0, seen - (stop - start) - window + 1)
+        yield start, stop, first, seen
 
 
 @cache
@@ -113,13 +125,7 @@ class _Scores:
 
     def blocks(self) -> Iterator[_Block]:
         """Yield blocks of queries with all keys that they see."""
-        reach = min(self.S, self.T // 8 + (self.window or self.S))
-        rows = block_rows(self.T, self.B * self.K * self.G, reach)
-        for start in range(0, self.T, rows):
-            stop = min(start + rows, self.T)
-            seen = self.S - self.T + stop
-            first = 0 if self.window is None else max(0, seen - (stop - start) - self.window + 1)
-            yield start, stop, first, seen
+        return blocks(self.T, self.S, self.B * self.K * self.G, self.window)
 
     def rows(self, x: mx.array, start: int, stop: int) -> mx.array:
         """Slice rows of x `[B, K, G, T, n]` and stack the heads of a group: `[B, K, G·rows, n]`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlxlm.kernels import flash_attention
-from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
+from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, blocks
 
 
 class Cost(NamedTuple):
@@ -103,13 +103,9 @@ def blockwise_cost(shape: Shape) -> Cost:
     log-sum-exp are kept.
     """
     T, D, H, K, itemsize = shape.T, shape.D, shape.H, shape.K, shape.itemsize
-    window = shape.window or T
-    block = block_rows(T, H, min(T, T // 8 + window), BLOCK_BYTES["gpu"])
     scores, keys = 0, 0
-    for start in range(0, T, block):
-        stop = min(start + block, T)
-        seen = stop - max(0, start - window + 1)
-        scores, keys = scores + (stop - start) * seen, keys + seen
+    for start, stop, first, end in blocks(T, T, H, shape.window, BLOCK_BYTES["gpu"]):
+        scores, keys = scores + (stop - start) * (end - first), keys + end - first
     # Softmax and sums are float32, to which other dtypes are converted. The mask is computed once for all heads.
     score_bytes, key_bytes = (72, 52) if itemsize == 4 else (62, 50)
     moved = (H * score_bytes + 16) * scores + K * D * key_bytes * keys + (21 * H + 8 * K) * T * D * itemsize

@@ -100,8 +100,7 @@ class Training:
     def block_rows(self, heads: int, window: int | None = None) -> int:
         """Return the query rows whose scores blockwise attention holds at a time, in each worker."""
         length, rows = self.max_seq_length, -(-self.batch_size // self.num_workers)
-        reach = min(length, length // 8 + (window or length))
-        return min(length, block_rows(length, heads * rows, reach, BLOCK_BYTES[self._cpu_or_gpu]))
+        return min(length, block_rows(length, length, heads * rows, window, BLOCK_BYTES[self._cpu_or_gpu]))
 
     def keys_computed(self, config: ModelConfig) -> float:
         """Return the keys that attention computes scores for per query, averaged over rows and layers.
