@@ -1,11 +1,10 @@
 """The buffers of a cache."""
 
-import re
-
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache.kv_buffer import KVBuffer
+from tests.graphs import operations
 
 CASES = pytest.mark.parametrize("quantization", [None, (8, 64), (4, 32)])
 DIMS = pytest.mark.parametrize("D", [64, 128])
@@ -31,10 +30,9 @@ def test_a_position_given_as_an_array(D, quantization):
 
 @pytest.mark.skipif(ON_CPU, reason="a CPU writes faster with slice_update")
 @CASES
-def test_writing_a_position_takes_one_kernel_per_array(quantization, tmp_path):
+def test_writing_a_position_takes_one_kernel_per_array(quantization):
     buffer, token = buffer_and_token(128, quantization)
     mx.eval(token)
     written = buffer.with_position(mx.array([4], mx.int32), token).arrays
-    mx.export_to_dot(str(tmp_path / "graph.dot"), written)
-    operations = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph.dot").read_text())
-    assert operations.count("ScatterAxis") == len(buffer.arrays) and "DynamicSliceUpdate" not in operations
+    names = operations(written)
+    assert names.count("ScatterAxis") == len(buffer.arrays) and "DynamicSliceUpdate" not in names

@@ -220,9 +220,9 @@ def _parameters(text: Text, opening: int) -> tuple[list[Parameter], list[str]]:
             vector = {"uint2": "hx::attribute(hx::{}).xy", "uint3": "hx::attribute(hx::{})"}
             calls.append(vector.get(kind, "hx::hx_attribute(hx::{}, 0)").format(position))
         else:
-            pointer = f"({kind[:-1]}*)hx::hx_buffer({len(parameters)})"
-            calls.append(f"*{pointer}" if kind.endswith("&") else pointer)
-            parameters.append(Parameter(kind, name, name, "data"))
+            parameter = Parameter(kind, name, name, "data")
+            calls.append(parameter.argument(len(parameters)))
+            parameters.append(parameter)
     return parameters, calls
 
 

@@ -71,9 +71,10 @@ class Parameter:
     of: str
     what: str
 
-    @property
-    def is_reference(self) -> bool:
-        return self.type.endswith("&")
+    def argument(self, buffer: int) -> str:
+        """The expression that passes a buffer."""
+        pointer = f"({self.type[:-1]}*)hx::hx_buffer({buffer})"
+        return f"*{pointer}" if self.type.endswith("&") else pointer
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,7 @@ class Signature:
     @property
     def entry(self) -> str:
         """A function without parameters that calls the kernel; the runtime calls it once per thread."""
-        arguments = []
-        for i, p in enumerate(self.parameters):
-            pointer = f"({p.type[:-1]}*)hx::hx_buffer({i})"
-            arguments.append(f"*{pointer}" if p.is_reference else pointer)
+        arguments = [p.argument(i) for i, p in enumerate(self.parameters)]
         for a in self.attributes:
             arguments.append(f"hx::attribute(hx::{a})" if ATTRIBUTES[a] else f"hx::hx_attribute(hx::{a}, 0)")
         return self.entry_with(arguments)
