@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from mlxlm.backend.mlx import tree_map
 from mlxlm.doctor.privacy import without_personal_data
 from mlxlm.utils.errors import MlxlmError, one_line
 from mlxlm.utils.json_files import without_nonfinite
@@ -97,13 +98,9 @@ def run_check(check: Check) -> Result:
         status, reason, trace = "failed", kind + one_line(str(error))[:_MAX_REASON], traceback.format_exc()
     seconds = time.perf_counter() - start
     result = Result(check.section, check.name, check.case, status, reason, values, seconds, trace)
-    return Result(**_rounded(without_personal_data(without_nonfinite(result.to_dict()))))
+    return Result(**tree_map(_rounded, without_personal_data(without_nonfinite(result.to_dict()))))
 
 
 def _rounded(value: Any) -> Any:
-    """Return a JSON value with numbers of four significant digits."""
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return list(map(_rounded, value))
+    """Round a number to four significant digits."""
     return float(f"{value:.4g}") if isinstance(value, float) else value

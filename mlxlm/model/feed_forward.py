@@ -31,7 +31,6 @@ class FeedForward(nn.Module):
         self.gated, self.activation = config.mlp_gated, ACTIVATIONS[config.hidden_act]
         if self.gated:
             self.activation = swiglu if self.activation is nn.silu else _gated(self.activation)
-        if self.gated:
             self.gate_proj = Linear(h, inner, bias=bias)
         self.up_proj = Linear(h, inner, bias=bias)
         self.down_proj = Linear(inner, h, bias=bias)
