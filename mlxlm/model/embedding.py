@@ -6,24 +6,26 @@ from functools import cached_property
 
 import numpy as np
 
-from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import mx, nn
 from mlxlm.utils.errors import GenerationError
 
 
 class Embedding(nn.Embedding):
-    """Token embeddings with a deterministic gradient.
-
-    On a GPU, MLX adds the gradients of equal tokens with atomics, in any order.
-    """
+    """Token embeddings whose gradient is summed in float32, in a fixed order."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Look up `tokens`, int `[B, T]`: `[B, T, hidden]`."""
-        return super().__call__(tokens) if ON_CPU else lookup(self.weight, tokens)
+        return lookup(self.weight, tokens)
 
 
 @mx.custom_function
 def lookup(table: mx.array, tokens: mx.array) -> mx.array:
-    """Look up rows of `table` `[V, hidden]`. The gradient is a product with one-hot rows, 512 tokens at a time."""
+    """Look up rows of `table` `[V, hidden]`.
+
+    The gradient sorts the tokens and sums the rows of each, with one rounding at the end. MLX's own gradient rounds
+    after each addition (in bfloat16, 5% of error for 131,072 tokens), on a GPU in any order, and takes four times as
+    long on a CPU.
+    """
     return table[tokens]
 
 
@@ -31,11 +33,11 @@ def lookup(table: mx.array, tokens: mx.array) -> mx.array:
 def _lookup_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
     table, tokens = primals
     flat, rows = tokens.flatten(), cotangent.reshape(-1, table.shape[1])
-    total = mx.zeros_like(table)
-    for start in range(0, flat.size, 512):
-        hot = flat[start : start + 512, None] == mx.arange(table.shape[0])
-        total = total + hot.astype(table.dtype).T @ rows[start : start + 512]
-    return total, mx.zeros_like(tokens)
+    counts = mx.zeros(table.shape[0], mx.uint32).at[flat].add(mx.array(1, mx.uint32))
+    ends = mx.cumsum(counts)
+    segments = mx.stack([ends - counts, ends], axis=1)
+    sums = mx.segmented_mm(mx.ones((1, flat.size), rows.dtype), rows[mx.argsort(flat)], segments)  # float32 inside
+    return sums.reshape(table.shape), mx.zeros_like(tokens)
 
 
 class SinusoidalPositions(nn.Module):
