@@ -40,10 +40,17 @@ def test_presets_make_a_thousand_steps_or_are_too_slow(machine, preset, minutes)
     tokens = 0.9 * seconds / token_seconds
     form = batch_settings(config, tokens, {})
     length, rows = form["max_seq_length"], form["batch_size"]
-    assert length in (256, 512) and length <= config.max_position_embeddings
+    assert length in ((128,) if preset == "0.3m" else (256, 512)) and length <= config.max_position_embeddings
     steps = tokens / (rows * length)
     assert steps >= 1000 or (rows, length) == (1, 256)
-    assert steps <= 6000 or rows == 32
+    assert steps <= 6000 or rows * length >= 32 * 256
+
+
+def test_small_models_have_short_sequences():
+    tiny = load_preset("0.3m", hidden_size=32, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2)
+    assert batch_settings(tiny, 1e6, {}) == {"max_seq_length": 64, "batch_size": 4}
+    assert batch_settings(tiny, 1e9, {}) == {"max_seq_length": 64, "batch_size": 128}
+    assert batch_settings(load_preset("1m"), 1e6, {})["max_seq_length"] == 256
 
 
 def test_explicit_settings_are_kept(machine):
@@ -127,5 +134,5 @@ def test_start_with_a_preset_and_minutes(machine, tmp_path, text_file, tokenizer
     config = load_preset("0.3m")
     run = start_run(tmp_path / "run", [text_file], config, tokenizer=tokenizer_folder, minutes=1)
     settings = run.settings
-    assert settings.max_seq_length == 256 and settings.batch_size < 16 and settings.eval_every is None
+    assert settings.max_seq_length == 128 and settings.batch_size < 16 and settings.eval_every is None
     assert settings.warmup_steps is None and 0 < settings.time_limit < 60
