@@ -39,6 +39,7 @@ from mlxlm.train import (
     Validation,
     train,
 )
+from mlxlm.train.run_data import PREPARATION_FRACTION
 from mlxlm.utils.errors import TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds, printable
 
@@ -137,7 +138,12 @@ def train_sweep(
 
 
 def print_forecast(run: Run) -> None:
-    """Print the chosen model size, how conversations fit, and the forecast, if the log has them."""
+    """Print what the log has before the first step: limited text, model size, conversations, forecast."""
+    if entry := entry_before_start(run.log_file, "text_limited", ("bytes", "total_bytes")):
+        render.say(
+            f"about {human_bytes(entry['bytes'])} of {human_bytes(entry['total_bytes'])} of text are used: "
+            f"preparing all of it would take more than {PREPARATION_FRACTION:.0%} of the time"
+        )
     if entry := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
         epochs = f"{entry['epochs']:.1f} epochs"
         hint = "; more text would help: after 4 epochs the same text teaches less and less" * (entry["epochs"] > 4.5)

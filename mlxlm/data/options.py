@@ -31,6 +31,7 @@ class DataOptions:
         dedup: Leave out documents whose Jaccard similarity to an earlier one is at least this, above 0 and at most 1;
             1 removes exact duplicates only. None keeps all. See `DuplicateFilter`.
         on_bad_input: "stop" or "skip", see `BadInput`.
+        fraction: Share of the text to read, see `read_documents`.
         stdin: The stream that the source "-" stands for.
 
     Raises:
@@ -44,6 +45,7 @@ class DataOptions:
     text_column: str | None = None
     dedup: float | None = None
     on_bad_input: str = "stop"
+    fraction: float = 1.0
     stdin: IO[bytes] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

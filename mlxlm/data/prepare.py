@@ -102,7 +102,12 @@ def _read(
 ) -> Generator[Document, None, None]:
     """Yield documents as `read_documents` does. Conversations with an unknown role are bad input."""
     for document in read_documents(
-        paths, stdin=data.stdin, advance=progress, text_column=data.text_column, on_bad=on_bad
+        paths,
+        stdin=data.stdin,
+        advance=progress,
+        text_column=data.text_column,
+        on_bad=on_bad,
+        fraction=data.fraction,
     ):
         try:
             for role, _ in document.messages or ():

@@ -6,8 +6,9 @@ import gzip
 import io
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO
@@ -34,6 +35,7 @@ def read_documents(
     advance: Advance | None = None,
     text_column: str | None = None,
     on_bad: OnBad = raise_error,
+    fraction: float = 1.0,
 ) -> Iterator[Document]:
     """Yield the documents of `paths` in order. Read each to its end before the next.
 
@@ -54,29 +56,60 @@ def read_documents(
         text_column: Column (in JSON lines, key) that holds the text or the messages.
         on_bad: Called with the error of each line or row that can't be used, which is then left out; raises it by
             default. See `BadInput`.
+        fraction: Share of the bytes to read: the beginning of each large file, and some of many small ones.
 
     Raises:
         DataError: A path is missing, empty, unreadable, damaged or not UTF-8, or a row is not as above; the message
             names the file and the line, row or byte.
     """
-    advance = advance or (lambda _: None)
+    allowance, over = 0.0, False  # bytes that may be read; whether the last read was beyond them
+
+    def count(n: int) -> None:
+        nonlocal allowance, over
+        over = n > 0 and allowance <= 0
+        allowance -= n
+        if advance is not None:
+            advance(n)
+
+    def allowed(pieces: Iterator[str]) -> Iterator[str]:
+        for piece in pieces:
+            yield piece
+            if over:
+                return
+
     for path, explicit in _files(paths):
         if path is None:
             if stdin is None:
                 raise DataError("there is no stdin to read", "a file")
-            yield from text_document(stdin, "stdin", advance, explicit, on_bad)
+            yield from text_document(stdin, "stdin", count, explicit, on_bad)
             continue
-        if path.suffix.lower() in TABLE_SUFFIXES:
-            yield from table_documents(path, advance, text_column, explicit, on_bad)
+        documents = _file_documents(path, count, text_column, explicit, on_bad)
+        if fraction >= 1:
+            yield from documents
             continue
-        name = str(path)
-        with reading(name), open(path, "rb", buffering=0) as raw:
-            counted = io.BufferedReader(_CountingReader(raw, advance), READ_BYTES)
-            stream = _decompressed(counted, path)
-            if _plain_suffix(path) == ".jsonl":
-                yield from json_documents(stream, name, explicit, text_column, on_bad)
-            else:
-                yield from text_document(stream, name, lambda _: None, explicit, on_bad)
+        with os_errors_as(DataError, "read", path):
+            allowance += fraction * path.stat().st_size
+        over = allowance <= 0
+        with closing(documents):
+            while not over and (document := next(documents, None)) is not None:
+                yield replace(document, pieces=allowed(document.pieces))
+
+
+def _file_documents(
+    path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
+) -> Generator[Document, None, None]:
+    """Yield the documents of a file, see `read_documents`."""
+    if path.suffix.lower() in TABLE_SUFFIXES:
+        yield from table_documents(path, advance, text_column, explicit, on_bad)
+        return
+    name = str(path)
+    with reading(name), open(path, "rb", buffering=0) as raw:
+        counted = io.BufferedReader(_CountingReader(raw, advance), READ_BYTES)
+        stream = _decompressed(counted, path)
+        if _plain_suffix(path) == ".jsonl":
+            yield from json_documents(stream, name, explicit, text_column, on_bad)
+        else:
+            yield from text_document(stream, name, lambda _: None, explicit, on_bad)
 
 
 def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:

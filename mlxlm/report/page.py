@@ -151,7 +151,7 @@ def _is_resumption(event: Mapping[str, Any]) -> bool:
 
 def _differences(runs: Sequence[RunHistory]) -> list[tuple[Any, ...]]:
     """Settings, model and data that are not the same for all runs."""
-    fields = [{**run.model, **_displayed_settings(run), **run.data} for run in runs]
+    fields = [{**run.model, **run.settings, **run.data} for run in runs]
     names = dict.fromkeys(name for run_fields in fields for name in run_fields)
     rows = [(name, *(run_fields.get(name, _MISSING) for run_fields in fields)) for name in names]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
@@ -162,12 +162,6 @@ def _non_default(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) 
     steps = run.settings.get("steps")
     values = defaults(steps) if isinstance(steps, int) and 0 < steps < 2**53 else {}
     return [name for name, value in values.items() if run.settings.get(name, value) != value]
-
-
-def _displayed_settings(run: RunHistory) -> dict[str, Any]:
-    """The settings without the long plan of a repeated run."""
-    repeat_plan = run.settings.get("repeat_plan")
-    return {**run.settings, "repeat_plan": "of another run" if repeat_plan else None}
 
 
 def _details(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def _details(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> d
             for e in run.events[-_MAX_EVENTS:]
         ],
         "notes": _notes(run),
-        "settings": _displayed_settings(run).items(),
+        "settings": run.settings.items(),
         "non_default": _non_default(run, defaults),
         "model": run.model.items(),
         "data": run.data.items(),
@@ -200,10 +194,6 @@ def _samples(run: RunHistory) -> list[tuple[int, str]]:
 
 def _notes(run: RunHistory) -> list[str]:
     notes = [f"{run.num_saved} checkpoints were saved"]
-    if run.steps_changed:
-        count, steps = len(run.steps_changed), _formatted(run.steps_changed[-1], "{:,.0f}".format)
-        times = f"{count} times, most recently" if count > 1 else "once,"
-        notes.append(f"to fit the time limit, the number of steps was changed {times} to {steps}")
     if len(run.events) > _MAX_EVENTS:
         notes.append(f"{len(run.events) - _MAX_EVENTS} earlier events are not shown")
     return notes

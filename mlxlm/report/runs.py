@@ -37,7 +37,6 @@ class RunHistory:
         validations: (step, loss, bits per byte).
         samples: (step, text).
         events: Log entries to show: starts, ends, pauses, warnings.
-        steps_changed: The number of steps of the run after each change.
         num_saved: Checkpoints saved.
     """
 
@@ -50,7 +49,6 @@ class RunHistory:
     validations: list[tuple[int, float, float]] = field(default_factory=list)
     samples: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    steps_changed: list[float] = field(default_factory=list)
     num_saved: int = 0
 
     @property
@@ -131,8 +129,6 @@ def _read_log(history: RunHistory, path: Path) -> None:
             history.validations.append((step, loss, number(entry.get("bits_per_byte"))))
         elif kind == "sample":
             history.samples.append((step, f"{entry.get('prompt', '')}{entry.get('text', '')}"))
-        elif kind == "steps_changed":
-            history.steps_changed.append(number(entry.get("steps")))
         elif kind == "checkpoint_saved":
             history.num_saved += 1
         elif kind in _SHOWN_EVENTS:

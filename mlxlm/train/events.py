@@ -32,6 +32,19 @@ class ModelSizeChosen(Event):
 
 
 @dataclass(frozen=True)
+class TextLimited(Event):
+    """Only a part of the text is used: preparing all of it would take too much of the available time.
+
+    Attributes:
+        bytes: About as many bytes of the sources are used.
+        total_bytes: Bytes that they have.
+    """
+
+    bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
 class Forecast(Event):
     """What a benchmark on this machine predicts for a run.
 
@@ -77,7 +90,7 @@ class Started(Event):
 
     Attributes:
         step: The last finished step: above 0 after a resume.
-        steps: Number of steps of the run.
+        steps: Number of steps of the run. With a time limit, an estimate.
         parameters: Number of parameters.
         tokens_per_step: Tokens of a step, of all processes.
         epochs: Passes over the data after the last step.
@@ -104,7 +117,7 @@ class Step(Event):
 
     Attributes:
         step: Its number, from 1.
-        steps: Number of steps of the run.
+        steps: Number of steps of the run. With a time limit, an estimate until the last one.
         tokens: Tokens seen so far.
         loss: Training loss in nats per token.
         learning_rate: Learning rate.
@@ -125,17 +138,6 @@ class Step(Event):
     seconds: float
     seconds_left: float
     memory: int
-
-
-@dataclass(frozen=True)
-class StepsChanged(Event):
-    """After step `step`, a run with a time limit has another number of `steps`, because steps are slower or faster.
-
-    The learning rate schedule changes with it.
-    """
-
-    step: int
-    steps: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare, total_bytes
+from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare
 from mlxlm.generation import GenerationConfig
 from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
@@ -26,7 +26,7 @@ from mlxlm.train.log import RunLog
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, as_data_options, no_phase
+from mlxlm.train.run_data import Phase, as_data_options, limit_text, no_phase, num_bytes
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.start import count_rows, finalize_settings, merge_budget
 from mlxlm.train.step import TrainStep
@@ -172,6 +172,13 @@ def start_finetune(
     check_memory(config, draft, preset="")
     with working_folder(out) as workspace:
         shards, rows = workspace / "data", RowEncoder(encoder, draft.max_seq_length)
+        limited = None
+        if budget.minutes is not None:
+
+            def prepare_sample(sample: DataOptions, folder: Path) -> None:
+                prepare(sample, tokenizer, folder, encode=RowEncoder(encoder, draft.max_seq_length))
+
+            data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
         _prepare_conversations(data, tokenizer, shards, draft.seed, rows, phase)
         num_rows = count_rows(shards, draft)
         values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
@@ -188,7 +195,7 @@ def start_finetune(
             if options := read_generation_config(base, str(base.path)).options:
                 GenerationConfig(options).write(folder)
             run.update_state(0, {"elapsed": time.monotonic() - saving_since})  # it counts in the time limit
-            RunLog(run.log_file).record(rows.event(config.max_position_embeddings), forecast)
+            RunLog(run.log_file).record(rows.event(config.max_position_embeddings), limited, forecast)
         return Run.open(out)
 
 
@@ -219,7 +226,7 @@ def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelC
 def _prepare_conversations(
     data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, rows: RowEncoder, phase: Phase
 ) -> None:
-    with phase("preparing conversations", total_bytes([*data.sources, *data.validation])) as advance:
+    with phase("preparing conversations", num_bytes(data, [*data.sources, *data.validation])) as advance:
         prepare(data, tokenizer, out, seed=seed, encode=rows, progress=advance)
     if not Manifest.read(out).validation.documents:
         hint = "more conversations, or --validation FILE" if data.validation_fraction else "--validation-fraction 0.05"

@@ -41,10 +41,9 @@ def train(
     Runs with the same settings and data have the same weights to the bit on the same machine, however often they were
     interrupted and resumed.
 
-    With `settings.time_limit` the run ends when that has passed by the clock `now`, see `Deadline`; each change of its
-    length is a StepsChanged event. The weights follow from settings, data and these changes, so another run with the
-    same time limit has other weights, unless it repeats this one (`repeat_run`). A resumed run has the time that was
-    left.
+    With `settings.time_limit` the run ends when that has passed by the clock `now`, and its learning rates follow that
+    clock, see `Deadline`. So another run with the same time limit has other weights, unless it repeats this one
+    (`repeat_run`). A resumed run has the time that was left.
 
     A checkpoint that the disk has no room for is postponed (CheckpointNotSaved). Before the last one the run pauses
     until there is room, or until `should_stop` returns True; without `should_stop` it may wait forever.

@@ -1,11 +1,11 @@
-"""Learning rate schedules: pure functions of the step."""
+"""Learning rate schedules: pure functions of the share of a run that is over."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# The remaining fraction of the way from the final to the peak rate, by the fraction of steps after the warmup.
+# The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
@@ -15,28 +15,26 @@ LR_SCHEDULES = (*_DECAYS, "wsd")
 
 
 def learning_rate(
-    step: int, steps: int, peak: float, lr_schedule: str, warmup: int, min_lr_ratio: float, decay_fraction: float
+    progress: float, peak: float, lr_schedule: str, warmup: float, min_lr_ratio: float, decay_fraction: float
 ) -> float:
-    """Return the learning rate of step `step` (0-based) of `steps`.
+    """Return the learning rate of a step.
 
-    It rises linearly to `peak` in `warmup` steps, then falls to `min_lr_ratio` · peak at the last step.
+    It rises linearly to `peak`, then falls to `min_lr_ratio` · peak at the end.
 
     Args:
-        step: The step.
-        steps: Number of steps.
+        progress: Share of the run that is over after the step, above 0 and at most 1: of its steps or of its time.
         peak: Peak learning rate.
         lr_schedule: "cosine" (Loshchilov & Hutter 2017); "linear"; "wsd" (warmup, stable, decay: constant, then linear
-            over the last `decay_fraction` of all steps, at least the very last; Hu et al. 2024, "MiniCPM", 4); or
-            "constant", which stays at the peak.
-        warmup: Warmup steps.
+            over the last `decay_fraction` of the run; Hu et al. 2024, "MiniCPM", 4); or "constant", which stays at the
+            peak.
+        warmup: Share of the run at which the rate reaches the peak.
         min_lr_ratio: Final learning rate, as a fraction of the peak.
         decay_fraction: See "wsd".
     """
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
+    if progress < warmup:
+        return peak * progress / warmup
     if lr_schedule == "wsd":
-        decay_start = max(warmup, round(steps * (1 - decay_fraction)))
-        remaining = min(1.0, (steps - 1 - step) / max(1, steps - 1 - decay_start))
+        remaining = min(1.0, (1 - progress) / max(1e-9, min(decay_fraction, 1 - warmup)))
     else:
-        remaining = _DECAYS[lr_schedule](min(1.0, (step - warmup) / max(1, steps - 1 - warmup)))
+        remaining = _DECAYS[lr_schedule]((progress - warmup) / (1 - warmup or 1.0))
     return peak * (min_lr_ratio + (1 - min_lr_ratio) * remaining)

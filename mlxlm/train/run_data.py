@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.data import DataOptions, Manifest, prepare, total_bytes, training_texts
 from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load, train
+from mlxlm.train.events import TextLimited
 from mlxlm.utils.errors import DataError
 
+PREPARATION_FRACTION = 0.15  # of the time of a run, at most, for its tokenizer and its tokens
+_SAMPLE_BYTES = 1 << 18  # of text, to measure the speed of preparing it
+_MIN_BYTES_PER_SECOND = 30_000  # of the time of a run: this much text is prepared in time on any machine
 Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -93,14 +100,45 @@ def train_tokenizer(
     `vocab_size` is reduced if the text doesn't support it, unless `options.vocab_size` asks for it.
     """
     label = f"training a {options.tokenizer_type} tokenizer of {vocab_size} tokens"
-    with phase(label, total_bytes(data.sources)) as advance:
+    with phase(label, num_bytes(data, data.sources)) as advance:
         texts = training_texts(data, seed=seed, progress=advance)
         return train(texts, vocab_size, options.tokenizer_type, exact=options.vocab_size is not None)
 
 
+def limit_text(
+    data: DataOptions, seconds: float, prepare_sample: Callable[[DataOptions, Path], Any], phase: Phase = no_phase
+) -> tuple[DataOptions, TextLimited | None]:
+    """Return `data` with as much of its text as can be prepared in a part of `seconds`, and an event if that isn't all.
+
+    Args:
+        data: The text.
+        seconds: Until the end of the run.
+        prepare_sample: Prepares a sample of the text in a new folder, as all of it would be.
+        phase: See `start_run`.
+    """
+    total = None if unseekable_source(data.sources) else total_bytes([*data.sources, *data.validation])
+    if total is None or total <= max(_SAMPLE_BYTES, _MIN_BYTES_PER_SECOND * seconds):
+        return data, None
+    sample = _SAMPLE_BYTES / total
+    with phase("measuring the speed of preparing text", None), TemporaryDirectory() as folder:
+        start = time.monotonic()
+        prepare_sample(replace(data, fraction=sample), Path(folder, "data"))
+        sample_seconds = time.monotonic() - start
+    fraction = max(sample, sample * PREPARATION_FRACTION * seconds / sample_seconds)
+    if fraction >= 1:
+        return data, None
+    return replace(data, fraction=fraction), TextLimited(round(fraction * total), total)
+
+
+def num_bytes(data: DataOptions, paths: Sequence[str | Path]) -> int | None:
+    """Return the bytes of `paths` that are read; None if stdin is among them."""
+    total = total_bytes(paths)
+    return None if total is None else round(data.fraction * total)
+
+
 def prepare_shards(data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, phase: Phase = no_phase) -> Path:
     """Tokenize the text into the folder `out`, and return `out`."""
-    with phase("preparing tokens", total_bytes([*data.sources, *data.validation])) as advance:
+    with phase("preparing tokens", num_bytes(data, [*data.sources, *data.validation])) as advance:
         prepare(data, tokenizer, out, seed=seed, progress=advance)
     return out
 

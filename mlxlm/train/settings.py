@@ -14,6 +14,7 @@ from mlxlm.train.lr_schedules import LR_SCHEDULES
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
+REPEAT_PLAN_FILE = "repeat_plan.json"
 _MAX_NUMBER = 1e9  # far below the largest float32, because optimizers square
 _SIZES = ("steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "sample_tokens")
 _COUNTS = ("warmup_steps", "eval_every", "save_every", "sample_every", "seed")
@@ -38,9 +39,9 @@ class TrainSettings:
     mask_prompt: bool = False  # of conversations, learn the assistant's messages only
     optimizer: str = "adamw"
     lr_schedule: str = "cosine"
-    warmup_steps: int | None = None  # None: 5% of the current number of steps, at most 500
+    warmup_steps: int | None = None  # None: 5% of the steps, at most 500
     min_lr_ratio: float = 0.1  # final learning rate, as a fraction of learning_rate
-    time_limit: float | None = None  # seconds of wall-clock time, to which the number of steps is fitted
+    time_limit: float | None = None  # seconds of wall-clock time, which end the run; `steps` is then a forecast
     decay_fraction: float = 0.2  # fraction of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
     weight_decay: float | None = None  # None, here and for the betas: the optimizer's default
     beta1: float | None = None
@@ -60,7 +61,7 @@ class TrainSettings:
     sample_prompt: str = ""
     sample_tokens: int = 64
     spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: no limit
-    repeat_plan: dict[str, list[Any]] | None = None  # made by `repeat_run` from a run with a time limit
+    repeat_plan: str | None = None  # REPEAT_PLAN_FILE in a run that `repeat_run` made
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "beta1", "beta2"):
@@ -123,14 +124,14 @@ class TrainSettings:
         """Tokens of a step, of all processes."""
         return self.rows_per_step * self.max_seq_length
 
-    def learning_rate_at(self, step: int, steps: int | None = None) -> float:
-        """Return the learning rate of step `step` (0-based) of `steps` (default: `self.steps`)."""
-        steps = self.steps if steps is None else steps
-        warmup = min(500, steps // 20) if self.warmup_steps is None else self.warmup_steps
-        if self.time_limit is not None or self.repeat_plan:  # there may be fewer steps than first planned
-            warmup = min(warmup, steps // 2)
-        schedule = self.lr_schedule, warmup, self.min_lr_ratio, self.decay_fraction
-        return lr_schedules.learning_rate(step, steps, self.learning_rate, *schedule)
+    def learning_rate_at(self, progress: float) -> float:
+        """Return the learning rate of a step after which the share `progress` of the run is over, at most 1."""
+        warmup = min(500, self.steps // 20) if self.warmup_steps is None else self.warmup_steps
+        share = (warmup + 1) / self.steps
+        if self.time_limit is not None:  # there may be fewer steps than a given warmup has
+            share = min(share, 0.5)
+        schedule = self.lr_schedule, share, self.min_lr_ratio, self.decay_fraction
+        return lr_schedules.learning_rate(progress, self.learning_rate, *schedule)
 
 
 def _is_count(value: Any, minimum: int) -> bool:
@@ -169,22 +170,10 @@ def _problems(s: TrainSettings) -> Iterator[str]:
         for name in ("beta1", "beta2"):
             if getattr(s, name) != getattr(spec, name):
                 yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: omit it"
-    if s.repeat_plan is not None and not _is_repeat_plan(s.repeat_plan):
-        yield "repeat_plan must have steps_changed, pairs of steps, and validations, a list of steps"
+    yield from check(("repeat_plan",), lambda x: x in (None, REPEAT_PLAN_FILE), f"{REPEAT_PLAN_FILE} or null")
     yield from check(_FLAGS, lambda x: isinstance(x, bool), "true or false")
     yield from check(("sample_prompt",), lambda x: isinstance(x, str), "text")
-    fixed_warmup = s.warmup_steps if s.time_limit is None and _is_count(s.warmup_steps, 0) else None
+    by_clock = s.time_limit is not None or s.repeat_plan is not None
+    fixed_warmup = None if by_clock or not _is_count(s.warmup_steps, 0) else s.warmup_steps
     if fixed_warmup is not None and _is_count(s.steps, 1) and fixed_warmup >= s.steps:
         yield f"warmup_steps is {s.warmup_steps}, it must be less than steps, which is {s.steps}"
-
-
-def _is_repeat_plan(plan: Any) -> bool:
-    """Whether `plan` has the form that `repeat_run` writes, read back from JSON."""
-    if not isinstance(plan, dict) or set(plan) != {"steps_changed", "validations"}:
-        return False
-    steps_changed, validations = plan["steps_changed"], plan["validations"]
-    return (
-        all(isinstance(values, list) for values in (steps_changed, validations, *steps_changed))
-        and all(len(pair) == 2 and all(_is_count(n, 1) for n in pair) for pair in steps_changed)
-        and all(_is_count(n, 1) for n in validations)
-    )

@@ -37,6 +37,7 @@ from mlxlm.train.run_data import (
     check_shards,
     check_sources,
     existing_tokenizer,
+    limit_text,
     no_phase,
     prepare_shards,
     train_tokenizer,
@@ -73,7 +74,7 @@ def start_run(
         minutes: Short for `budget=Budget(minutes=minutes)`.
         budget: How long to train, unless `settings` have "steps". Default: 20 tokens per parameter. With minutes, what
             is left of them becomes the `time_limit` of the settings, and missing settings (batch size,
-            sequence length, validation) follow from the time.
+            sequence length, validation) follow from the time. Of a long text, only a part is used (`TextLimited`).
         settings: Fields of `TrainSettings`. `grad_accumulation_steps` are those of one process. The learning rate
             defaults by model size, weight decay by the number of epochs.
         phase: Called with a label and a total in bytes (or None) for each long phase. Returns a context that yields a
@@ -95,6 +96,14 @@ def start_run(
     existing = existing_tokenizer(options, prepared)
     vocab_size = existing.vocab_size if existing else _vocab_size_to_train(options, config, data, budget)
     token_seconds = None if config is None else check_feasible(config, vocab_size, values, budget, phase)
+    limited = None
+    if budget.minutes is not None and not prepared:
+
+        def prepare_sample(sample: DataOptions, folder: Path) -> None:
+            fewer = replace(options, vocab_size=None)  # a sample may not support as many tokens
+            prepare_shards(sample, existing or train_tokenizer(sample, fewer, vocab_size, seed), folder, seed)
+
+        data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
     run_tokenizer = existing or train_tokenizer(data, options, vocab_size, seed, phase)
 
     with working_folder(out) as workspace:
@@ -107,7 +116,7 @@ def start_run(
         num_rows = count_rows(shards, draft)
         final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
         run = Run.create(out, config, final_settings, run_tokenizer, shards, move_data=not prepared)
-    RunLog(run.log_file).record(choice, forecast)
+    RunLog(run.log_file).record(limited, choice, forecast)
     return run
 
 

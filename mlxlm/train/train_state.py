@@ -14,7 +14,7 @@ class TrainState:
     Attributes:
         step: The last finished step; 0 before the first.
         seconds: Time spent in steps, without pauses.
-        steps: Number of steps now planned; None: as in the settings. See `Deadline`.
+        steps: Number of steps of the run, or with a time limit an estimate; None: as in the settings. See `Deadline`.
         elapsed: Seconds of the time limit that have passed. See `Deadline`.
         next_validation: The value of `elapsed` at which the next validation is due. See `Deadline`.
         validation_loss: Nats per token; None if this step was not validated.

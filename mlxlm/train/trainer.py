@@ -29,13 +29,13 @@ from mlxlm.train.events import (
     Sample,
     Started,
     Step,
-    StepsChanged,
     Stopped,
     TrainingWarning,
     Validation,
 )
 from mlxlm.train.log import RunLog
 from mlxlm.train.memory_limits import limit_buffer_cache
+from mlxlm.train.repeat import read_repeat_plan
 from mlxlm.train.run import Run
 from mlxlm.train.spike_detector import SpikeDetector
 from mlxlm.train.step import TrainStep
@@ -89,7 +89,8 @@ class Trainer:
         self.throttle = Throttle(power, group.peer_status)
         self.timer = StepTimer(state.seconds)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
-        self.deadline = Deadline(self.settings, state if self.resumed else None, forecast, now, start_time)
+        plan = read_repeat_plan(run) if self.settings.repeat_plan else None
+        self.deadline = Deadline(self.settings, state if self.resumed else None, forecast, now, start_time, plan)
         saved = TrainState(state.step, steps=self.deadline.steps, elapsed=self.deadline.recorded_elapsed)
         self.saver = CheckpointSaver(run, self.step, log, state=saved)
         # Names of the events of step `first` that are logged already
@@ -120,13 +121,11 @@ class Trainer:
                     limit_buffer_cache()
                 if self.finished < self.deadline.steps:
                     yield from self.rest(should_stop)
-                self.deadline.record_time("step")
+                self.deadline.record_step(self.finished)
                 if on_step is not None:
                     with self.evaluation_model() as lm:
                         on_step(step, lm)
                     self.deadline.record_time(None)
-                if self.deadline.steps_changed(self.finished):
-                    yield StepsChanged(self.finished, self.deadline.steps)
                 if self.finished == self.deadline.steps or not should_stop():
                     yield from self.validate_and_save(should_stop)
         yield self.finish()
@@ -151,7 +150,7 @@ class Trainer:
         settings, steps = self.settings, self.deadline.steps
         self.current = self.finished + 1
         self.data_check.raise_if_failed()
-        learning_rate = settings.learning_rate_at(self.finished, steps)
+        learning_rate = self.deadline.learning_rate(self.finished)
         start_step(learning_rate, self.group)
         with self.timer:
             loss, grad_norm = self.step(batches, learning_rate)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import BadInput, read_documents, read_texts, total_bytes
-from mlxlm.data.text import PIECE_CHARS
+from mlxlm.data.text import PIECE_CHARS, READ_BYTES
 from mlxlm.utils.errors import DataError
 
 
@@ -172,3 +172,21 @@ def test_paths_without_text(tmp_path):
         read(tmp_path)
     with pytest.raises(DataError, match="stdin"):
         read("-")
+
+
+def test_a_fraction_is_the_beginning_of_large_files_and_some_of_many_small_ones(tmp_path, text):
+    content = text(100_000)
+    large, rows = write(tmp_path / "a.txt", content), [json.dumps({"text": f"row {i}"}) for i in range(40_000)]
+    lines = write(tmp_path / "a.jsonl", "\n".join(rows))
+    packed = write(tmp_path / "b.jsonl.gz", gzip.compress("\n".join(rows).encode()))
+    [(_, first, _)] = read(large, fraction=0.25)
+    size = len(content.encode())
+    assert content.startswith(first) and len(first.encode()) == pytest.approx(size / 4, abs=2 * READ_BYTES)
+    for path in (lines, packed):
+        read_rows = read(path, fraction=0.25)
+        assert read_rows == read(path)[: len(read_rows)] and 8_000 < len(read_rows) < 25_000
+    for i in range(100):
+        write(tmp_path / f"small/{i:03}.txt", "x" * 1000)
+    counted = []
+    found = read(tmp_path / "small", fraction=0.25, advance=counted.append)
+    assert len(found) == 25 and sum(counted) == 25_000 and len(read(tmp_path / "small")) == 100

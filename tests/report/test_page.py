@@ -157,15 +157,6 @@ def test_validation_before_the_first_step(tmp_path, tiny_config):
     assert math.isnan(run.x_at_step("tokens", 2))
 
 
-def test_step_changes_are_summarized(tmp_path, tiny_config):
-    changes = [{"event": "steps_changed", "step": n, "steps": 1000 * n} for n in (3, 4, 5)]
-    run = make_run(tmp_path / "run", tiny_config, entries=changes)
-    assert written(tmp_path, run).count("the number of steps was changed 3 times, most recently to 5,000.") == 1
-    run = make_run(tmp_path / "once", tiny_config, entries=[{"event": "steps_changed", "steps": "x"}])
-    assert "the number of steps was changed once, to –." in written(tmp_path, run)
-    assert "was changed" not in written(tmp_path, make_run(tmp_path / "never", tiny_config))
-
-
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 10**400])
 def test_invalid_seconds(tmp_path, tiny_config, seconds):
     odd = [{"event": "resumed", "step": 3, "seconds": seconds}, {"event": "step", "step": 51, "loss": 1, "tokens": 0}]

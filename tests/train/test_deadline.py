@@ -5,12 +5,10 @@ import random
 
 import pytest
 
-from mlxlm.train import Finished, Run, Step, StepsChanged, TrainSettings
+from mlxlm.train import Finished, Run, Step, TrainSettings
 from mlxlm.train.deadline import Deadline
 from mlxlm.train.train_state import TrainState
-from tests.train.training_runs import TIME_LIMIT, finish, read_log, ticking_clock
-
-FORECAST = {"steps": 100, "step_seconds": 100.0, "seconds": 102.0, "validations": 1}
+from tests.train.training_runs import TIME_LIMIT, finish, ticking_clock
 
 
 class FakeClock:
@@ -21,90 +19,86 @@ class FakeClock:
         return self.now
 
 
-def simulated(limit, seconds_of, check=2.0, eval_every=20, steps=100, state=None, until=None):
-    """Simulate a run whose steps take `seconds_of(step)`. Returns its deadline, the end and the number of steps."""
+def simulated(limit, seconds_of, check=2.0, save=0.0, eval_every=20, state=None, until=None):
+    """Simulate a run whose steps take `seconds_of(step, time)`, and each validation `check` and `save` seconds.
+
+    Returns:
+        Its deadline, the time of its end, and the learning rates of its steps relative to the peak.
+    """
     clock = FakeClock()
-    settings = TrainSettings(steps=steps, learning_rate=1.0, time_limit=limit, eval_every=eval_every, save_every=0)
-    deadline, done = Deadline(settings, state, FORECAST, clock), state.step if state else 0
-    while done < deadline.steps and done != until:
-        done += 1
-        clock.now += seconds_of(done)
-        deadline.record_time("step")
-        deadline.steps_changed(done)
-        if done % eval_every == 0 or done == deadline.steps:
+    settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=eval_every)
+    forecast = {"steps": 100, "step_seconds": 100.0, "seconds": 100.0 + check, "validations": 1}
+    deadline, rates = Deadline(settings, state, forecast, clock), [0.0] * (state.step if state else 0)
+    while len(rates) < deadline.steps and len(rates) != until:
+        rates.append(deadline.learning_rate(len(rates)))
+        clock.now += seconds_of(len(rates), clock.now)
+        deadline.record_step(len(rates))
+        if deadline.should_validate(len(rates)):
             clock.now += check
             deadline.record_time("validation")
-    return deadline, clock.now, done
+            clock.now += save
+            deadline.record_time("save")
+    return deadline, clock.now, rates
+
+
+SPEEDS = {
+    "as forecast": lambda n, t: 1.0,
+    "faster": lambda n, t: 0.2,
+    "slower": lambda n, t: 5.0,
+    "slows down": lambda n, t: 1 + 2 * (n > 60),
+    "speeds up": lambda n, t: 3 - 2.5 * (n > 60),
+    "other programs, on and off": lambda n, t: 0.1 + 0.2 * (t % 100 < 50),
+}
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    "speed",
-    [lambda n: 1.0, lambda n: 0.2, lambda n: 5.0, lambda n: 1 + 2 * (n > 60), lambda n: 3 - 2.5 * (n > 60)],
-    ids=["as forecast", "faster", "slower", "slows down", "speeds up"],
-)
+@pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
 def test_ends_on_time_at_any_speed(speed, seed):
     draw = random.Random(seed)
-    deadline, end, done = simulated(400.0, lambda n: speed(n) * draw.uniform(0.7, 1.3))
-    assert done == deadline.steps
+    deadline, end, rates = simulated(400.0, lambda n, t: speed(n, t) * draw.uniform(0.7, 1.3))
+    assert len(rates) == deadline.steps
     assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the plots, which take two seconds, come after it
 
 
+@pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
+def test_the_learning_rate_falls_as_planned_at_any_speed(speed):
+    """With a cosine, 8% of the time has a rate within 15% of the final one, as without a time limit."""
+    seconds = []
+
+    def seconds_of(n, t):
+        seconds.append(speed(n, t))
+        return seconds[-1]
+
+    _, _, rates = simulated(4000.0, seconds_of)
+    at_the_floor = sum(s for s, rate in zip(seconds, rates, strict=True) if rate < 0.115)
+    assert at_the_floor / sum(seconds) == pytest.approx(0.082, abs=0.01)
+    peak = rates.index(max(rates))
+    assert rates[peak:] == sorted(rates[peak:], reverse=True) and rates[-1] < 0.1001
+
+
 def test_time_of_the_last_checkpoint_is_reserved():
-    """Only the first and the last validation of this run are the best ones, which are saved."""
-    clock = FakeClock()
-    settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=400.0, eval_every=20, save_every=0)
-    deadline, done = Deadline(settings, None, FORECAST, clock), 0
-    while done < deadline.steps:
-        done += 1
-        clock.now += 1
-        deadline.record_time("step")
-        deadline.steps_changed(done)
-        if done % 20 == 0 or done == deadline.steps:
-            clock.now += 2
-            deadline.record_time("validation")
-            if done == 20 or done == deadline.steps:
-                clock.now += 30
-                deadline.record_time("save")
-    assert 0.9 * 400 <= clock.now <= 400
+    _, end, _ = simulated(400.0, SPEEDS["as forecast"], save=30.0)
+    assert 0.9 * 400 <= end <= 400
 
 
-@pytest.mark.parametrize("save_every", [0, 50])
-def test_time_of_checkpoints_by_time_is_reserved(save_every):
-    """A checkpoint takes 15 seconds. Without those every 30 seconds, 82 steps of a second would fit."""
-    clock = FakeClock()
-    settings = TrainSettings(
-        steps=100, learning_rate=1.0, time_limit=100.0, eval_every=0, save_every=save_every, save_minutes=0.5
-    )
-    deadline = Deadline(settings, None, {**FORECAST, "seconds": 100.0}, clock)
-    deadline._cost["save"] = 15.0
-    clock.now += 1
-    deadline.record_time("step")
-    assert deadline.steps_changed(1)
-    assert 45 <= deadline.steps <= 60
-
-
-def test_steps_do_not_change_without_a_limit():
-    clock = FakeClock()
-    deadline = Deadline(TrainSettings(steps=7, learning_rate=1.0), None, FORECAST, clock)
-    for done in range(1, 8):
-        clock.now += 100
-        deadline.record_time("step")
-        assert not deadline.steps_changed(done)
-    assert deadline.steps == 7 and deadline.seconds_left is None
+def test_without_a_limit_the_clock_decides_nothing():
+    deadline, end, rates = simulated(None, SPEEDS["slower"])
+    assert deadline.steps == len(rates) == 100 and end > 500 and deadline.seconds_left is None
+    assert rates == [deadline._settings.learning_rate_at((i + 1) / 100) for i in range(100)]
 
 
 def test_too_little_time_is_one_step():
-    _, _, done = simulated(0.5, lambda n: 10.0)
-    assert done == 1
+    assert len(simulated(0.5, lambda n, t: 10.0)[2]) == 1
 
 
 def test_pauses_and_interruptions_do_not_count():
-    deadline, end, done = simulated(400.0, lambda n: 1.0, until=50)
-    state = TrainState(done, **deadline.state)
+    speed = SPEEDS["as forecast"]
+    _, _, whole = simulated(400.0, speed)
+    deadline, end, first = simulated(400.0, speed, until=50)
+    state = TrainState(50, **deadline.state)
     assert state.elapsed == end
-    _, rest, _ = simulated(400.0, lambda n: 1.0, state=state)
-    assert 380 <= end + rest <= 404
+    _, rest, rates = simulated(400.0, speed, state=state)
+    assert 380 <= end + rest <= 404 and first + rates[50:] == pytest.approx(whole)
     clock = FakeClock()
     paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), None, None, clock)
     clock.now = 50.0
@@ -113,76 +107,48 @@ def test_pauses_and_interruptions_do_not_count():
 
 
 def test_runs_with_a_time_limit(new_run):
-    """The learning rates follow the planned steps. A resumed run continues with its plan and the time left."""
+    """A resumed run continues with the learning rates of the time left. A finished one has nothing left to do."""
     run, parts = (new_run(name, **TIME_LIMIT, lr_schedule="linear", warmup_steps=1) for name in ("run", "parts"))
     events = finish(run, now=ticking_clock())
-    changes = {e.step: e.steps for e in events if isinstance(e, StepsChanged)}
-    steps, planned = [e for e in events if isinstance(e, Step)], 20
-    for event in steps:
-        assert event.steps == planned
-        assert event.learning_rate == run.settings.learning_rate_at(event.step - 1, planned)
-        planned = changes.get(event.step, planned)
-    assert isinstance(events[-1], Finished) and events[-1].step == steps[-1].step == planned != 20
-    logged = [(e["step"], e["steps"]) for e in read_log(run) if e["event"] == "steps_changed"]
-    assert logged == list(changes.items())
+    rates = [e.learning_rate for e in events if isinstance(e, Step)]
+    assert isinstance(events[-1], Finished) and events[-1].step == len(rates) != 20
     assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []
 
     first = finish(parts, now=ticking_clock(), stop_at=8)
     rest = finish(Run.open(parts.path), resume=True, now=ticking_clock())
-    planned = [e for e in first if isinstance(e, StepsChanged)][-1].steps
-    assert next(e for e in rest if isinstance(e, Step)).steps == planned
-    assert abs(rest[-1].step - events[-1].step) <= 0.1 * events[-1].step
-
-
-def by_time(limit, check, step=0.1, save=0.0):
-    """Simulate a run that validates by time. Returns the seconds and the number of validations, and the end."""
-    clock = FakeClock()
-    settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=None, save_every=0)
-    forecast = {**FORECAST, "step_seconds": 100 * step, "seconds": 100 * step + check}
-    deadline, done, validations = Deadline(settings, None, forecast, clock), 0, 0
-    while done < deadline.steps:
-        done += 1
-        clock.now += step
-        deadline.record_time("step")
-        deadline.steps_changed(done)
-        if deadline.should_validate(done):
-            validations += 1
-            clock.now += check
-            deadline.record_time("validation")
-            clock.now += save
-            deadline.record_time("save")
-    return validations * (check + save), validations, clock.now
+    found = [e.learning_rate for e in first + rest if isinstance(e, Step)]
+    assert found[:8] == rates[:8] and found[8:] == sorted(found[8:], reverse=True) and found[8] < found[7]
+    assert abs(len(found) - len(rates)) <= 0.1 * len(rates)
 
 
 @pytest.mark.parametrize("check", [0.01, 0.2, 1.0, 2.9])
 @pytest.mark.parametrize("save", [0.0, 0.1])
 def test_validations_take_a_twentieth_of_the_time(check, save):
-    seconds, validations, end = by_time(120.0, check, save=save)
-    assert seconds <= 0.05 * 120 + check + save
+    _, end, rates = simulated(120.0, lambda n, t: 0.1, check, save, eval_every=None)
+    validations = (end - 0.1 * len(rates)) / (check + save)
+    assert (end - 0.1 * len(rates)) <= 0.05 * 120 + check + save
     assert validations == pytest.approx(min(20, 0.05 * 120 / (check + save)), abs=1.01)
     assert 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
 def test_long_validation_runs_once():
-    _, validations, end = by_time(120.0, 10.0)
-    assert validations == 1 and 0.95 * 120 <= end + 2 <= 1.02 * 120
+    _, end, rates = simulated(120.0, lambda n, t: 0.1, 10.0, eval_every=None)
+    assert end - 0.1 * len(rates) == pytest.approx(10) and 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
-def test_steps_that_change_after_saving_are_saved(new_run, monkeypatch, tmp_path):
-    """If a pause saves a step, and the number of steps changes after it, log and checkpoint agree."""
+def test_the_end_is_saved_even_if_a_pause_saved_the_last_step(new_run, monkeypatch):
     run = new_run("paused", **TIME_LIMIT, eval_tokens=64)
-    paused = []
 
     def rest(self, should_stop):
         if self.finished == 3:
             yield from self.save()
-            paused.append(self.deadline.steps)
 
     monkeypatch.setattr("mlxlm.train.trainer.Trainer.rest", rest)
-    monkeypatch.setattr(Deadline, "_steps_that_fit", lambda self, done, left: 9 if done >= 3 else 40)
-    finish(run, now=ticking_clock(), stop_at=3)
+    monkeypatch.setattr(Deadline, "_progress", lambda self, step: 0.5 if step < 3 else 2.0)
+    finish(run, now=ticking_clock())
     state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
-    assert [e["steps"] for e in read_log(run) if e["event"] == "steps_changed"][-1] == state["steps"] == 12 != paused[0]
+    assert state["step"] == state["steps"] == 3
+    assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []
 
 
 def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
@@ -217,7 +183,7 @@ def test_loading_does_not_count_as_validation(new_run, monkeypatch):
         return load_checkpoint(*arguments)
 
     monkeypatch.setattr(Run, "load_checkpoint", slow)
-    monkeypatch.setattr(Deadline, "steps_changed", lambda self, _done: costs.append(dict(self._cost)))
+    monkeypatch.setattr(Deadline, "record_step", lambda self, _step: costs.append(dict(self._cost)))
     monkeypatch.setattr("mlxlm.train.trainer.Trainer.should_validate", lambda self: self.finished == self.first)
     finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
     assert costs and costs[0]["validation"] == 0

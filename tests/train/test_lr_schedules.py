@@ -14,11 +14,11 @@ from mlxlm.train.lr_schedules import LR_SCHEDULES, learning_rate
 def rates(steps=100, warmup=10, min_lr_ratio=0.1, decay_fraction=0.2, lr_schedule="cosine"):
     options = {
         "lr_schedule": lr_schedule,
-        "warmup": warmup,
+        "warmup": (warmup + 1) / steps,
         "min_lr_ratio": min_lr_ratio,
         "decay_fraction": decay_fraction,
     }
-    return [learning_rate(i, steps, 2.0, **options) for i in range(steps)]
+    return [learning_rate((i + 1) / steps, 2.0, **options) for i in range(steps)]
 
 
 def test_cosine_and_linear():
@@ -35,8 +35,9 @@ def test_linear_to_zero():
 
 def test_warmup_stable_decay():
     found = rates(lr_schedule="wsd")
-    assert found[10:81] == [2.0] * 71
-    assert [b - a for a, b in zip(found[80:], found[81:], strict=False)] == pytest.approx([-1.8 / 19] * 19)
+    assert found[10:80] == pytest.approx([2.0] * 70)
+    assert [b - a for a, b in zip(found[79:], found[80:], strict=False)] == pytest.approx([-1.8 / 20] * 20)
+    assert rates(lr_schedule="wsd", decay_fraction=0.0)[10:] == [*[2.0] * 89, pytest.approx(0.2)]
     assert rates(lr_schedule="wsd", warmup=90)[90:] == pytest.approx([2.0 - 1.8 * i / 9 for i in range(10)])
 
 
@@ -66,20 +67,18 @@ def test_min_lr_ratio_without_effect(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("steps, warmup", [(80, 4), (2000, 100), (40_000, 500)])
-def test_default_warmup_is_a_fraction_of_the_planned_steps(steps, warmup):
-    """Not of the 80 steps that were planned first."""
-    settings = TrainSettings(steps=80, learning_rate=1.0)
-    assert settings.learning_rate_at(warmup - 1, steps) == pytest.approx(warmup / (warmup + 1))
-    assert settings.learning_rate_at(warmup, steps) == 1.0
-    assert TrainSettings(steps=80, learning_rate=1.0, warmup_steps=7).learning_rate_at(7, steps) == 1.0
+def test_default_warmup(steps, warmup):
+    settings = TrainSettings(steps=steps, learning_rate=1.0)
+    assert settings.learning_rate_at(warmup / steps) == pytest.approx(warmup / (warmup + 1))
+    assert settings.learning_rate_at((warmup + 1) / steps) == 1.0
 
 
-def test_warmup_of_a_run_that_becomes_shorter():
+def test_warmup_with_a_time_limit_is_at_most_half():
     settings = TrainSettings(steps=80, learning_rate=1.0, warmup_steps=100, time_limit=10.0)
-    rates = [settings.learning_rate_at(i, 40) for i in range(40)]
-    assert max(rates) == rates[20] == 1.0 and rates[-1] == pytest.approx(0.1)
+    assert settings.learning_rate_at(0.25) == settings.learning_rate_at(0.5) / 2 == 0.5
+    assert settings.learning_rate_at(1.0) == pytest.approx(0.1)
 
 
 def test_learning_rate_at():
     s = TrainSettings(steps=50, learning_rate=0.5, lr_schedule="linear", warmup_steps=5, min_lr_ratio=0.0)
-    assert [s.learning_rate_at(i) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])
+    assert [s.learning_rate_at((i + 1) / 50) for i in (0, 5, 49)] == pytest.approx([0.5 / 6, 0.5, 0.0])

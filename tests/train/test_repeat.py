@@ -3,8 +3,8 @@
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.train import Finished, Run, StepsChanged, repeat_run
-from mlxlm.utils.errors import CheckpointError, DataError
+from mlxlm.train import Finished, Run, repeat_run
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import TIME_LIMIT, contents, finish, read_log, ticking_clock
 
 
@@ -12,17 +12,20 @@ def test_repeat_is_bit_equal(new_run, tmp_path, capsys):
     run = new_run("original", **TIME_LIMIT, lr_schedule="linear", eval_tokens=64)
     first = finish(run, now=ticking_clock(), stop_at=8)
     rest = finish(Run.open(run.path), resume=True, now=ticking_clock())
-    assert any(isinstance(e, StepsChanged) for e in first) and isinstance(rest[-1], Finished)
+    assert isinstance(rest[-1], Finished) and rest[-1].step > first[-1].step
     copy = repeat_run(tmp_path / "copy", Run.open(run.path))
     again = finish(copy, stop_at=5, now=ticking_clock(9.0)) + finish(Run.open(copy.path), resume=True)
 
     def entries(run, event):
-        return [(e["step"], e.get("steps"), e.get("loss")) for e in read_log(run) if e["event"] == event]
+        return [(e["step"], e.get("learning_rate"), e["loss"]) for e in read_log(run) if e["event"] == event]
 
-    for event in ("steps_changed", "step", "validation"):
+    for event in ("step", "validation"):
         assert entries(copy, event) == entries(run, event)
     assert again[-1].step == rest[-1].step
     assert contents(copy.checkpoints()[-1]) == contents(run.checkpoints()[-1])
+    (copy.path / "repeat_plan.json").write_text('{"learning_rates": [1], "validations": []}')
+    with pytest.raises(ConfigError, match="repeat_plan.json is damaged"):
+        finish(Run.open(copy.path), resume=True)
     assert _run(["pretrain", "--repeat", str(run.path), "--out", str(tmp_path / "other"), "--steps", "3"]) == 2
     assert "--repeat takes --out" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="hasn't finished .try: mlxlm pretrain --resume"):

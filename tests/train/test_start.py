@@ -1,18 +1,21 @@
 """`start_run`: what it checks first, and the run that it makes."""
 
 import json
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.data import DataOptions, Manifest, read_texts, training_texts
+from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes, training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, start_run
+from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, run_data, start_run
+from mlxlm.train.events import TextLimited
 from mlxlm.train.optimizers import default_weight_decay
 from mlxlm.train.step_batches import StepBatches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
-from tests.train.training_runs import QUICK
+from tests.train.training_runs import QUICK, read_log
 
 
 def test_existing_folder(new_run, tmp_path):
@@ -123,3 +126,31 @@ def test_padding_does_not_count_as_epochs(tmp_path, tiny_config, tokenizer_folde
     manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup())
     assert step_batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
     assert run.settings.weight_decay == 0.1
+
+
+def test_a_time_limit_limits_the_text(tmp_path, tiny_config, tokenizer_folder, make_text, monkeypatch):
+    """A sample of 10 kB takes a second, so 15 kB can be prepared in 15% of ten seconds."""
+    (tmp_path / "long.txt").write_text(make_text(70_000), encoding="utf-8")
+    clock, prepared = count(), []
+
+    def prepare_sample(data, folder):
+        prepared.append(data.fraction)
+
+    monkeypatch.setattr(run_data, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(run_data, "_SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(run_data, "_MIN_BYTES_PER_SECOND", 1)
+    data = DataOptions([tmp_path / "long.txt"])
+    total = total_bytes(data.sources)
+    limited, event = run_data.limit_text(data, 10.0, prepare_sample)
+    assert prepared == [10_000 / total] and limited.fraction * total == pytest.approx(15_000)
+    assert event == TextLimited(15_000, total)
+    for seconds in (1e6, 1e3):  # there is no need to measure, or it finds that there is time for all of it
+        assert run_data.limit_text(data, seconds, prepare_sample) == (data, None)
+    assert len(prepared) == 2
+
+    monkeypatch.setattr(Budget, "seconds_left", lambda self: 60.0)
+    run = start_run(
+        tmp_path / "run", data, tiny_config, tokenizer=tokenizer_folder, minutes=1, settings={"max_seq_length": 32}
+    )
+    assert Manifest.read(run.data).train.bytes < total / 2
+    assert read_log(run)[0]["event"] == "text_limited"
