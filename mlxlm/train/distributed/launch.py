@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from mlxlm.backend import platform
 from mlxlm.train.distributed.hostfile import LOCALHOST
+from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import PlatformError
 
 REPORT_MARK = "\x1emlxlm"  # ASCII's record separator: no other line of stdout begins with it
@@ -66,11 +67,16 @@ class LaunchedProcesses:
         fcntl.flock(self._hostfile, fcntl.LOCK_EX)
         local = sum(host["ssh"] == LOCALHOST for host in hostfile["hosts"])
         sharing = local if local == self.num_processes else 1
-        command = [*_mlx_launch(self._hostfile.name, sharing), "--", sys.executable, "-m", module]
-        command += [self._hostfile.name, str(sharing), *args]
+        command = [*_mlx_launch(self._hostfile.name, sharing), "--"]
+        command += python_command("-m", module, self._hostfile.name, str(sharing), *args)
         stdin, self._stdin = os.pipe()
         self._process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            env=python_environment(),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         os.close(stdin)
 
