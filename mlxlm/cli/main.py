@@ -21,7 +21,7 @@ from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
 from mlxlm.checkpoint import download
 from mlxlm.cli.completion import COMPLETION_VARIABLE, answer, install_option
-from mlxlm.utils.errors import MlxlmError
+from mlxlm.utils.errors import MlxlmError, one_line
 
 if TYPE_CHECKING:
     from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource
@@ -211,7 +211,7 @@ def _show_download(
 
 
 def _show_warning(message: Warning | str, *_: Any, **_options: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    print(f"warning: {one_line(str(message))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxlm.utils.errors import one_line
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import human_bytes, printable
 from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, em
 
 
 def say(message: str, style: str | None = None) -> None:
-    """Print a message on stderr. The style is used in a terminal only, whatever the environment says."""
-    console.print(message, style=style if sys.stderr.isatty() else None)
+    """Print a message on stderr, without control characters: parts of it may come from files.
+
+    The style is used in a terminal only, whatever the environment says.
+    """
+    console.print(printable(message), style=style if sys.stderr.isatty() else None)
 
 
 def warn(warnings: Iterable[str]) -> None:
@@ -50,8 +53,8 @@ def warn(warnings: Iterable[str]) -> None:
 
 
 def result(text: str) -> None:
-    """Print a line of the result on stdout."""
-    click.echo(text)
+    """Print a line of the result on stdout, without control characters."""
+    click.echo(printable(text))
 
 
 def hanging_indent(heading: str, text: str) -> str:

@@ -41,7 +41,7 @@ from mlxlm.train import (
 )
 from mlxlm.train.run_data import PREPARATION_FRACTION
 from mlxlm.utils.errors import TrainingError
-from mlxlm.utils.formatting import human_bytes, human_count, human_seconds, printable
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
@@ -148,7 +148,7 @@ def print_forecast(run: Run) -> None:
         epochs = f"{entry['epochs']:.1f} epochs"
         hint = "; more text would help: after 4 epochs the same text teaches less and less" * (entry["epochs"] > 4.5)
         render.say(
-            f"model size chosen by {printable(str(entry.get('law_name')))}: {human_count(entry['parameters'])} "
+            f"model size chosen by {entry.get('law_name')}: {human_count(entry['parameters'])} "
             f"parameters, about {human_count(entry['tokens'])} tokens, {epochs}{hint}"
         )
     entry = entry_before_start(run.log_file, "conversations", ("conversations", "max_seq_length"))
@@ -174,7 +174,7 @@ def _conversations(entry: dict[str, Any]) -> str:
         text += f"; {entry['cut']:,} are split inside an answer or its question, which continues in the next row"
     text += "; each epoch has every answer to its end"
     if entry["cut"] and (length := entry.get("suggested_seq_length")) is not None:
-        text += f" (try: --max-seq-length {printable(str(length))})"
+        text += f" (try: --max-seq-length {length})"
     return text
 
 
@@ -258,7 +258,7 @@ def _print_event(event: Event) -> None:
             f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}"
         )
     elif isinstance(event, Sample):
-        render.say(f"{at}{printable(event.prompt + event.text)}", style="dim")
+        render.say(f"{at}{event.prompt}{event.text}", style="dim")
     elif isinstance(event, CheckpointNotSaved):
         render.say(f"{at}not saved: {event.reason}; training continues (try: {event.hint})", style="yellow")
     elif isinstance(event, Paused):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.cli.main import COMMANDS, _run
+from mlxlm.cli import render
+from mlxlm.cli.main import COMMANDS, _run, _show_warning
 from tests.cli.helpers import QUICK, dying_compiler, error_line, run_command
 from tests.paths import ROOT
 
@@ -179,3 +180,19 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
         f'"{sys.executable}" -m mlxlm.cli.main presets | true', shell=True, capture_output=True, text=True, check=False
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("length", [9, 300, 9000])  # a path that doesn't exist, and names that are too long
+def test_names_from_a_file_can_not_control_the_terminal(length, tmp_path, capsys):
+    session = {"mlxlm_chat": 1, "model": f"/\x1b]52;c;aGFjaw==\x07{'x' * length}", "messages": []}
+    (tmp_path / "session.json").write_text(json.dumps(session))
+    line = error_line(capsys, "chat", "--session", tmp_path / "session.json")
+    assert line.isprintable() and "]52" in line and len(line) < 5000
+
+
+def test_no_message_has_control_characters(capsys):
+    render.say("a\x1b]52;c;\x07")
+    render.result("b\x9d\n2")
+    _show_warning(UserWarning("c\x1b[2J\nd"))
+    out, err = capsys.readouterr()
+    assert (out, err) == ("b\ufffd\n2\n", "a\ufffd]52;c;\ufffd\nwarning: c\\x1b[2J d\n")
