@@ -28,6 +28,9 @@ except ImportError as error:
 
 T = TypeVar("T")
 
+# The folder of all versions and backends: CUDA's kernels are in it, too.
+compiled_kernels.make_private(compiled_kernels.kernel_folder(mx.__version__).parents[1])
+
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 if ON_CPU:

@@ -4,14 +4,16 @@ import os
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from mlxlm.backend.compiled_kernels import kernel_folder, remove_corrupt_kernels, remove_failed_kernel
+from mlxlm.backend.compiled_kernels import kernel_folder, make_private, remove_corrupt_kernels, remove_failed_kernel
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
 from mlxlm.backend.platform import has_compiler
+from mlxlm.utils.errors import PlatformError
 
 OLD = time.time() - 60
 COMPILES = pytest.mark.skipif(
@@ -43,6 +45,25 @@ def test_kernel_folder(monkeypatch):
     assert str(kernel_folder("1.2")) == "/tmp/mlx/1.2/cpu"
     monkeypatch.setenv("TEMP", "/x")
     assert str(kernel_folder("1.2")) == "/x/mlx/1.2/cpu"
+
+
+@pytest.mark.parametrize(("mode", "kept"), [(None, False), (0o755, True), (0o775, False), (0o707, False)])
+def test_other_users_can_not_write_to_the_folder(tmp_path, mode, kept):
+    folder = tmp_path / "new" / "mlx"
+    if mode is not None:
+        (folder / "1.2").mkdir(parents=True)
+        folder.chmod(mode)
+    make_private(folder)
+    assert folder.stat().st_mode & 0o022 == 0
+    assert (folder / "1.2").exists() == kept
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, make):
+    make(tmp_path / "mlx")
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PlatformError, match="/mlx, from which MLX .* belongs to another user .*try: TMPDIR=~/tmp"):
+        make_private(tmp_path / "mlx")
 
 
 def test_a_kernel_that_cant_be_loaded_is_removed_if_it_is_truncated(tmp_path):
