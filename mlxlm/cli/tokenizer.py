@@ -26,7 +26,7 @@ from mlxlm.tokenizer import TOKENIZER_TYPES, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.files import atomic_new_folder
-from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_count, human_seconds, printable
 
 _TOKENIZER_TYPE = "BPE on bytes as in GPT-2 and Llama 3, or on characters with byte fallback as in Llama 2."
 
@@ -102,7 +102,8 @@ def decode(path: str) -> None:
             size = loaded.vocab_size
             raise TokenizerError(f"{ids[-1]} is not one of the tokenizer's {size} ids", f"ids from 0 to {size - 1}")
     out = sys.stdout.buffer
-    out.write(loaded.decode(ids).encode("utf-8"))
+    text = loaded.decode(ids)
+    out.write((printable(text) if out.isatty() else text).encode("utf-8"))
     out.flush()
 
 
