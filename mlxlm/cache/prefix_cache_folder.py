@@ -138,7 +138,7 @@ class PrefixCacheFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._remove_partials()
             self._shrink(self.max_bytes - nbytes)
-            save_prompt_cache(path, caches, ids, identity, mode=0o600)
+            save_prompt_cache(path, caches, ids, identity)
         except (CheckpointError, OSError) as error:
             if not path.exists():  # else another process was faster
                 self._warn(f"can't keep a text of the prefix cache: {error}")

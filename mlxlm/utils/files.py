@@ -43,6 +43,7 @@ def atomic_new_folder(
         yield partial
         for file in partial.rglob("*"):
             _flush(file)
+        check_not_exists(path, error_type, hint)  # again, since writing can take minutes
         _flush_and_rename(partial, Path(path))
 
 
@@ -70,9 +71,8 @@ def atomic_new_files(
                 target = path.with_name(file.name)
                 if file.name != path.name and target.is_file() and filecmp.cmp(file, target, shallow=False):
                     continue
-                _check_no_file(target, error_type, hint)
+                _publish(file, target, error_type, hint)
                 moved.append(target)
-                _flush_and_rename(file, target)
         except BaseException:
             for target in moved:
                 target.unlink(missing_ok=True)
@@ -97,21 +97,24 @@ def atomic_new_file(
     path = Path(path)
     with _partial(path, error_type, make_parent=True) as partial:
         _check_no_file(path, error_type, hint)
-        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with _create(partial, mode) as file:
             yield file
-        _check_no_file(path, error_type, hint)  # again, since writing can take minutes
-        _flush_and_rename(partial, path)
+        _publish(partial, path, error_type, hint)
 
 
 @contextmanager
-def atomic_write(path: Path, error_type: type[MlxlmError] = CheckpointError) -> Iterator[BinaryIO]:
+def atomic_write(
+    path: Path, error_type: type[MlxlmError] = CheckpointError, *, mode: int = 0o666
+) -> Iterator[BinaryIO]:
     """Write or replace a file atomically: yields a hidden file that is flushed and renamed to `path` on success.
+
+    `mode`: its permissions, without those that the umask removes.
 
     Raises:
         error_type: Writing fails.
     """
     with _partial(path, error_type) as partial:
-        with partial.open("wb") as file:
+        with _create(partial, mode) as file:
             yield file
         _flush_and_rename(partial, path)
 
@@ -161,6 +164,10 @@ def _hidden_name(path: Path) -> Path:
         if owner.isdigit() and (int(owner) == os.getpid() or not psutil.pid_exists(int(owner))):
             _remove(partial)
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _create(path: Path, mode: int) -> BinaryIO:
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def _remove(path: Path) -> None:
@@ -261,6 +268,20 @@ def has_hard_links(folder: Path) -> bool:
         except OSError as error:
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return True  # or the disk is full
+
+
+def _publish(partial: Path, path: Path, error_type: type[MlxlmError], hint: str) -> None:
+    """Flush a complete file and give it its name, unless another process has created a file with it meanwhile."""
+    _flush(partial)
+    try:
+        path.hardlink_to(partial)  # a rename would replace the file
+        partial.unlink()
+    except FileExistsError:
+        raise error_type(f"{path} already exists", hint) from None
+    except OSError:  # a disk without links
+        _check_no_file(path, error_type, hint)
+        partial.replace(path)
+    _flush(path.parent)
 
 
 def _flush_and_rename(partial: Path, path: Path) -> None:
