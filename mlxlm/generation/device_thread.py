@@ -61,6 +61,7 @@ def _loop() -> None:
         step = _steps.get()
         if step():
             _steps.put(step)
+        del step  # it may hold a model, which can be freed while this thread waits
 
 
 def _park() -> None:

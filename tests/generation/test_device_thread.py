@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
@@ -98,3 +100,14 @@ def test_processes_exit_cleanly():
             process.kill()
     assert outputs == dict.fromkeys(PROGRAMS, ("", ""))
     assert {name: process.returncode for name, process in processes.items()} == dict.fromkeys(PROGRAMS, 0)
+
+
+def test_a_step_that_has_ended_is_freed():
+    class Model:
+        pass
+
+    model, freed = Model(), threading.Event()
+    watched = weakref.ref(model, lambda _: freed.set())
+    device_thread.run(partial(id, model))
+    del model
+    assert freed.wait(10) and watched() is None
