@@ -125,9 +125,11 @@ def chat(
     if verbose:
         memory_bandwidth()
     if prompt is not None:
-        repl.once(prepend_stdin(prompt) if message is None else message)
+        code = repl.once(prepend_stdin(prompt) if message is None else message)
     else:
-        sys.exit(repl.run(first_screen(repl.chat) if interactive else (), flags["private"]))
+        code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
+    if code:
+        sys.exit(code)
 
 
 def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:

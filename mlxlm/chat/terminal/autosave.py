@@ -47,7 +47,7 @@ class Autosave:
             self._problem = ""
         except MlxlmError as error:
             if error.message != self._problem:
-                print_status(f"this conversation is not saved: {error}")
+                print_status(f"error: this conversation is not saved: {error}")
             self._problem = error.message
 
     def finish(self, chat: Chat) -> None:
@@ -56,7 +56,8 @@ class Autosave:
             try:
                 self.save(chat, self.path, cache=True)
             except MlxlmError as error:
-                print_status(f"the key-value cache is not saved: {error}")
+                print_status(f"error: the key-value cache is not saved: {error}")
+                self._problem = error.message
 
     def save(self, chat: Chat, path: Path, cache: bool = False) -> None:
         """Save the chat to `path`, with `cache` also the key-value cache. Raise as `Chat.save` does."""
@@ -80,6 +81,11 @@ class Autosave:
     def forget(self) -> None:
         """Start a new, unnamed chat. The old file stays."""
         self.path, self.named, self.cached = None, False, False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the file that the user named isn't up to date."""
+        return self.named and bool(self._problem)
 
     @property
     def resume_option(self) -> str | None:

@@ -110,15 +110,16 @@ class Repl:
     _has_sent: bool = False
     _hung_up: bool = False
 
-    def once(self, message: str) -> None:
-        """Answer one message. Errors and Ctrl-C are raised."""
+    def once(self, message: str) -> int:
+        """Answer one message, and return the exit code. Errors and Ctrl-C are raised."""
         try:
             self._answer(partial(self.chat.ask, message), "")
         finally:
             self.autosave.finish(self.chat)
+        return int(self.autosave.failed)
 
     def run(self, greeting: Sequence[str], private: bool = False) -> int:
-        """Chat until /exit or the end of input, and return the exit code.
+        """Chat until /exit or the end of input, and return the exit code: 1 if a file that the user named isn't saved.
 
         In a terminal there is a line editor, Ctrl-C stops an answer but never the chat, and an error ends a turn.
         From a pipe each line is a message, and an error is raised.
@@ -129,9 +130,9 @@ class Repl:
         """
         try:
             if self.interactive:
-                for line in greeting:
-                    print_status(line)
                 with defer_interrupts() as self.stop, handle_signal(signal.SIGHUP, self._hang_up), hide_typing():
+                    for line in greeting:
+                        print_status(line)
                     self._run_editor(private)
             else:
                 for text in read_piped_messages(sys.stdin):
@@ -143,7 +144,7 @@ class Repl:
                 raise
         finally:
             self.autosave.finish(self.chat)
-        return _HANG_UP_EXIT_CODE if self._hung_up else 0
+        return _HANG_UP_EXIT_CODE if self._hung_up else int(self.autosave.failed)
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
         """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""

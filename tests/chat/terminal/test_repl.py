@@ -1,5 +1,6 @@
 """`mlxlm chat` in a pseudo-terminal, over a pipe, and with a single question."""
 
+import errno
 import io
 import json
 import os
@@ -518,6 +519,28 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     assert chat.exitstatus == 129
 
 
+@pytest.mark.parametrize("keys", ["\x04", "/exit\r"])
+def test_what_is_typed_before_the_first_prompt_reaches_it(model_folder, environment, keys):
+    script = (
+        "import select\n"
+        "from mlxlm.chat.terminal import repl\n"
+        "from mlxlm.cli.main import main\n"
+        "show = repl.print_status\n"
+        "def print_status(text):\n"
+        "    show(text)\n"
+        "    if 'lists the commands' in text: select.select([0], [], [])\n"
+        "repl.print_status = print_status\n"
+        "main()\n"
+    )
+    command = ["-c", script, "chat", str(model_folder), "--private"]
+    chat = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=15)
+    chat.expect("lists the commands")
+    chat.send(keys)
+    chat.expect(pexpect.EOF)
+    chat.close()
+    assert chat.exitstatus == 0
+
+
 def test_a_dumb_terminal_gets_no_escapes_and_a_state_folder_that_cannot_be_written_is_reported(terminal, tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     chat = terminal("-n", "30", TERM="dumb")
@@ -549,6 +572,21 @@ def test_over_a_pipe_blocks_have_several_lines(piped):
     assert (open_block.returncode, open_block.err) == (
         1, b'error: the block that starts in line 2 isn\'t closed (try: """)\n',
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [([], "this conversation"), (["-p", "Hi"], "this conversation"), (["--save-kv-cache"], "the key")],
+)
+def test_a_named_conversation_that_can_not_be_saved_is_the_exit_code(piped, tmp_path, monkeypatch, arguments, what):
+    def no_space(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    full = "mlxlm.cache.prompt_cache_file.write_tensors" if "--save-kv-cache" in arguments else "os.fsync"
+    monkeypatch.setattr(full, no_space)
+    done = piped(b"Hello!\n", "-n", "5", "--session", str(tmp_path / "named"), *arguments)
+    assert done.returncode == 1 and done.out
+    assert done.err.startswith(f"error: {what}".encode()) and done.err.count(b"No space left on device") == 1
 
 
 def test_over_a_pipe_an_error_is_the_exit_code(piped):
