@@ -579,7 +579,7 @@ def test_over_a_pipe_blocks_have_several_lines(piped):
     [([], "this conversation"), (["-p", "Hi"], "this conversation"), (["--save-kv-cache"], "the key")],
 )
 def test_a_named_conversation_that_can_not_be_saved_is_the_exit_code(piped, tmp_path, monkeypatch, arguments, what):
-    def no_space(path, *_):
+    def no_space(*_, **_options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     full = "mlxlm.cache.prompt_cache_file.write_tensors" if "--save-kv-cache" in arguments else "os.fsync"
