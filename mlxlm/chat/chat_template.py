@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.jinja_sandbox import BoundedEnvironment, GenerationBlock
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
 from mlxlm.chat.placeholders import Placeholders
 from mlxlm.chat.plain_text import PLAIN, PlainTextEncoder
@@ -29,6 +32,7 @@ MODEL = "model"
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
 _MAX_TAG_TOKENS = 16  # of an opening <think> and the line feeds after it: one for each byte, at most
 _MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have 20,000
+_MAX_DATE_FORMAT = 100  # characters
 
 
 def chat_encoder(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
@@ -95,7 +99,7 @@ class ChatTemplate:
         self.name, self.source, self._tokenizer = name, source, tokenizer
         self._token_names = {f"{role}_token": name for role, name in tokenizer.special_token_names.items()}
         try:
-            self._environment, self._template = _compile(source)
+            self._template = _compile(source)
         except Exception as error:  # also RecursionError, for one that is nested deeply
             raise _template_error(error, name) from error
         special = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -238,10 +242,9 @@ class ChatTemplate:
     ) -> str:
         shown_tools = [tool.to_dict() for tool in tools] or None
         try:
-            return self._environment.render(
-                self._template,
-                [style.to_dict(message) for message in messages],
-                {"documents": None, **values, "tools": shown_tools, **self._token_names},
+            shown = [style.to_dict(message) for message in messages]
+            return self._template.render(
+                {"documents": None, **values, "messages": shown, "tools": shown_tools, **self._token_names}
             )
         except TokenizerError:
             raise
@@ -291,13 +294,25 @@ class ChatTemplate:
 ChatEncoder = PlainTextEncoder | ChatTemplate
 
 
+class _GenerationBlock(jinja2.ext.Extension):
+    """{% generation %}, which marks answers for training masks in transformers. Only its content is rendered."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=16)  # compiling takes up to 30 ms, and `mlxlm.generate` with messages needs it for every call
-def _compile(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
+def _compile(source: str) -> jinja2.Template:
+    """Compile a template in the sandbox of transformers: it can take time and memory, but not run code."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment, environment.from_string(source)
+    environment.filters["tojson"] = _tojson
+    return environment.from_string(source)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -305,7 +320,14 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_DATE_FORMAT or re.search(r"%[\W_]*\d", form):  # %99999Y is a width
+        raise jinja2.TemplateError(f"strftime_now of {form[:_MAX_DATE_FORMAT]!r} has a long or padded format")
     return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+    """Serialize as transformers does: jinja's own filter escapes <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 _HINT = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"

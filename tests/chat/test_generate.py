@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import fields
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import mlxlm
 from mlxlm import generation
 from mlxlm.chat.chat_template import ChatTemplate
-from mlxlm.chat.jinja_sandbox import BoundedEnvironment
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationOptions
@@ -40,13 +40,13 @@ def test_conversations_are_prompts_of_the_chat_template(lm, messages):
 
 
 def test_a_template_is_compiled_once_and_a_changed_one_again(lm, tmp_path, monkeypatch):
-    sources, original = [], BoundedEnvironment.from_string
+    sources, original = [], ImmutableSandboxedEnvironment.from_string
 
     def from_string(environment, source):
         sources.append(source)
         return original(environment, source)
 
-    monkeypatch.setattr(BoundedEnvironment, "from_string", from_string)
+    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", from_string)
     file = tmp_path / "own.jinja"
     for content in ("{# first #}{{ messages[0].content }}", "{# second #}{{ messages[0].content * 2 }}"):
         file.write_text(content)
