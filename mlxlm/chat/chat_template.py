@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -26,7 +27,7 @@ from mlxlm.chat.reasoning import open_think_tag
 from mlxlm.chat.tool_formats import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
-from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.errors import TextTooLongError, TokenizerError
 
 MODEL = "model"
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
@@ -167,8 +168,9 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_length: int = sys.maxsize,
     ) -> list[int]:
-        """Return the ids of the conversation. See `render`."""
+        """Return the ids of the conversation. See `render`; and `Tokenizer.encode` for `max_length`."""
         options = {"tools": list(tools or ()), "template_kwargs": dict(template_kwargs or {})}
         placeholders, plain, options = self.escape_special_tokens(messages, options)
         answers = {n: placeholders.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
@@ -180,7 +182,7 @@ class ChatTemplate:
             return self.render(shown, **options)
 
         text = rendered(())
-        expected = placeholders.restore(text)
+        expected = placeholders.restore(text) if answers else ""
 
         def unchanged(group: tuple[int, ...]) -> tuple[int, ...]:
             """Return the answers that the template doesn't change, by bisection: usually all or none."""
@@ -191,9 +193,9 @@ class ChatTemplate:
 
         spliced = unchanged(tuple(n for n in answers if plain[n].content in text))
         spliced_text = rendered(spliced)
-        if placeholders.restore(spliced_text) == expected:
+        if spliced and placeholders.restore(spliced_text) == expected:
             text = spliced_text
-        ids = self.encode_segments(list(placeholders.split(text)), placeholders)
+        ids = self.encode_segments(list(placeholders.split(text)), placeholders, max_length=max_length)
         if add_generation_prompt and not ids:
             raise TokenizerError(f"{_describe(self.name)} renders this conversation as an empty text", _HINT)
         return ids
@@ -208,10 +210,13 @@ class ChatTemplate:
         """Replace everything in messages and JSON `options` that looks like a special token with placeholders."""
         placeholders = self._placeholders([*messages, options])
 
-        def escape(match: re.Match[str]) -> str:
-            return placeholders.take(match[0], self._encode(match[0], parse_special=False, continues=True))
+        @cache
+        def escape(text: str) -> str:
+            return placeholders.take(text, self._encode(text, parse_special=False, continues=True))
 
-        *plain, options = map_strings([*messages, options], lambda text: self.special.sub(escape, text))
+        *plain, options = map_strings(
+            [*messages, options], lambda text: self.special.sub(lambda match: escape(match[0]), text)
+        )
         return placeholders, plain, options
 
     def _placeholders(self, values: list[Any]) -> Placeholders:
@@ -225,16 +230,24 @@ class ChatTemplate:
         map_strings(values, use)
         return Placeholders("".join(used))
 
-    def encode_segments(self, pieces: Sequence[str], placeholders: Placeholders, continues: bool = False) -> list[int]:
+    def encode_segments(
+        self,
+        pieces: Sequence[str],
+        placeholders: Placeholders,
+        continues: bool = False,
+        max_length: int = sys.maxsize,
+    ) -> list[int]:
         """Encode rendered text that `Placeholders.split` has split. `continues`: other text comes before it."""
         ids: list[int] = []
         for piece, next_piece in zip_longest(pieces, pieces[1:], fillvalue=""):
+            if len(ids) > 1.5 * max_length:
+                raise TextTooLongError(max_length)
             if piece in placeholders.ids:
                 ids += placeholders.ids[piece]
                 continue
             if next_piece in placeholders.answers and self._tokenizer.adds_dummy_prefix:
                 piece = piece.removesuffix(" ")  # the answer's first token has that space in front
-            ids += self._encode(piece, parse_special=True, continues=continues or bool(ids))
+            ids += self._encode(piece, parse_special=True, continues=continues or bool(ids), max_length=max_length)
         return ids
 
     def _render(
@@ -280,8 +293,8 @@ class ChatTemplate:
         if taken := sorted(reserved & set(values)):
             raise TokenizerError(f"the variables of a chat template can't set {', '.join(taken)}", "other variables")
 
-    def _encode(self, text: str, *, parse_special: bool, continues: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special, continues=continues)
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False, **options)
 
     def _find_eos_token_ids(self) -> frozenset[int]:
         answer = Placeholders(self.source).take("", ())

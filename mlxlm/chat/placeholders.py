@@ -21,9 +21,8 @@ class Placeholders:
 
     def __init__(self, text: str):
         """`text` is everything that is rendered; its characters can't be placeholders."""
-        used = set(text)
-        self._free = (c for c in map(chr, _PRIVATE_USE) if c not in used)
-        self._texts: dict[int, str] = {}  # by code point
+        self._free = _unused_characters(text)
+        self._texts: dict[str, str] = {}  # by placeholder
         self._by_text: dict[str, str] = {}
         self.ids: dict[str, Sequence[int]] = {}
         self.answers: set[str] = set()
@@ -35,7 +34,7 @@ class Placeholders:
         character = next(self._free, None)
         if character is None:
             raise TokenizerError("this conversation has too many answers", "a new conversation")
-        self._texts[ord(character)], self.ids[character] = text, ids
+        self._texts[character], self.ids[character] = text, ids
         if answer:
             self.answers.add(character)
         else:
@@ -44,9 +43,14 @@ class Placeholders:
 
     def restore(self, text: str) -> str:
         """Return `text` with every placeholder replaced by its text."""
-        return text.translate(self._texts)
+        return "".join(self._texts.get(piece, piece) for piece in self.split(text))
 
     def split(self, text: str) -> Iterator[str]:
         """Yield the placeholders in `text` and the text between them, in order."""
-        pattern = f"([{''.join(self.ids)}])" if self.ids else "(?!)"
-        return filter(None, re.split(pattern, text))
+        pieces = re.split(f"([{''.join(self.ids)}])", text) if self.ids else [text]
+        return filter(None, pieces)
+
+
+def _unused_characters(text: str) -> Iterator[str]:
+    used = set(text)  # takes a moment for a long text, and most conversations need no placeholder
+    yield from (c for c in map(chr, _PRIVATE_USE) if c not in used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class PlainTextEncoder:
         tools: Sequence[Any] | None = None,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_length: int = sys.maxsize,
     ) -> list[int]:
         """Return the ids of the conversation. See `ChatTemplate.encode`; an answer needs no generation prompt."""
         if continue_final_message:
@@ -48,16 +50,16 @@ class PlainTextEncoder:
             if message.role != "assistant" and not last.endswith("\n"):
                 text += "\n"
             if message.ids:
-                ids += [*self._encode(text, first=not ids), *message.ids]
+                ids += [*self._encode(text, not ids, max_length), *message.ids]
                 text = ""
             else:
                 text += message.content
             last = message.content or last
-        return ids + self._encode(text, first=not ids)
+        return ids + self._encode(text, not ids, max_length)
 
     def generation_prefix_of(self, prompt: Sequence[int]) -> str:
         """Return ""; see `ChatTemplate.generation_prefix_of`."""
         return ""
 
-    def _encode(self, text: str, first: bool) -> list[int]:
-        return self._tokenizer.encode(text, continues=not first)
+    def _encode(self, text: str, first: bool, max_length: int) -> list[int]:
+        return self._tokenizer.encode(text, continues=not first, max_length=max_length)

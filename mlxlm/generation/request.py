@@ -54,9 +54,7 @@ class Request:
 
 
 def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) -> int:
-    """How many tokens may follow a prompt: the rest of the model's context.
-
-    UNLIMITED with a rotating cache, unless positions are learned.
+    """How many tokens may follow a prompt: the rest of `context_limit`.
 
     Raises:
         GenerationError: For a prompt that is empty, too long or has unknown ids, and for a rotating cache that is
@@ -71,10 +69,21 @@ def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) ->
         raise GenerationError(
             f"a cache of {kv.size} tokens is more than the model's context of {context_length}", f"{context_length}"
         )
-    if kv.size is not None and getattr(lm.config, "positions", None) != "learned":
+    if context_limit(lm, kv) == UNLIMITED:
         return UNLIMITED
     if len(prompt) >= context_length:
         # Clients of OpenAI's and Anthropic's APIs look for these phrases, to shorten the conversation.
         size = f"{len(prompt)} tokens, and this model's maximum context length is {context_length}"
         raise GenerationError(f"the prompt is too long: {size}", f"at most {context_length - 1} tokens")
     return context_length - len(prompt)
+
+
+def context_limit(lm: LoadedModel, kv: KVOptions) -> int:
+    """How many tokens a prompt and its text may have together: the model's context.
+
+    UNLIMITED with a rotating cache, unless positions are learned.
+    """
+    if kv.size is not None and getattr(lm.config, "positions", None) != "learned":
+        return UNLIMITED
+    length: int = lm.config.max_position_embeddings
+    return length

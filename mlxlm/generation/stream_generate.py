@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
@@ -53,8 +54,8 @@ def stream(
     return engine.submit(request)
 
 
-def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]:
-    """Encode a prompt, unless it is token ids already. An empty text becomes BOS.
+def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int], max_length: int = sys.maxsize) -> Sequence[int]:
+    """Encode a prompt, unless it is token ids already. An empty text becomes BOS. See `Tokenizer.encode`.
 
     Raises:
         GenerationError: For anything else, and for an empty text if the tokenizer has no BOS.
@@ -65,7 +66,7 @@ def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int]) -> Sequence[int]
         except TypeError:
             raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
     if prompt:
-        return lm.tokenizer.encode(prompt)
+        return lm.tokenizer.encode(prompt, max_length=max_length)
     bos = lm.tokenizer.bos_token_id
     ids = lm.tokenizer.prefix_token_ids or ([] if bos is None else [bos])
     if not ids:

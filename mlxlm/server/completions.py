@@ -45,7 +45,7 @@ async def _generate(state: ServerState, body: CompletionRequest) -> AsyncIterato
     async with state.models.use(body.model) as model:
         options = _options(body, model.defaults)
         await check_constraint(model, options)
-        prompts = await asyncio.to_thread(_encode, model, body.prompt)
+        prompts = [await model.encode(encode_prompt, model.lm, prompt) for prompt in body.prompt]
         requests = sample_requests(prompts, options, model.eos_token_ids, body.n) if body.max_tokens != 0 else []
         echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
         tokenizer, logprobs = model.lm.tokenizer, body.logprobs is not None
@@ -72,10 +72,6 @@ def _check(body: CompletionRequest) -> None:
 def _options(body: CompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
     return body.options(defaults, stop=body.stop, max_tokens=max_tokens, logprobs=body.logprobs)
-
-
-def _encode(model: ServedModel, prompts: Sequence[str | list[int]]) -> list[Sequence[int]]:
-    return [encode_prompt(model.lm, prompt) for prompt in prompts]
 
 
 _Echo = tuple[str, Sequence[TokenLogprobs]]  # what a choice repeats of its prompt: nothing without `echo`

@@ -34,18 +34,20 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = field(default_factory=ToolUse)
 
-    async def encode(self, model: ServedModel) -> list[int]:
-        """Encode the prompt.
+    async def encode(self, model: ServedModel, at_least: int = 0) -> list[int]:
+        """Encode the prompt. See `ServedModel.encode`.
 
         Raises:
+            ApiError: It is too long.
             TokenizerError: The chat template refuses the conversation.
         """
-        return await asyncio.to_thread(
+        return await model.encode(
             model.encoder.encode,
             self.messages,
             tools=self.tool_use.tools,
             continue_final_message=self.messages[-1].role == "assistant",
             template_kwargs=self.template_kwargs,
+            at_least=at_least,
         )
 
 

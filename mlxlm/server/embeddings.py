@@ -43,7 +43,7 @@ async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
         for index, text in enumerate(body.input):
             if not text:
                 raise invalid("a text is empty", f"input.{index}")
-            ids = await asyncio.to_thread(encode_prompt, lm, text)
+            ids = await model.encode(encode_prompt, lm, text)
             # One text at a time, so that requests for text needn't wait for all of them.
             vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
             if body.dimensions not in (None, len(vector)):

@@ -19,6 +19,7 @@ from mlxlm.server.events import data_event
 from mlxlm.server.reply import FINISH_REASONS, Event, Reply, new_id, respond
 from mlxlm.server.request_body import read_body
 from mlxlm.server.state import ServerState
+from mlxlm.server.tokens import MAX_COUNTED
 from mlxlm.server.tool_use import ToolUse
 from mlxlm.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     state: ServerState = request.app.state.server
     async with state.models.use(body.model) as model:
-        return JSONResponse({"input_tokens": len(await _conversation(body).encode(model))})
+        return JSONResponse({"input_tokens": len(await _conversation(body).encode(model, MAX_COUNTED))})
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +19,15 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_prompts import answer_eos_token_ids
 from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
+from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.server.errors import ApiError
-from mlxlm.utils.errors import ConfigError
+from mlxlm.server.errors import ApiError, invalid
+from mlxlm.utils.errors import ConfigError, TextTooLongError
 from mlxlm.utils.formatting import human_bytes
 
 logger = logging.getLogger("mlxlm.server")
 
+_MAX_PROMPT_TOKENS = 1 << 20  # with a rotating cache, which has no context length
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
 
 
@@ -103,6 +105,28 @@ class ServedModel:
         """The maximum number of tokens of a prompt and its text."""
         length: int = self.lm.config.max_position_embeddings
         return min(length, self.settings.kv.size or length)
+
+    async def encode(self, encode: Callable[..., Sequence[int]], *args: Any, at_least: int = 0, **options: Any) -> Any:
+        """Encode a prompt of a request in a thread, and stop early if it is far longer than the context.
+
+        A prompt that is a bit too long is left to the engine, whose error has its length.
+
+        Args:
+            encode: Called with `max_length`, `args` and `options`.
+            args: See `encode`.
+            at_least: Allow so many tokens for any context, for endpoints that only count them.
+            options: See `encode`.
+
+        Raises:
+            ApiError: 400 for a prompt that is too long.
+        """
+        limit = max(at_least, min(context_limit(self.lm, self.settings.kv), _MAX_PROMPT_TOKENS))
+        try:
+            return await asyncio.to_thread(encode, *args, max_length=limit, **options)
+        except TextTooLongError:
+            size = f"more than {limit} tokens, and this model's maximum context length is {self.context_length}"
+            problem = f"the prompt is too long: {size} (try: fewer)"
+            raise invalid(problem, code="context_length_exceeded") from None
 
     @property
     def memory(self) -> int:

@@ -17,6 +17,8 @@ from mlxlm.server.schemas import MAX_MESSAGES, ChatMessage, Fields, Tool
 from mlxlm.server.state import ServerState
 from mlxlm.server.tool_use import ToolUse
 
+MAX_COUNTED = 1 << 17  # tokens that these endpoints return or count for a model with any context
+
 
 class TokenizeRequest(Fields):
     """The body of /tokenize: a text, or a conversation."""
@@ -50,10 +52,12 @@ async def tokenize(request: Request) -> JSONResponse:
         if body.messages is not None:
             tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
             messages = [to_message(message) for message in body.messages]
-            ids = await Conversation(messages, body.chat_template_kwargs or {}, tools).encode(model)
+            ids = await Conversation(messages, body.chat_template_kwargs or {}, tools).encode(model, MAX_COUNTED)
         else:
-            encode, text = model.lm.tokenizer.encode, body.prompt or ""
-            ids = await asyncio.to_thread(encode, text, add_special_tokens=body.add_special_tokens)
+            special = body.add_special_tokens
+            ids = await model.encode(
+                model.lm.tokenizer.encode, body.prompt or "", add_special_tokens=special, at_least=MAX_COUNTED
+            )
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.context_length})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -16,12 +16,13 @@ from tokenizers import processors
 
 from mlxlm.tokenizer.byte_decoder import ByteDecoder
 from mlxlm.tokenizer.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
-from mlxlm.utils.errors import TokenizerError, os_errors_as
+from mlxlm.utils.errors import TextTooLongError, TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 
 _MAX_VOCAB_SIZE = 1 << 24  # known vocabularies have up to about 260,000 tokens
 _MAX_TOKEN = 1 << 16  # characters; a text of a thousand such tokens fits in memory
 _CONTINUATION = "\n"  # see `_encode_texts`
+_CHARACTERS_PER_TOKEN = 8  # English has about 4, runs of spaces have more
 ROLES = ("bos", "eos", "pad", "unk")
 
 
@@ -54,8 +55,9 @@ class Tokenizer:
         # A tokenizer.json may have its model's truncation and padding.
         runtime.no_truncation()
         runtime.no_padding()
-        self._runtime = runtime
-        self._lock = threading.Lock()  # guards runtime.encode_special_tokens, which is not an argument
+        # Whether to parse special tokens is a setting of a runtime, which can't change while another thread encodes.
+        runtime.encode_special_tokens = True
+        self._runtime, self._parsing_runtime = runtime, _share_vocabulary(runtime)
         vocabulary = runtime.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > _MAX_VOCAB_SIZE:  # callers allocate tables of this length
@@ -126,7 +128,13 @@ class Tokenizer:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False, continues: bool = False
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
+        continues: bool = False,
+        max_length: int = sys.maxsize,
     ) -> list[int]:
         """Encode a text.
 
@@ -136,12 +144,22 @@ class Tokenizer:
             parse_special: Encode text such as "<|user|>" as the special token, as for rendered chat templates. By
                 default it is ordinary text, so that data and users can't forge control tokens.
             continues: The text continues another one: without special tokens and dummy prefix.
+            max_length: Stop at a text with far more tokens, whose beginning is enough to know that.
 
         Raises:
+            TextTooLongError: The text has far more than `max_length` tokens.
             TokenizerError: The text has lone surrogates, which UTF-8 doesn't have.
         """
-        [ids] = self._encode_texts([text], [continues], add_special_tokens and not continues, parse_special)
-        return ids
+
+        def encode(part: str) -> list[int]:
+            return self._encode_texts([part], [continues], add_special_tokens and not continues, parse_special)[0]
+
+        size = _CHARACTERS_PER_TOKEN * (max_length + 1)
+        while size < len(text):
+            if len(encode(text[:size])) > 1.5 * max_length:  # the cut only changes the tokens next to it
+                raise TextTooLongError(max_length)
+            size *= 2
+        return encode(text)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, continues: Sequence[bool] | None = None
@@ -220,10 +238,9 @@ class Tokenizer:
     def _encode(self, texts: list[str], add_special_tokens: bool, parse_special: bool) -> list[list[int]]:
         for text in texts:
             check_unicode(text)
-        with self._lock:
-            self._runtime.encode_special_tokens = not parse_special
-            with library_errors("this tokenizer can't encode a text"):
-                encodings = self._runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        runtime = self._parsing_runtime if parse_special else self._runtime
+        with library_errors("this tokenizer can't encode a text"):
+            encodings = runtime.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _content_bytes(self, id: int) -> bytes:
@@ -238,6 +255,15 @@ class Tokenizer:
                 content = self._decoder.token_bytes(token)
             self._bytes[int(id)] = content
         return content
+
+
+def _share_vocabulary(runtime: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer with the same model and steps, and settings of its own."""
+    copy = tokenizers.Tokenizer(runtime.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        setattr(copy, step, getattr(runtime, step))
+    copy.add_tokens([token for _, token in sorted(runtime.get_added_tokens_decoder().items())])
+    return copy
 
 
 @contextmanager

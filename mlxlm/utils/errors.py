@@ -74,6 +74,13 @@ class MissingTokenizerError(TokenizerError):
     """A model has no tokenizer."""
 
 
+class TextTooLongError(TokenizerError):
+    """A text has far more tokens than the caller can use."""
+
+    def __init__(self, max_length: int):
+        super().__init__(f"the text has more than {max_length} tokens", "a shorter one")
+
+
 class DataError(MlxlmError):
     """Text or token shards can't be read or are too small."""
 

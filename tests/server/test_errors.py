@@ -17,6 +17,7 @@ from mlxlm.server import request_body
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings, ServedModel
+from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 from tests.server.conftest import CONTEXT, HELLO
 
@@ -90,6 +91,25 @@ def test_a_prompt_longer_than_the_context(client, path, field, value, stream):
     error = check_error(client.post(path, json={**VALID[path], field: value, "stream": stream}), 400)
     assert "prompt is too long" in error["message"] and f"maximum context length is {CONTEXT}" in error["message"]
     assert error.get("code") == (None if path == "/v1/messages" else "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", [path for path in POSTS if path != "/detokenize"])
+def test_only_the_beginning_of_a_huge_prompt_is_encoded(client, path, monkeypatch):
+    for module in ("tokens", "messages"):
+        monkeypatch.setattr(f"mlxlm.server.{module}.MAX_COUNTED", CONTEXT)
+    sizes, original = [], Tokenizer._encode
+
+    def encode(tokenizer, texts, *args, **options):
+        sizes.extend(map(len, texts))
+        return original(tokenizer, texts, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "_encode", encode)
+    for text in ("fox " * 10**6, "<|end|>" * 10**5):
+        body = {**VALID[path], "messages": [{"role": "user", "content": text}], "prompt": text, "input": text}
+        error = check_error(client.post(path, json={key: body[key] for key in VALID[path]}), 400)
+        assert "prompt is too long: more than" in error["message"]
+        assert f"maximum context length is {CONTEXT}" in error["message"]
+    assert sum(sizes) < 20 * CONTEXT and len(sizes) < 20
 
 
 def test_errors_dont_repeat_huge_values(client):

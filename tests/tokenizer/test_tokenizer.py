@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.tokenizer import train
-from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.errors import TextTooLongError, TokenizerError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t\0▁▅<|>s/ux0A"), max_size=60)
 ANY = settings(max_examples=50)
@@ -48,6 +48,15 @@ def test_text_cannot_forge_special_tokens(trained):
         assert trained.decode(parsed, skip_special_tokens=False) == text
         # parse_special doesn't affect later calls
         assert id not in trained.encode(text, add_special_tokens=False)
+
+
+def test_a_text_with_far_more_tokens_is_refused(trained):
+    for text in ("water", " " * 500, "water " * 500):
+        ids = trained.encode(text)
+        assert trained.encode(text, max_length=len(ids)) == trained.encode(text, max_length=len(ids) - 1) == ids
+        assert trained.encode("", max_length=0) == trained.encode("")
+    with pytest.raises(TextTooLongError, match="more than 20 tokens"):
+        trained.encode("water " * 500, max_length=20)
 
 
 def test_special_tokens_have_no_bytes(trained):
