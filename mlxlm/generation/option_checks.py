@@ -11,7 +11,7 @@ from mlxlm.config.numbers import is_int_at_least, is_number
 
 MAX_LOGPROBS = 1000
 MAX_PENALTY_WINDOW = 1 << 14  # tokens that a penalty looks back on
-MAX_SCHEMA_CHARS = 1 << 20  # of a schema, a regular expression or grammar, and of all choices together
+MAX_SCHEMA_CHARS = 1 << 18  # of a schema, a regular expression or grammar, and of all choices together
 GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
 
 

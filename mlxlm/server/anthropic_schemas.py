@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.server.schemas import MAX_MESSAGES, Fields, SamplingFields, Text
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, SamplingFields, Strings, Text
 
 
 class Block(Fields):
@@ -118,7 +118,7 @@ class CountTokensRequest(Fields):
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Text | None = None
-    tools: list[AnthropicTool] | None = Field(None, max_length=128)
+    tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -130,7 +130,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     """The body of /v1/messages."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool | None = None
     # No effect.
     metadata: dict[str, Any] | None = None

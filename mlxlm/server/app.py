@@ -50,16 +50,17 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     metrics = Metrics(models)
     middleware = [
         Middleware(RequestCounter, metrics, [route.path for route in routes]),
-        Middleware(AccessMiddleware, rules),
         Middleware(ErrorMiddleware),
+        Middleware(AccessMiddleware, rules),
     ]
     if rules.cors_origins:
         allowed: dict[str, Any] = {
             "allow_origins": rules.cors_origins,
             "allow_methods": ["GET", "POST"],
             "allow_headers": ["*"],
+            "expose_headers": ["x-request-id"],
         }
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # outermost: error responses need its headers, too
+        middleware.insert(1, Middleware(CORSMiddleware, **allowed))  # error responses need its headers, too
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

@@ -59,12 +59,12 @@ class ChoicesReply(Reply):
 
     def finish(self, results: Sequence[GenerationResult]) -> list[Event]:
         """Return the usage, if the request asks for it."""
-        return [{"choices": [], "usage": self._usage(results)}] if self._body.include_usage else []
+        return [{"choices": [], **self._statistics(results)}] if self._body.include_usage else []
 
     def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """Return the response."""
         choices = [choice.complete() for choice in self._choices]
-        return {**self._head, "choices": choices, "usage": self._usage(results)}
+        return {**self._head, "choices": choices, **self._statistics(results)}
 
     def encode(self, event: Event) -> bytes:
         """Encode an event."""
@@ -76,6 +76,11 @@ class ChoicesReply(Reply):
 
     def _event(self, choice: dict[str, Any]) -> Event:
         return {"choices": [choice], **({"usage": None} if self._body.include_usage else {})}
+
+    def _statistics(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The usage, and the timings of a single text."""
+        usage = {"usage": self._usage(results)}
+        return {**usage, "timings": _timings(results[0])} if len(results) == 1 else usage
 
     def _usage(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """Count the tokens. The prompt of several samples counts once."""
@@ -89,3 +94,18 @@ class ChoicesReply(Reply):
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
+
+
+def _timings(result: GenerationResult) -> dict[str, Any]:
+    """The `timings` of llama.cpp's server. The time of the first token belongs to the prompt."""
+    timings, num_decoded = result.timings, len(result.tokens) - 1
+    first, speed = timings.time_to_first_token, timings.tokens_per_second
+    return {
+        "cache_n": result.cached_tokens,
+        "prompt_n": result.prompt_tokens - result.cached_tokens,
+        "prompt_ms": first and 1000 * first,
+        "prompt_per_second": timings.prompt_tokens_per_second,
+        "predicted_n": len(result.tokens),
+        "predicted_ms": speed and 1000 * num_decoded / speed,
+        "predicted_per_second": speed,
+    }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
+from contextvars import ContextVar
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -16,6 +18,8 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_line
 
 logger = logging.getLogger("mlxlm.server")
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request that is being handled
 
 # Options of the command line, and what they would set.
 _OPERATOR_HINT = re.compile(r"(^|\s)--\w|another template|quantized key-value cache")
@@ -67,12 +71,17 @@ class ApiError(Exception):
         if is_anthropic(path):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
-            return {"type": "error", "error": error}
+            return {"type": "error", "error": error, "request_id": request_id.get()}
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> JSONResponse:
         """The response of an endpoint."""
         return JSONResponse(self.body(path), self.status, self.headers)
+
+
+def new_request_id() -> str:
+    """A random id, such as req_0123456789abcdef01234567."""
+    return f"req_{secrets.token_hex(12)}"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -103,10 +112,11 @@ def to_api_error(error: Exception) -> ApiError:
         return _http_error(error)
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
-    logger.error("internal error", exc_info=error)
+    logger.error("internal error in %s", request_id.get(), exc_info=error)
     if isinstance(error, MlxlmError | MemoryError | RuntimeError):
         return ApiError(500, describe_error(error))
-    return ApiError(500, f"internal error: {type(error).__name__}; the server's log has the details")
+    problem = f"internal error: {type(error).__name__}; the server's log has the details"
+    return ApiError(500, f"{problem}, with the request ID {request_id.get()}")
 
 
 class ErrorMiddleware:

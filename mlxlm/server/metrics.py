@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -10,15 +11,18 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend import platform
 from mlxlm.generation import GenerationResult
+from mlxlm.server.errors import new_request_id, request_id
 from mlxlm.server.models import Models
 from mlxlm.utils.errors import one_line
 
 logger = logging.getLogger("mlxlm.server")
 
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")  # printable, without spaces
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -72,7 +76,7 @@ class _Gauges(Collector):
 
 
 class RequestCounter:
-    """Counts requests by endpoint and status, and logs one line per request, without its content."""
+    """Counts requests by endpoint and status, gives them an ID, and logs one line per request, without its content."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
         self._app, self._metrics, self._endpoints = app, metrics, frozenset(endpoints)
@@ -83,11 +87,14 @@ class RequestCounter:
             await self._app(scope, receive, send)
             return
         status, start = 499, time.monotonic()  # 499: the client disconnected before the response
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id.set(id := given if _CLIENT_ID.fullmatch(given) else new_request_id())
 
         async def counting_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = id
             await send(message)
 
         try:
@@ -98,4 +105,5 @@ class RequestCounter:
             level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
             left = ", the client disconnected" if scope.get("mlxlm.client_left") else ""
             seconds = time.monotonic() - start
-            logger.log(level, "%s %s %d, %.2f s%s", scope["method"], one_line(path[:200]), status, seconds, left)
+            shown = scope["method"], one_line(path[:200]), status, seconds, left, id
+            logger.log(level, "%s %s %d, %.2f s%s, %s", *shown)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.server.errors import invalid
-from mlxlm.server.schemas import MAX_MESSAGES, Fields, IgnoredFields, SamplingFields, StreamOptions, Text
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, IgnoredFields, SamplingFields, StreamOptions, Text
 
 _INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
@@ -85,7 +85,7 @@ class ResponseRequest(SamplingFields, IgnoredFields):
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=128)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

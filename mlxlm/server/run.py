@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_request_id
 from mlxlm.utils.errors import ConfigError
 
 HEADER_TIMEOUT = 10.0  # seconds to send the headers of a request
@@ -93,6 +93,7 @@ class Connection(H11Protocol):
         problem = f"this is not a valid HTTP request, or its headers have more than {MAX_HEADER_BYTES >> 10} KiB"
         body = json.dumps(invalid(problem).body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        headers.append(("x-request-id", new_request_id()))
         with contextlib.suppress(h11.LocalProtocolError):  # a response has already begun
             start = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
             self.transport.write(b"".join([start or b"", self.conn.send(h11.Data(data=body)) or b""]))

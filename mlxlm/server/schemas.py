@@ -21,6 +21,9 @@ from mlxlm.utils.errors import GenerationError
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 2048
 MAX_N = 128
+MAX_TOOLS = 128
+_MAX_STOP_STRINGS = 64
+_MAX_ENTRIES = 1024  # of `logit_bias` and `choice`
 
 
 class Fields(BaseModel):
@@ -64,7 +67,7 @@ def _join_text_parts(content: Any) -> Any:
 
 
 Schema = dict[str, Any] | bool | str | None
-Strings = Annotated[list[str], BeforeValidator(_as_list)]
+Strings = Annotated[list[str], BeforeValidator(_as_list), Field(max_length=_MAX_STOP_STRINGS)]
 Text = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
@@ -87,11 +90,11 @@ class SamplingFields(Fields):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: Strings | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=_MAX_ENTRIES)
     seed: int | None = None
     json_schema: Schema = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: list[str] | None = Field(None, max_length=_MAX_ENTRIES)
     grammar: str | None = None
 
     def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
@@ -281,7 +284,7 @@ class ChatCompletionRequest(TextRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -7,7 +7,6 @@ import ipaddress
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -65,8 +64,7 @@ class AccessRules:
         """Refuse other web pages. Browsers send simple requests without a preflight."""
         if origin is None or "*" in self.cors_origins or origin in self.cors_origins:
             return
-        parts = urlsplit(origin)
-        if parts.netloc.lower() != host.lower() or parts.scheme not in (scheme, "https"):
+        if origin.lower() not in (f"{scheme}://{host.lower()}", f"https://{host.lower()}"):
             raise ApiError(
                 403, f"the web page {origin[:100]} may not use this server (try: mlxlm serve --cors-origin ORIGIN)"
             )
@@ -82,7 +80,7 @@ class AccessRules:
 
 
 class AccessMiddleware:
-    """Answers requests that the rules don't allow with an error."""
+    """Raises ApiError for requests that the rules don't allow."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules):
         self._app, self._rules = app, rules
@@ -94,8 +92,7 @@ class AccessMiddleware:
                 self._rules.check(scope)
             except ApiError as error:
                 error.headers["connection"] = "close"  # its body isn't read
-                await error.response(scope["path"])(scope, receive, send)
-                return
+                raise
         await self._app(scope, receive, send)
 
 

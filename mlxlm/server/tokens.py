@@ -13,7 +13,7 @@ from mlxlm.server.chat_completions import to_message
 from mlxlm.server.conversation import Conversation
 from mlxlm.server.errors import invalid
 from mlxlm.server.request_body import read_body
-from mlxlm.server.schemas import MAX_MESSAGES, ChatMessage, Fields, Tool
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Fields, Tool
 from mlxlm.server.state import ServerState
 from mlxlm.server.tool_use import ToolUse
 
@@ -26,7 +26,7 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 

@@ -1,5 +1,8 @@
 """Draws that count as certain: changes of the logits within the margin don't change their tokens."""
 
+from dataclasses import fields
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,19 +46,31 @@ def changes(rng, logits, tokens, limit):
         yield change * limit
 
 
-filters = st.builds(
-    GenerationOptions,
-    temperature=st.sampled_from([0, 0.3, 0.7, 2.0]),
-    top_k=st.sampled_from([0, 0, 1, 2, 5, 20]),
-    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.8, 0.95, 0.999]),
-    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 0.9]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 0.7, 1.3]),
-)
+FILTERS = {
+    "temperature": st.sampled_from([0, 0.3, 0.7, 2.0]),
+    "top_k": st.sampled_from([0, 0, 1, 2, 5, 20]),
+    "top_p": st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.8, 0.95, 0.999]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 0.9]),
+    "repetition_penalty": st.sampled_from([1.0, 1.0, 0.7, 1.3]),
+    "logit_bias": st.sampled_from([{}, {0: 2.0}]),
+}
+NEVER_CERTAIN = {"typical_p", "xtc_probability", "xtc_threshold"}
+SUBTRACTED_BY_HISTORY = {"presence_penalty", "frequency_penalty", "repetition_context_size"} | {
+    f"dry_{name}" for name in ("multiplier", "base", "allowed_length", "penalty_last_n", "sequence_breakers")
+}
+CONSTRAINTS = {"json_schema", "regex", "choice", "grammar"}  # masks, which no logit changes
+NOT_SAMPLING = {"seed", "logprobs", "max_tokens", "stop"}
+
+
+def test_every_option_is_in_these_tests():
+    options = [{*FILTERS}, NEVER_CERTAIN, SUBTRACTED_BY_HISTORY, CONSTRAINTS, NOT_SAMPLING]
+    assert sorted(chain(*options)) == sorted(field.name for field in fields(GenerationOptions))
 
 
 @settings(max_examples=100)
 @given(
-    filters, st.sampled_from(list(SHAPES)), st.sampled_from([1, 2, 6, 60]), st.sampled_from([0.002, 0.1, 0.5]),
+    st.builds(GenerationOptions, **FILTERS),
+    st.sampled_from(list(SHAPES)), st.sampled_from([1, 2, 6, 60]), st.sampled_from([0.002, 0.1, 0.5]),
     st.booleans(), st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_changes_within_the_margin_change_no_certain_token(options, shape, vocab_size, margin, is_sorted, seed):

@@ -340,7 +340,7 @@ def nested(depth):
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "a(?!b)"}, "look-around"),
-        ({"json_schema": "{" + " " * 2**20 + "}"}, "more than 1048576 characters"),
+        ({"json_schema": "{" + " " * 2**18 + "}"}, "more than 262144 characters"),
         ({"regex": "a^b"}, "it matches the whole text, so that ^ and $ aren't needed"),
         ({"regex": r"[^\x00-\x{10FFFF}]"}, "no text matches it"),
     ],

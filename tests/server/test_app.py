@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from types import SimpleNamespace
+
+import pytest
 
 from mlxlm.generation import EngineStats
 from mlxlm.server.metrics import Metrics
@@ -21,6 +24,17 @@ def test_models(client):
 
 def test_health(client):
     assert client.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("given", "echoed"), [("my-id.1", True), ("", False), ("x" * 129, False), ("a b", False), ("\x1b[31m", False)]
+)
+def test_every_response_and_log_line_has_a_request_id(client, caplog, given, echoed):
+    with caplog.at_level(logging.DEBUG, "mlxlm.server"):
+        for path in ("/health", "/page/main.js", "/nothing"):
+            id = client.get(path, headers={"x-request-id": given}).headers["x-request-id"]
+            assert id == given if echoed else re.fullmatch("req_[0-9a-f]{24}", id)
+            assert caplog.messages[-1].endswith(f", {id}")
 
 
 def test_metrics(client):

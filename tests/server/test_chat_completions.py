@@ -29,6 +29,11 @@ def test_response_has_openais_form(chat):
     assert usage["completion_tokens"] == 20 and usage["prompt_tokens"] > 5
     assert usage["total_tokens"] == usage["prompt_tokens"] + 20
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+    timings = answer["timings"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"] and timings["predicted_n"] == 20
+    assert timings["predicted_ms"] * timings["predicted_per_second"] == pytest.approx(19 * 1000)
+    assert min(timings["prompt_ms"], timings["prompt_per_second"], timings["predicted_ms"]) > 0
+    assert chat(max_tokens=1)["timings"]["predicted_per_second"] is None and "timings" not in chat(n=2)
 
 
 def test_stream_has_openais_form(chat):
@@ -40,7 +45,7 @@ def test_stream_has_openais_form(chat):
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all("role" not in c["choices"][0]["delta"] and c["choices"][0]["finish_reason"] is None for c in others)
     assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == usage["timings"]["predicted_n"] == 20
     assert all(c["usage"] is None for c in chunks[:-1])
 
 

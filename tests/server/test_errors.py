@@ -39,8 +39,10 @@ MALFORMED = {
 def check_error(response, status):
     assert response.status_code == status, response.text
     body = response.json()
+    assert (id := response.headers["x-request-id"])
     if body.get("type") == "error":  # Anthropic's form
-        assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+        assert set(body) == {"type", "error", "request_id"} and body["request_id"] == id
+        assert set(body["error"]) == {"type", "message"}
     else:
         assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
@@ -112,6 +114,24 @@ def test_only_the_beginning_of_a_huge_prompt_is_encoded(client, path, monkeypatc
     assert sum(sizes) < 20 * CONTEXT and len(sizes) < 20
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("stop", ["a"] * 100_000, "at most 64 items"),
+        ("dry_sequence_breakers", ["a"] * 100_000, "at most 64 items"),
+        ("choice", ["a"] * 100_000, "at most 1024 items"),
+        ("logit_bias", {str(n): 1 for n in range(100_000)}, "at most 1024 items"),
+        ("json_schema", {"const": "a" * (1 << 18)}, "more than 262144 characters"),
+        ("regex", "a" * (1 << 18) + "a", "at most 262144 characters"),
+    ],
+)
+@pytest.mark.parametrize("path", POSTS[:4])
+def test_large_options_are_refused_with_their_limit(client, path, field, value, limit):
+    if field == "stop":
+        field = {"/v1/messages": "stop_sequences", "/v1/responses": "dry_sequence_breakers"}.get(path, field)
+    assert limit in check_error(client.post(path, json={**VALID[path], field: value}), 400)["message"]
+
+
 def test_errors_dont_repeat_huge_values(client):
     error = client.post("/v1/completions", json={"prompt": "a", "temperature": "x" * 100_000, "y" * 100_000: 1})
     assert len(error.text) < 5000
@@ -147,7 +167,7 @@ def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatc
 
     monkeypatch.setattr("mlxlm.server.completions.sample_requests", fail)
     response = client.post("/v1/completions", json={"prompt": "a"})
-    check_error(response, 500)
+    assert response.headers["x-request-id"] in check_error(response, 500)["message"]
     assert "secret" not in response.text
 
 

@@ -21,7 +21,7 @@ def test_names_of_this_machine(models, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.nip.io", ""]
+    "name", ["evil.example", "localhost.evil.example:8080", "127.0.0.1.nip.io", "192.168.1.7", "127.0.0.2", "[::2]", ""]
 )
 def test_other_names_are_refused(models, name):
     response = client_with(models).get("/v1/models", headers={"host": name})
@@ -35,7 +35,7 @@ def test_allowed_host(models):
 
 
 def test_without_a_key_other_machines_use_an_address(models):
-    client = client_with(models, host="0.0.0.0")
+    client = client_with(models, host="0.0.0.0", hosts=["box.local"])
     assert client.get("/v1/models", headers={"host": "192.168.1.7:8080"}).status_code == 200
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
     with_key = client_with(models, host="0.0.0.0", keys=["k"])
@@ -62,7 +62,7 @@ def test_api_key(models, caplog):
 
 def test_web_pages_of_others_are_refused(models):
     client = client_with(models)
-    for origin in ("https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:9090"):
+    for origin in ("https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:9090", "http://[::"):
         response = client.post("/tokenize", json={"prompt": "a"}, headers={"origin": origin})
         assert response.status_code == 403 and "access-control-allow-origin" not in response.headers
     own = {"origin": "http://127.0.0.1:8080"}

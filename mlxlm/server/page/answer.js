@@ -15,17 +15,15 @@ export const CUT_OFF = { length: "The answer reached its maximum length.", stopp
 export async function writeAnswer(conversation, message, signal, onChange) {
   const { system, reasoning, ...options } = conversation.settings;
   const body = { model: message.model, messages: promptOf(conversation, message), ...options };
-  const clock = new TokenClock();
   delete message.error;
   delete message.finish;
   delete message.stats;
   try {
     for await (const part of streamChat(body, signal)) {
-      if (part.text || part.reasoning) clock.tick();
       if (part.text) message.text += part.text;
       if (part.reasoning) message.reasoning = (message.reasoning ?? "") + part.reasoning;
       if (part.finish) message.finish = part.finish;
-      if (part.usage) message.stats = clock.stats(part.usage);
+      if (part.stats) message.stats = part.stats;
       onChange(part.progress);
     }
     message.finish ??= "stop";
@@ -38,20 +36,4 @@ export async function writeAnswer(conversation, message, signal, onChange) {
     }
   }
   return null;
-}
-
-/** Measures the time between the first and the last token. */
-class TokenClock {
-  #first = 0;
-  #last = 0;
-
-  tick() {
-    this.#last = performance.now();
-    this.#first ||= this.#last;
-  }
-
-  stats(usage) {
-    const { prompt_tokens: promptTokens, completion_tokens: tokens } = usage;
-    return { promptTokens, tokens, seconds: (this.#last - this.#first) / 1000 };
-  }
 }

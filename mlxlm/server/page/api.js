@@ -43,7 +43,7 @@ export async function listModels() {
  * @param {object} body  of `POST /v1/chat/completions`
  * @param {AbortSignal} signal
  * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, finish?: string,
- *   usage?: object}}
+ *   stats?: {promptTokens: number, tokens: number, speed?: number}}}
  */
 export async function* streamChat(body, signal) {
   const response = await request("v1/chat/completions", {
@@ -78,9 +78,15 @@ function partsOf({ comment, data }) {
   if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
   const { delta, finish_reason: finish } = chunk.choices?.[0] ?? {};
   const { content: text, reasoning_content: reasoning } = delta ?? {};
-  const parts = [{ reasoning }, { text }, { finish }, { usage: chunk.usage }];
+  const parts = [{ reasoning }, { text }, { finish }, { stats: chunk.usage && statsOf(chunk) }];
   return parts.filter((part) => Object.values(part)[0]);
 }
+
+const statsOf = ({ usage, timings }) => ({
+  promptTokens: usage.prompt_tokens,
+  tokens: usage.completion_tokens,
+  speed: timings?.predicted_per_second,
+});
 
 const toNumber = (text) => Number(text.replaceAll(",", ""));
 

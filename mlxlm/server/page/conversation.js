@@ -12,7 +12,7 @@
  * @property {string} [model]  that wrote it
  * @property {string} [finish]  why it ended: OpenAI's finish_reason, or "stopped" by the user
  * @property {string} [error]  why it could not be written
- * @property {{promptTokens: number, tokens: number, seconds: number}} [stats]
+ * @property {{promptTokens: number, tokens: number, speed?: number}} [stats]
  *
  * @typedef {object} Conversation
  * @property {string} id

@@ -130,13 +130,13 @@ export class MessageView {
   }
 
   #stats() {
-    const { promptTokens, tokens, seconds } = this.message.stats ?? {};
+    const { promptTokens, tokens, speed } = this.message.stats ?? {};
     if (!tokens) return "";
-    const speed = seconds > 0 && tokens > 1 ? ` · ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
+    const rate = speed ? ` · ${speed.toFixed(1)} tokens/s` : "";
     const full = (promptTokens + tokens) / contextLengthOf(this.message.model);
     const context = full > NEARLY_FULL ? ` · ${Math.round(100 * full)}% of the context` : "";
     const title = `${promptTokens.toLocaleString()} tokens read, ${tokens.toLocaleString()} written`;
-    return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${speed}${context}`);
+    return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${rate}${context}`);
   }
 
   #makeReasoning() {

@@ -61,9 +61,10 @@ function copyConversation(source, index) {
 function copyMessage(id, { parent = null, next = null, role, text, reasoning, model, finish, error, stats }) {
   if (!/^m\d{1,9}$/.test(id) || !["user", "assistant"].includes(role) || !isText(text)) return null;
   const texts = Object.entries({ reasoning, model, finish, error }).filter(([, value]) => isText(value));
-  const { promptTokens, tokens, seconds } = Object(stats);
-  const measured = [promptTokens, tokens, seconds].every(Number.isFinite);
-  const optional = { ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, seconds } }) };
+  const { promptTokens, tokens, speed: given } = Object(stats);
+  const measured = [promptTokens, tokens].every(Number.isFinite);
+  const speed = Number.isFinite(given) ? given : null;
+  const optional = { ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, speed } }) };
   return { id, parent, next, role, text, ...optional };
 }
 

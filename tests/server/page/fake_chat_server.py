@@ -126,7 +126,8 @@ class FakeChatServer:
             yield _chunk({}, answer.finish_reason)
             tokens = len(answer.text) + len(answer.reasoning)
             usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": tokens, "total_tokens": tokens}
-            yield _event({"object": "chat.completion.chunk", "choices": [], "usage": usage})
+            timings = {"predicted_per_second": 12.34}
+            yield _event({"object": "chat.completion.chunk", "choices": [], "usage": usage, "timings": timings})
             yield "data: [DONE]\n\n"
 
     async def _wait(self) -> None:
