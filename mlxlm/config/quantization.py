@@ -12,12 +12,13 @@ MODES = {
     "mxfp8": ((32,), (8,)),
     "nvfp4": ((16,), (4,)),
 }
+_MAX_PROBLEMS = 3  # modules in an error message; a model has hundreds
 
 
 def module_quantization(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | None:
     """`group_size`, `bits` and `mode` of one module: its own entry or the default; None if it isn't quantized.
 
-    As in MLX, a module's entry without a mode is affine, and missing sizes are the defaults of the mode.
+    As in MLX, a module's entry without a mode is affine, and sizes that are missing or null are the mode's defaults.
     """
     entry = quantization.get(module, True)
     if entry is False:
@@ -25,7 +26,7 @@ def module_quantization(quantization: Mapping[str, Any], module: str) -> dict[st
     entry = entry if isinstance(entry, Mapping) else quantization
     mode = entry.get("mode") or "affine"
     group_sizes, bits = MODES[mode]
-    return {"group_size": entry.get("group_size", group_sizes[0]), "bits": entry.get("bits", bits[0]), "mode": mode}
+    return {"group_size": entry.get("group_size") or group_sizes[0], "bits": entry.get("bits") or bits[0], "mode": mode}
 
 
 def packed_bytes(values: int, plan: Mapping[str, Any], float_bytes: int = 2) -> int:
@@ -45,12 +46,20 @@ def validate_quantization(quantization: Any) -> Iterator[str]:
     if not isinstance(quantization, Mapping):
         yield f"quantization is {quantization!r}, it must be an object with bits and group_size"
         return
-    yield from _validate_entry("quantization", {"group_size": None, "bits": None, **quantization})
-    for name, entry in quantization.items():
-        if isinstance(entry, Mapping):
-            yield from _validate_entry(name, entry)
-        elif ("." in name or name == "lm_head") and not isinstance(entry, bool):  # not metadata like "quant_method"
-            yield f"quantization of {name} is {entry!r}, it must be an object, true or false"
+    if missing := [name for name in ("group_size", "bits") if name not in quantization]:
+        yield f"quantization lacks {' and '.join(missing)}; null is MLX's default"
+    yield from _validate_entry("quantization", quantization)
+    problems = [problem for name, entry in quantization.items() for problem in _validate_module(name, entry)]
+    yield from problems[:_MAX_PROBLEMS]
+    if len(problems) > _MAX_PROBLEMS:
+        yield f"{len(problems) - _MAX_PROBLEMS} more modules have such a problem"
+
+
+def _validate_module(name: str, entry: Any) -> Iterator[str]:
+    if isinstance(entry, Mapping):
+        yield from _validate_entry(name, entry)
+    elif ("." in name or name == "lm_head") and not isinstance(entry, bool):  # not metadata like "quant_method"
+        yield f"quantization of {name} is {entry!r}, it must be an object, true or false"
 
 
 def _validate_entry(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
@@ -59,6 +68,8 @@ def _validate_entry(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: mode is {mode!r}, it must be one of {', '.join(MODES)}"
         return
     for field, allowed in zip(("group_size", "bits"), MODES[mode], strict=True):
-        value = entry.get(field, allowed[0])
+        value = entry.get(field)
+        if value is None:
+            continue  # the mode's default
         if type(value) is not int or value not in allowed:
             yield f"{name}: {field} is {value!r}, {mode} has {' or '.join(map(str, sorted(allowed)))}"

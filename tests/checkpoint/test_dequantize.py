@@ -75,6 +75,7 @@ def test_settings_by_layer(tmp_path):
         "group_size": 64, "bits": 4,
         "model.embed_tokens": {"group_size": 32, "bits": 8},
         "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+        "model.layers.0.mlp.up_proj": {"group_size": None, "bits": 2, "mode": "affine"},  # mlx_lm.convert, mixed_2_6
         "model.layers.1.mlp.down_proj": False,
         "model.layers.1.mlp.up_proj": True,
     }  # fmt: skip

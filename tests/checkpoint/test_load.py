@@ -38,7 +38,7 @@ def test_tied_model_may_also_store_its_head(model_dir):
     [
         ("[1]", "a configuration is a JSON object"),
         ('{"model_type": "mamba"}', "config.json lacks vocab_size, .*which mlx_lm's mamba needs"),
-        ('{"quantization": {"bits": 4}}', "missing|group_size is None"),
+        ('{"quantization": {"bits": 4}}', "missing"),
     ],
 )
 def test_malformed_configs_are_errors(model_dir, change, expected):

@@ -19,11 +19,13 @@ from mlxlm.checkpoint.mlx_lm.rope import install_rope
 from mlxlm.checkpoint.mlx_lm.unread_fields import check_unread_fields, supported_length
 from mlxlm.checkpoint.mlx_lm.weights import patched_model_class
 from mlxlm.config import quantization
-from mlxlm.families import get_quantization_config
+from mlxlm.families import FAMILIES, get_quantization_config, unsupported_feature
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_MODULES = 10_000  # layers or experts; no model is near it, and each is a Python object
 _COUNT_FIELD = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
+# Values of `quant_method` that mlx_lm loads, None among them. It reads GPTQ's weights as if their layout was AWQ's.
+_QUANT_METHODS = (None, "awq", "bitnet", "compressed-tensors", "fp8", "modelopt", "mxfp4", "mxfp8")
 _PARTIAL_ROTARY_FIELDS = {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
 _PARTIAL_ROTARY_MODELS = ("glm", "qwen3_5", "qwen3_5_moe", "recurrent_gemma")
 _MISSING_ARGUMENT = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
@@ -47,8 +49,13 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if name == "olmo" and "d_model" not in values:
         raise CheckpointError("mlx_lm's olmo needs a config.json with d_model, not one of transformers")
     plan = get_quantization_config(values)
+    foreign = values.get("quantization_config")
+    if plan is None and isinstance(foreign, Mapping) and (method := foreign.get("quant_method")) not in _QUANT_METHODS:
+        hint = "its unquantized original, and mlxlm quantize; or one that was quantized with MLX"
+        name = "GPTQ" if method == "gptq" else method
+        raise CheckpointError(f"this is a {name} checkpoint, which isn't supported", hint)
     if plan is not None and (problems := [*quantization.validate_quantization(plan)]):
-        raise CheckpointError("; ".join(problems[:3]))
+        raise CheckpointError("; ".join(problems))
     model_class, args_class = _classes(name)
     with _config_errors(name):
         config = to_mlx_lm_config(values)
@@ -75,6 +82,9 @@ def _module_name(values: Mapping[str, Any]) -> str:
     remapped = (by_class.get((model_type, name)) for name in (classes if isinstance(classes, list) else ()))
     name = next(filter(None, remapped), utils.MODEL_REMAPPING.get(model_type, model_type))
     if name not in {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}:
+        if model_type in FAMILIES:
+            reason = unsupported_feature(values)
+            raise CheckpointError(f"mlxlm's decoder has no {reason}, and mlx_lm has no {model_type} models")
         raise CheckpointError(f"neither mlxlm nor mlx_lm has a model for model_type {model_type!r}")
     return name
 
