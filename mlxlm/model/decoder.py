@@ -127,6 +127,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             layer.self_attn.fuse()
             layer.mlp.fuse()
+            mx.clear_cache()  # MLX would keep the separate weights of all layers as freed buffers
 
     def train(self, mode: bool = True) -> Decoder:
         """Set training mode. Training replaces weights, so the fused ones are forgotten."""
