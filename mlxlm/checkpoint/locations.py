@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from mlxlm.utils.errors import CheckpointError
 
 RUN_FILE = "train.json"
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
+GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split model
 _MAX_STATE = 4 << 20  # bytes of state.json, which has a few hundred
 
 
@@ -45,6 +47,21 @@ def locate(path: Path | str) -> Location:
     if best is None:
         raise CheckpointError(f"{path} is a run that has no checkpoint yet", "mlxlm pretrain --resume")
     return Location(path, best)
+
+
+def gguf_models(folder: Path) -> list[list[Path]]:
+    """The GGUF models in a folder, each as its file or the parts of a split model, without image encoders (mmproj)."""
+    models: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.gguf")):
+        if file.is_file() and not is_image_encoder(file):
+            part = GGUF_PART.fullmatch(file.name)
+            models.setdefault(f"{part[1]} {part[3]}" if part else file.name, []).append(file)
+    return list(models.values())
+
+
+def is_image_encoder(file: Path) -> bool:
+    """Whether a GGUF file is the image encoder that belongs to another file, by llama.cpp's convention of names."""
+    return "mmproj" in file.name.lower()
 
 
 def is_run_folder(path: Path) -> bool:

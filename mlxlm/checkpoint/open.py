@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoi
 from mlxlm.checkpoint.gguf import open_gguf
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.llama2c import open_llama2c
-from mlxlm.checkpoint.locations import locate
+from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.checkpoint.resolve import resolve
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
@@ -93,7 +94,7 @@ def open_decoder_checkpoint(source: Path | str, purpose: str = "used") -> Checkp
     raise CheckpointError(f"{source} can't be {purpose}: mlxlm's decoder has no {reason}", hint)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path) -> AnyCheckpoint:
     with open_regular(path, CheckpointError) as file:
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":
@@ -109,11 +110,13 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     location = locate(path)
     file = location.root / "config.json"
     if not file.exists() or not (safetensors.has_weights(location.weights) or pytorch.has_weights(location.weights)):
-        gguf_files = list(path.glob("*.gguf"))  # on the hub, often beside the config.json of their source
-        if len(gguf_files) == 1:
-            return _open_file(gguf_files[0])
-        if gguf_files:
-            names = ", ".join(sorted(file.name for file in gguf_files))
+        models = gguf_models(path)  # on the hub, often beside the config.json of their source
+        if len(models) == 1:
+            for encoder in filter(is_image_encoder, path.glob("*.gguf")):
+                warnings.warn(f"{encoder.name} is ignored: mlxlm reads text, not images", stacklevel=3)
+            return _open_file(models[0][0])
+        if models:
+            names = ", ".join(files[0].name for files in models)
             raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
     values = read_json(location.root)
     if not isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""The architectures of llama.cpp that this decoder has: tensor names, metadata, and what llama.cpp doesn't support.
+"""The architectures of llama.cpp that can be read: tensor names, metadata, and what llama.cpp doesn't support.
 
 Source: src/models/NAME.cpp and convert_hf_to_gguf.py of llama.cpp.
 """
@@ -30,6 +30,14 @@ _QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_
 _PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
 _GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
 _LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
+_GEMMA2_LAYER = {
+    **_SEPARATE_QKV,
+    **_GATED_MLP,
+    "attn_norm": ("input_layernorm",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "ffn_norm": ("pre_feedforward_layernorm",),
+    "post_ffw_norm": ("post_feedforward_layernorm",),
+}
 _GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
 _GPT: dict[str, Any] = {"norm": "layer", "activations": _GELU}
 
@@ -100,6 +108,21 @@ def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
         yield "layer_types must alternate between sliding and full attention"
 
 
+def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
+    """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
+    sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
+    layers, hidden, heads, head_dim = map(keys.count, sizes)
+    window = keys.count("attention.sliding_window", 0)
+    return {
+        "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
+        "sliding_window": window or keys.count("context_length"),
+        "sliding_window_pattern": keys.count("attention.sliding_window_pattern", 6) if window else 1,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
 def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
     if keys.count("attention.sliding_window", 0):
         raise keys.error("this is OLMo 3 (it has a sliding window), which this decoder doesn't support", "OLMo 2")
@@ -150,16 +173,17 @@ ARCHITECTURES = {
         Architecture("qwen2", ("qwen2",), _LLAMA_LAYER, read_fields=_read_qwen2),
         Architecture("qwen3", ("qwen3",), {**_LLAMA_LAYER, **_QK_NORMS}, free_head_dim=True, read_fields=_read_qwen3),
         Architecture(
+            "gemma3",  # run by mlx_lm, and not written
+            ("gemma3_text",),
+            {**_GEMMA2_LAYER, **_QK_NORMS},
+            norm_offset=True,
+            free_head_dim=True,
+            read_fields=_read_gemma3,
+        ),
+        Architecture(
             "gemma2",
             ("gemma2",),
-            {
-                **_SEPARATE_QKV,
-                **_GATED_MLP,
-                "attn_norm": ("input_layernorm",),
-                "post_attention_norm": ("post_attention_layernorm",),
-                "ffn_norm": ("pre_feedforward_layernorm",),
-                "post_ffw_norm": ("post_feedforward_layernorm",),
-            },
+            _GEMMA2_LAYER,
             norm_offset=True,
             free_head_dim=True,
             sliding_window=True,

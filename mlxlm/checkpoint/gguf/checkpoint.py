@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint
 from mlxlm.checkpoint.gguf.config_from_gguf import get_architecture, read_hf_config
 from mlxlm.checkpoint.gguf.metadata import MetadataReader
 from mlxlm.checkpoint.gguf.reader import Header, TensorInfo, read_header
@@ -15,15 +14,15 @@ from mlxlm.checkpoint.gguf.rope import ROPE_TENSORS
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
-from mlxlm.families import config_from_hf, family_config
+from mlxlm.families import config_from_hf, family_config, unsupported_feature
 from mlxlm.utils.errors import CheckpointError
 
-_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MAX_PARTS = 1000
 
 
-def open_gguf(path: Path | str) -> Checkpoint:
+def open_gguf(path: Path | str) -> AnyCheckpoint:
     """Open a GGUF file; any part of a split model ("...-00001-of-00003.gguf") opens all of them.
 
     Only headers are read.
@@ -34,11 +33,16 @@ def open_gguf(path: Path | str) -> Checkpoint:
     header = _join_parts(read_header(Path(path)))
     keys = MetadataReader(header)
     architecture = get_architecture(keys)
-    config = config_from_hf(read_hf_config(keys, architecture), source=str(header.path))
+    values = read_hf_config(keys, architecture)
+    reason = unsupported_feature(values)
+    sizes = {**values, "model_type": "llama"} if reason else values
+    config = config_from_hf(sizes, source=str(header.path))
     tensors = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
     if architecture.norm_offset:
         tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
     tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
+    if reason:
+        return MlxLmCheckpoint(header.path, "gguf", values, tensors, lambda: read_tokenizer(keys), reason)
     return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(keys), config)
 
 
@@ -51,7 +55,7 @@ def _join_parts(header: Header) -> Header:
     count = header.metadata.get("split.count", 1)
     if count in (0, 1):
         return header
-    name = _PART_NAME.fullmatch(header.path.name)
+    name = GGUF_PART.fullmatch(header.path.name)
     if type(count) is not int or not 1 < count <= _MAX_PARTS or name is None or int(name[3]) != count:
         raise CheckpointError(
             f"{header.path}: split.count is {count if isinstance(count, int) else 'not a number'}, "

@@ -49,7 +49,7 @@ def read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str
             raise keys.error(f"{keys.architecture}.attention.value_length differs from key_length")
     extra = architecture.read_fields(keys)
     model_type = extra.get("model_type", architecture.families[0])
-    family = FAMILIES[model_type]
+    family = FAMILIES.get(model_type, FAMILIES["llama"])  # mlx_lm's models have Llama's names
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
     if architecture.uses_rope:
         values["rope_parameters"] = read_rope_parameters(keys, head_dim)

@@ -74,8 +74,8 @@ def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int
     Raises:
         CheckpointError: As `load_with_mlx_lm`.
     """
-    if checkpoint.format != "safetensors":
-        message = f"{checkpoint.path}: mlx_lm reads safetensors, not {checkpoint.format} files"
+    if checkpoint.format == "pytorch":
+        message = f"{checkpoint.path}: mlx_lm reads safetensors, not pytorch files"
         raise CheckpointError(message, "load and save_pretrained() the model with transformers")
     try:
         return build_model(checkpoint.hf_config)
@@ -84,12 +84,16 @@ def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int
 
 
 def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
-    """Load weights with mlx_lm's own loader, which knows the many forms of quantized folders."""
+    """Load a folder's weights with mlx_lm's own loader, which knows many forms of quantization, a file's with ours."""
     from mlx_lm.utils import load_model
 
     quantization = get_quantization_config(checkpoint.hf_config)
     model_args = SimpleNamespace(from_dict=lambda config: model)
     try:
+        if checkpoint.format == "gguf":
+            weights = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
+            model.load_weights(list(model.sanitize(weights).items()))
+            return
         load_model(
             checkpoint.path,
             lazy=True,

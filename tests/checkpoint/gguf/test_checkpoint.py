@@ -51,6 +51,12 @@ def test_split_model_opens_by_any_part(tiny_tokenizer, tmp_path):
     model = random_model("llama", tiny_tokenizer)
     paths = split(model, tiny_tokenizer, tmp_path)
     whole = open_checkpoint(tmp_path / "whole.gguf")
+    (tmp_path / "parts").mkdir()
+    for path in [*paths, tmp_path / "mmproj-m-f16.gguf"]:  # an image encoder
+        (tmp_path / "parts" / path.name).symlink_to(path)
+    (tmp_path / "mmproj-m-f16.gguf").write_bytes(b"GGUF")
+    with pytest.warns(match="mmproj-m-f16.gguf is ignored"):
+        assert open_checkpoint(tmp_path / "parts").path.name == "m-00001-of-00003.gguf"
     for path in paths:
         parts = open_checkpoint(path)
         assert parts.config == whole.config and set(parts.tensors) == set(whole.tensors)
