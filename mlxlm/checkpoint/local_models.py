@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource
+from mlxlm.checkpoint.locations import gguf_models
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import read_json_object
 
 OWN, HUB, OLLAMA, LM_STUDIO = "mlxlm", "Hugging Face", "ollama", "LM Studio"
+INCOMPLETE = ", incomplete"
 OLLAMA_PREFIX = "ollama:"
 _MAX_MANIFEST = 1 << 20  # bytes; they have about a thousand
-_MODEL_LAYER = "application/vnd.ollama.image.model"
+# Of a layer of a manifest. The others are a template, a system prompt, parameters, a license and an image encoder,
+# without which the model is the same.
+_MODEL_LAYER, _ADAPTER_LAYER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
@@ -32,7 +35,7 @@ class LocalModel:
         name: What to type to use it: a hub id, `ollama:NAME`, or its path.
         path: Its file or folder.
         bytes: Its size.
-        location: Whose folder it is in: `OWN`, `HUB`, `OLLAMA` or `LM_STUDIO`.
+        location: Whose folder it is in: `OWN`, `HUB`, `OLLAMA` or `LM_STUDIO`, with `INCOMPLETE` if files are missing.
     """
 
     name: str
@@ -73,9 +76,17 @@ def _same_file(entry: CatalogEntry, sha256: str) -> LocalModel | None:
 
 
 def find_ollama(name: str) -> Path | None:
-    """The file of a model of ollama, by its name there: "llama3.2" or "llama3.2:1b"."""
+    """The file of a model of ollama, by its name there: "llama3.2" or "llama3.2:1b".
+
+    Raises:
+        CheckpointError: The model has an adapter, too.
+    """
     name = name if ":" in name else f"{name}:latest"
-    return next((model.path for model in _ollama_models() if model.name == OLLAMA_PREFIX + name), None)
+    blobs = next((blobs for other, blobs in _ollama_blobs() if other == OLLAMA_PREFIX + name), {})
+    if _ADAPTER_LAYER in blobs:
+        hint = "its base model, or llama-export-lora of llama.cpp, which merges both into one file"
+        raise CheckpointError(f"{OLLAMA_PREFIX}{name} is a model with an adapter, which mlxlm doesn't apply", hint)
+    return _existing(blobs.get(_MODEL_LAYER))
 
 
 def local_models() -> list[LocalModel]:
@@ -113,26 +124,32 @@ def _ollama_folders() -> list[Path]:
 
 
 def _ollama_models() -> Iterator[LocalModel]:
+    for name, blobs in _ollama_blobs():
+        blob = _existing(blobs.get(_MODEL_LAYER))
+        if blob is not None and _ADAPTER_LAYER not in blobs:
+            yield LocalModel(name, blob, folder_size(blob), OLLAMA)
+
+
+def _existing(blob: Path | None) -> Path | None:
+    return blob if blob is not None and blob.is_file() else None
+
+
+def _ollama_blobs() -> Iterator[tuple[str, dict[str, Path | None]]]:
+    """Yield the models of ollama: `ollama:NAME`, and by media type their files, which may not exist."""
     for folder in _ollama_folders():
         for manifest in sorted(folder.glob("manifests/*/*/*/*")):
             host, namespace, model, tag = manifest.parts[-4:]
-            blob = None
+            layers = None
             with suppress(CheckpointError, OSError):  # files of another program, in whatever state
-                blob = _model_blob(read_json_object(manifest, _MAX_MANIFEST, CheckpointError), folder)
-            if blob is not None:
-                owner = "" if namespace == "library" else f"{namespace}/"
-                server = "" if host == "registry.ollama.ai" else f"{host}/{namespace}/"
-                yield LocalModel(f"{OLLAMA_PREFIX}{server or owner}{model}:{tag}", blob, blob.stat().st_size, OLLAMA)
-
-
-def _model_blob(manifest: dict[str, Any], folder: Path) -> Path | None:
-    layers = manifest.get("layers")
-    for layer in layers if isinstance(layers, list) else ():
-        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
-            digest = _DIGEST.fullmatch(str(layer.get("digest")))
-            blob = digest and folder / "blobs" / f"sha256-{digest[1]}"
-            return blob if blob and blob.is_file() else None
-    return None
+                layers = read_json_object(manifest, _MAX_MANIFEST, CheckpointError).get("layers")
+            blobs = {}
+            for layer in layers if isinstance(layers, list) else ():
+                if isinstance(layer, dict):
+                    digest = _DIGEST.fullmatch(str(layer.get("digest")))
+                    blobs[str(layer.get("mediaType"))] = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
+            owner = "" if namespace == "library" else f"{namespace}/"
+            server = "" if host == "registry.ollama.ai" else f"{host}/{namespace}/"
+            yield f"{OLLAMA_PREFIX}{server or owner}{model}:{tag}", blobs
 
 
 def _lm_studio_folders() -> list[Path]:
@@ -149,11 +166,12 @@ def _lm_studio_models() -> Iterator[LocalModel]:
 def _models_in(folder: Path, name: str, location: str) -> Iterator[LocalModel]:
     """The model of a folder with safetensors, or each of its GGUF files."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        yield LocalModel(name, folder, folder_size(folder), location)
+        from mlxlm.checkpoint.safetensors import is_complete
+
+        yield LocalModel(name, folder, folder_size(folder), location + ("" if is_complete(folder) else INCOMPLETE))
         return
-    for file in sorted(folder.glob("*.gguf")):
-        if file.is_file() and not file.name.startswith("mmproj"):  # the image encoder of another model
-            yield LocalModel(str(file), file, file.stat().st_size, location)
+    for files in gguf_models(folder):
+        yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location)
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.backend import platform
+from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import HubSource, bundled_models, catalog
 from mlxlm.checkpoint.local_models import HUB, OLLAMA_PREFIX, OWN, find_entry
 from mlxlm.utils.errors import CheckpointError, os_errors_as
@@ -35,10 +37,11 @@ def plan_removal(name: str) -> Removal:
         return _hub_removal(name)
     entry = catalog()[name]
     local = find_entry(entry)
+    repository = next((source.repository for source in entry.sources if isinstance(source, HubSource)), None)
+    if repository and (local.location == HUB if local else platform.cached_repository(repository).is_dir()):
+        return _hub_removal(repository)
     if local is None:
         raise CheckpointError(f"{name} isn't on this machine", "mlxlm models, which shows where models are")
-    if local.location == HUB:
-        return _hub_removal(next(source.repository for source in entry.sources if isinstance(source, HubSource)))
     if local.location != OWN:
         raise CheckpointError(f"{local.path} belongs to {local.location}", f"{local.location} itself")
 
@@ -50,17 +53,13 @@ def plan_removal(name: str) -> Removal:
 
 
 def _hub_removal(id: str) -> Removal:
-    """Remove a whole repository from Hugging Face's cache."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        cache = huggingface_hub.scan_cache_dir(platform.model_cache())
-    except errors.CacheNotFound:
-        repository = None
-    else:
-        repository = next((repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == id), None)
-    if repository is None:
+    """Remove a whole repository from Hugging Face's cache, or what an interrupted download left of it."""
+    folder = platform.cached_repository(id)
+    if not hub.is_id(id) or not folder.is_dir():
         raise CheckpointError(f"{id} isn't in Hugging Face's cache", "mlxlm models, which shows where models are")
-    strategy = cache.delete_revisions(*(revision.commit_hash for revision in repository.revisions))
-    return Removal(repository.repo_path, strategy.expected_freed_size, strategy.execute)
+
+    def remove() -> None:
+        with os_errors_as(CheckpointError, "remove", folder):
+            shutil.rmtree(folder)
+
+    return Removal(folder, hub.cached_bytes(id), remove)

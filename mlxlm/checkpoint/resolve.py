@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mlxlm.checkpoint import local_models
+from mlxlm.checkpoint import first_download, local_models
 from mlxlm.checkpoint.catalog import CatalogEntry, bundled_models, catalog, closest_name
 from mlxlm.checkpoint.download import download
 from mlxlm.utils.errors import CheckpointError
@@ -35,7 +35,11 @@ def resolve(source: Path | str) -> Path:
 
 
 def find(source: Path | str) -> Path | None:
-    """Return the path of a model that needs no download: as `resolve`, or None; always None for a hub id."""
+    """Return the path of a model that needs no download: as `resolve`, or None; always None for a hub id.
+
+    Raises:
+        CheckpointError: A file of a model of the catalog has changed, or a model of ollama has an adapter.
+    """
     name = str(source)
     if os.path.exists(name):  # unlike Path.exists, False for a name that is too long
         return Path(name)
@@ -45,6 +49,8 @@ def find(source: Path | str) -> Path | None:
         return local_models.find_ollama(name.removeprefix(local_models.OLLAMA_PREFIX))
     entry = find_catalog_entry(name)
     local = entry and local_models.find_entry(entry)
+    if local and local.path.is_dir():
+        first_download.check(local.path, name)
     return local.path if local else None
 
 

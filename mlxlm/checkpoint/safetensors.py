@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,11 +21,11 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import bits_of, max_abs
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
 from mlxlm.checkpoint.locations import MODEL_FILE
-from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
+from mlxlm.checkpoint.sharded import MAX_INDEX, indexed_tensors, joined_tensors
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
-from mlxlm.utils.json_files import write_json
+from mlxlm.utils.json_files import read_json_object, write_json
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -88,6 +88,17 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
 def has_weights(folder: Path) -> bool:
     """Whether a folder has safetensors of a model or their index."""
     return (folder / INDEX).exists() or any(folder.glob(_PATTERN))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has all safetensors of its index and no links to nothing, as an interrupted download leaves."""
+    if not has_weights(folder) or any(not file.exists() for file in folder.iterdir()):
+        return False
+    files: Mapping[str, Any] = {}
+    if (folder / INDEX).exists():
+        with suppress(CheckpointError):  # reported where it is opened
+            files = read_json_object(folder / INDEX, MAX_INDEX, CheckpointError).get("weight_map") or {}
+    return all((folder / str(file)).is_file() for file in set(map(str, files.values())))
 
 
 def folder_tensors(folder: Path) -> dict[str, LazyTensor]:

@@ -10,7 +10,7 @@ from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import parse_json_object
 
-_MAX_INDEX = 24_000_000  # bytes
+MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000
 
 
@@ -37,7 +37,7 @@ def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTe
     Raises:
         CheckpointError: A file is missing or outside of the index's folder, or lacks one of its tensors.
     """
-    raw = read_bytes(index, _MAX_INDEX, CheckpointError)
+    raw = read_bytes(index, MAX_INDEX, CheckpointError)
     if raw.count(b",") > _MAX_VALUES:
         raise CheckpointError(f"{index} has more than {_MAX_VALUES} values, more than any model has")
     weight_map = parse_json_object(raw, str(index), CheckpointError).get("weight_map")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.checkpoint.catalog import CatalogEntry, bundled_models, catalog
-from mlxlm.checkpoint.local_models import LocalModel, find_entry, folder_size, local_models
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
+from mlxlm.checkpoint.local_models import HUB, INCOMPLETE, LocalModel, find_entry, folder_size, local_models
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import json_option
@@ -53,7 +53,7 @@ def list_models(as_json: bool) -> None:
     """List the models that mlxlm knows by name, and others on this machine.
 
     Every command takes what the first column shows as its MODEL. "memory" is that of a chat: the weights and a cache
-    of up to 4,096 tokens.
+    of up to 4,096 tokens. Where a download is incomplete, pull continues it, and rm removes it.
     """
     _print_models(as_json)
 
@@ -63,7 +63,7 @@ def list_models(as_json: bool) -> None:
 def pull(name: str) -> None:
     """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
     from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import download
+    from mlxlm.checkpoint.download import check_files, download
     from mlxlm.checkpoint.resolve import no_such_model
 
     entry = catalog().get(name)
@@ -74,6 +74,7 @@ def pull(name: str) -> None:
         return
     local = find_entry(entry)
     if local is not None:
+        check_files(entry, local.path)
         render.say(f"{name} is on this machine already")
     render.result(str(download(entry) if local is None else local.path))
 
@@ -115,6 +116,12 @@ def _print_models(as_json: bool) -> None:
         _print_table(others, _OTHERS)
     tested = ", ".join(model["name"] for model in known if model["tested"])
     render.say(f"\nTested with mlxlm: {tested}. The sizes of the others are estimates.", style="dim")
+    for model in known:
+        if not model["pinned"]:
+            first = (
+                f"keeps the revision of its first download, {model['revision']}" if model["revision"] else "isn't here"
+            )
+            render.say(f"{model['name']} has no pinned revision, and {first}.", style="dim")
     render.say("mlxlm chat NAME downloads a model if necessary.", style="dim")
 
 
@@ -124,11 +131,17 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
 
 
 def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
+    from mlxlm.checkpoint import hub
     from mlxlm.plan.fit import entry_fit
 
     fit, local = entry_fit(entry, machine), find_entry(entry)
+    source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
+    location = local and local.location
+    if source and not local and hub.cached_bytes(source.repository):
+        location = HUB + INCOMPLETE
     names = ("name", "description", "parameters", "bytes", "license", "restrictions", "context_length", "tested")
-    place = {"path": local and str(local.path), "location": local and local.location}
+    place = {"path": local and str(local.path), "location": location}
+    place |= {"revision": source and hub.revision(source), "pinned": bool(entry.sha256 or (source and source.revision))}
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
 
@@ -151,6 +164,8 @@ def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
         "fits": fit.fits,
         "path": str(folder),
         "location": "mlxlm",
+        "revision": None,
+        "pinned": True,
     }
 
 

@@ -12,10 +12,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves `files`, {name: content}; after `stall_after` bytes of a larger file it sends nothing more."""
+    """Serves `files`, {name: content}, for any commit; after `stall_after` bytes of a larger file it sends no more."""
 
     def __init__(self, files: dict[str, bytes], stall_after: int | None = None):
         self.files, self.stall_after = files, stall_after
+        self.etags: dict[str, str] = {}  # where they aren't the SHA-256 of the content
         self.ranges: list[str] = []
         self.stalled, self._closed = threading.Event(), threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -41,12 +42,19 @@ class FakeHub:
             def answer(self, with_body):
                 name = re.fullmatch(r"/[^/]+/[^/]+/resolve/[^/]+/(.+)", self.path)
                 if name is not None:
-                    self.send_file(hub.files.get(name[1]), with_body)
+                    self.send_file(name[1], with_body)
                 elif "/tree/" in self.path:
                     self.send_json([{"type": "file", "path": n, "size": len(c), "oid": sha1(c)} for n, c in hub.items])
                 elif self.path.startswith("/api/models/"):
                     siblings = [{"rfilename": name} for name in hub.files]
-                    self.send_json({"id": "owner/name", "modelId": "owner/name", "sha": COMMIT, "siblings": siblings})
+                    self.send_json(
+                        {
+                            "id": "owner/name",
+                            "modelId": "owner/name",
+                            "sha": hub.commit(self.path),
+                            "siblings": siblings,
+                        }
+                    )
                 else:
                     self.send_json({})
 
@@ -59,8 +67,8 @@ class FakeHub:
                 if self.command == "GET":
                     self.wfile.write(body)
 
-            def send_file(self, content, with_body):
-                if content is None:
+            def send_file(self, name, with_body):
+                if (content := hub.files.get(name)) is None:
                     self.send_response(404)
                     self.send_header("X-Error-Code", "EntryNotFound")
                     self.end_headers()
@@ -70,8 +78,8 @@ class FakeHub:
                     hub.ranges.append(range)
                     start = int(re.match(r"bytes=(\d+)-", range)[1])
                 self.send_response(206 if start else 200)
-                self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("ETag", f'"{hub.etags.get(name) or hashlib.sha256(content).hexdigest()}"')
+                self.send_header("X-Repo-Commit", hub.commit(self.path))
                 self.send_header("Content-Length", str(len(content) - start))
                 if start:
                     self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
@@ -90,6 +98,11 @@ class FakeHub:
                 pass
 
         return Handler
+
+    @staticmethod
+    def commit(path):
+        """The commit in a path, or that of the branch."""
+        return next(iter(re.findall(r"/([0-9a-f]{40})(?:/|$)", path)), COMMIT)
 
     @property
     def items(self):

@@ -166,8 +166,9 @@ def test_folders_of_other_programs(entry, tmp_path):
         (manifests / name).write_text(text)
     folder = home / ".lmstudio/models/publisher/model-GGUF"
     folder.mkdir(parents=True)
-    for name in ("a.gguf", "mmproj-a.gguf", "notes.txt"):
+    for name in ("a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "mmproj-a.gguf", "notes.txt"):
         (folder / name).write_bytes(b"GGUF")
-    assert [(model.name, model.location) for model in local_models.local_models()] == [
-        (str(folder / "a.gguf"), "LM Studio")
+    assert [(model.name, model.bytes, model.location) for model in local_models.local_models()] == [
+        (str(folder / "a.gguf"), 4, "LM Studio"),
+        (str(folder / "b-00001-of-00002.gguf"), 8, "LM Studio"),
     ]

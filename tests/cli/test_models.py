@@ -10,11 +10,11 @@ import zipfile
 
 import pytest
 
-from mlxlm.checkpoint.catalog import default_entry
+from mlxlm.checkpoint.catalog import catalog, default_entry
 from tests.checkpoint.fake_hub import COMMIT, FakeHub
 from tests.cli.helpers import MLXLM, run_command
 
-NAME, FOLDER_NAME = "smollm2-135m", "qwen3-0.6b"
+NAME, FOLDER_NAME, UNPINNED = "smollm2-135m", "qwen3-0.6b", "smollm2-1.7b"
 
 
 @pytest.fixture
@@ -77,10 +77,11 @@ def test_the_hub_serves_another_file(home, hub):
 def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
     pulled = run_command("models", "pull", FOLDER_NAME, env=home)
-    assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{COMMIT}")
+    revision = catalog()[FOLDER_NAME].sources[0].revision
+    assert pulled.returncode == 0 and pulled.stdout.strip().endswith(f"snapshots/{revision}")
     assert pulled.stderr == ("Downloading qwen3-0.6b: 351 MB, license apache-2.0\nfrom mlx-community/Qwen3-0.6B-4bit\n")
 
-    by_id = run_command("models", "pull", "mlx-community/Qwen3-0.6B-4bit", env=home)
+    by_id = run_command("models", "pull", f"mlx-community/Qwen3-0.6B-4bit@{revision}", env=home)
     assert by_id.returncode == 0 and by_id.stdout == pulled.stdout
 
     home["HF_HUB_OFFLINE"] = "1"
@@ -98,6 +99,62 @@ def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     assert run_command("models", "rm", FOLDER_NAME, "--yes", env=home).returncode == 0
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     assert "isn't on this machine" in error_of(run_command("models", "rm", FOLDER_NAME, "--yes", env=home))
+
+
+def test_a_download_that_is_not_what_the_hub_announced(home, hub, tmp_path):
+    server = hub({"config.json": b"{}", "model.safetensors": b"weights"})
+    server.etags["model.safetensors"] = "0" * 64
+    home["HF_ENDPOINT"] = server.endpoint
+    assert "arrived damaged: its SHA-256 is" in error_of(run_command("models", "pull", FOLDER_NAME, env=home))
+    assert "model.safetensors" not in files_below(tmp_path / "hf")
+
+
+def test_files_that_change_after_the_first_download(home, hub, model, tmp_path):
+    server = hub({file.name: file.read_bytes() for file in model.iterdir()})
+    home["HF_ENDPOINT"] = server.endpoint
+    pull = ("models", "pull", UNPINNED)
+    assert COMMIT in run_command(*pull, env=home).stdout
+
+    def listed():
+        models = json.loads(run_command("models", "--json", env=home).stdout)["models"]
+        return next(model for model in models if model["name"] == UNPINNED)
+
+    assert (listed()["revision"], listed()["pinned"], listed()["location"]) == (COMMIT, False, "Hugging Face")
+    [config], [weights] = (tmp_path / "hf").rglob("config.json"), (tmp_path / "hf").rglob("model.safetensors")
+    original = config.read_bytes()
+    config.write_bytes(original + b" ")
+    refused = (
+        f"has changed since its first download (try: mlxlm models rm {UNPINNED}, then mlxlm models pull {UNPINNED})"
+    )
+    assert error_of(run_command("generate", UNPINNED, "-p", "x", env=home)).endswith(refused)
+    config.write_bytes(original)
+    server.files["model.safetensors"] = weights.read_bytes()
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert error_of(run_command(*pull, env=home)).endswith(refused)
+
+    weights.resolve().unlink()
+    assert listed()["location"] == "Hugging Face, incomplete"
+    assert run_command(*pull, env=home).returncode == 0 and listed()["location"] == "Hugging Face"
+    weights.resolve().unlink()
+    server.files["model.safetensors"] += b"!"
+    assert error_of(run_command(*pull, env=home)).endswith(refused)
+    assert run_command("models", "rm", UNPINNED, "--yes", env=home).returncode == 0
+    assert COMMIT in run_command(*pull, env=home).stdout
+
+
+def test_an_incomplete_model_of_the_hub(home, hub, model, tmp_path):
+    home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
+    pull = ("models", "pull", "owner/name")
+    assert run_command(*pull, env=home).returncode == 0
+    next((tmp_path / "hf").rglob("model.safetensors")).resolve().unlink()
+    [other] = json.loads(run_command("models", "--json", env=home).stdout)["others"]
+    assert (other["name"], other["location"]) == ("owner/name", "Hugging Face, incomplete")
+    offline = {**home, "HF_HUB_OFFLINE": "1"}
+    assert "owner/name is not completely in the cache" in error_of(run_command(*pull, env=offline))
+    assert run_command(*pull, env=home).returncode == 0
+    next((tmp_path / "hf").rglob("model.safetensors")).resolve().unlink()
+    assert run_command("models", "rm", "owner/name", "--yes", env=home).returncode == 0
+    assert not list((tmp_path / "hf").rglob("model.safetensors"))
 
 
 def test_an_interrupted_download_continues(home, hub, tmp_path):
@@ -146,3 +203,8 @@ def test_models_of_ollama_are_listed_and_not_removed(home, tmp_path, model):
     assert run_command("generate", "ollama:tiny", "-p", "The cat", "-n", "2", env=home).returncode == 0
     assert "ollama rm tiny" in error_of(run_command("models", "rm", "ollama:tiny", "--yes", env=home))
     assert blob.exists()
+
+    adapter = {"mediaType": "application/vnd.ollama.image.adapter", "digest": f"sha256:{'0' * 64}"}
+    manifest.write_text(json.dumps({"layers": [layer, adapter]}))
+    assert "is a model with an adapter" in error_of(run_command("generate", "ollama:tiny", "-p", "x", env=home))
+    assert "ollama:tiny" not in run_command("models", env=home).stdout
