@@ -52,8 +52,8 @@ def models(ctx: click.Context, as_json: bool) -> None:
 def list_models(as_json: bool) -> None:
     """List the models that mlxlm knows by name, and others on this machine.
 
-    Every command takes what the first column shows as its MODEL. "memory" is that of a chat: the weights and a cache
-    of up to 4,096 tokens. Where a download is incomplete, pull continues it, and rm removes it.
+    Every command takes what the first column shows as its MODEL. "memory" is about the most that a chat of up to
+    4,096 tokens takes. Where a download is incomplete, pull continues it, and rm removes it.
     """
     _print_models(as_json)
 
@@ -140,8 +140,12 @@ def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
     if source and not local and hub.cached_bytes(source.repository):
         location = HUB + INCOMPLETE
     names = ("name", "description", "parameters", "bytes", "license", "restrictions", "context_length", "tested")
-    place = {"path": local and str(local.path), "location": location}
-    place |= {"revision": source and hub.revision(source), "pinned": bool(entry.sha256 or (source and source.revision))}
+    place = {
+        "path": local and str(local.path),
+        "location": location,
+        "revision": source and hub.revision(source),
+        "pinned": bool(entry.sha256 or (source and source.revision)),
+    }
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
 

@@ -212,3 +212,11 @@ def test_gradient_of_the_embedding_is_rounded_once(dtype, error):
     difference = np.array(found.astype(mx.float32)) - expected
     assert np.linalg.norm(difference) < error * np.linalg.norm(expected)
     assert np.linalg.norm(difference[0]) < error * np.linalg.norm(expected[0]) and not difference[-1].any()
+
+
+def test_fusing_keeps_no_freed_weights():
+    model = Decoder(load_preset("1m"))
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    model.fuse()
+    assert mx.get_cache_memory() < 1 << 16

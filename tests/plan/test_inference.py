@@ -91,3 +91,12 @@ def test_cpu_too_small_for_float32_keeps_16_bits():
         assert (planned.serving.bits, planned.serving.kv_bits) == (bits, bits)
         assert planned.inference.weights == count * bits // 8
     assert mlxlm.plan(config, machine=machine, bits=4).serving.kv_bits == 32  # its scales have 32 there
+
+
+def test_the_memory_of_a_chat():
+    from mlxlm.checkpoint.catalog import default_entry
+    from mlxlm.plan.fit import entry_fit
+    from mlxlm.plan.machines import Machine
+
+    cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
+    assert 1.45e9 < entry_fit(default_entry(), cpu).memory < 1.6e9  # 1.45 GB were resident after 4,000 tokens
