@@ -60,7 +60,7 @@ class TrainSettings:
     sample_every: int = 0  # 0: none
     sample_prompt: str = ""
     sample_tokens: int = 64
-    spike_threshold: float = 1.0  # nats by which the mean of 10 losses may exceed its lowest value; 0: no limit
+    spike_threshold: float = 1.0  # nats by which the loss may rise, see `SpikeDetector`; 0: no limit
     repeat_plan: str | None = None  # REPEAT_PLAN_FILE in a run that `repeat_run` made
 
     def __post_init__(self) -> None:

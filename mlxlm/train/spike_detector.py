@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from statistics import median
 from typing import Any
 
-_WINDOW = 10  # losses
+_RECENT, _WINDOW = 20, 100  # losses
 
 
 class SpikeDetector:
-    """Watches the mean of the last 10 losses.
+    """Compares the median of the last 20 losses with a limit: the lowest median of 100 losses so far, and a margin.
+
+    The margin is `threshold`, or twice the distance from the median of these 100 losses to their 90th percentile if
+    that is more: with a batch size of 1, losses differ by more than a nat. (The median absolute deviation is too small
+    where most losses are near 0 and a third is not.) Before 100 losses the limit is `threshold` above the loss of a
+    uniform distribution, or above the first loss if that is higher.
 
     Args:
-        threshold: Nats by which the mean may exceed its lowest value; 0: only detect losses that are not finite.
+        threshold: Nats; 0: only detect losses that are not finite.
+        uniform_loss: Loss of a uniform distribution over the vocabulary, in nats.
         state: The `state` of an earlier detector.
     """
 
-    def __init__(self, threshold: float, state: dict[str, Any] | None = None):
+    def __init__(self, threshold: float, uniform_loss: float, state: dict[str, Any] | None = None):
         state = state or {}
-        self._threshold = threshold
-        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=_WINDOW)
-        self._lowest: float = state.get("lowest") or math.inf
+        self._threshold, self._uniform_loss = threshold, uniform_loss
+        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=_WINDOW)
+        self._limit: float | None = state.get("limit")
 
     def problem(self, loss: float, grad_norm: float) -> str | None:
         """Add the loss and the gradient's norm of a step. Returns what is wrong, if anything."""
@@ -29,23 +36,29 @@ class SpikeDetector:
             return f"the loss is {loss} and the gradient's norm {grad_norm}"
         if loss == grad_norm == 0:  # a step without a token to learn, see `TrainStep`
             return None
-        self._recent.append(loss)
-        if len(self._recent) == _WINDOW:
-            self._lowest = min(self._lowest, self._mean)
-            if self._threshold and self._mean >= self._lowest + self._threshold:
-                return f"the loss rose from {self._lowest:.2f} to {self._mean:.2f} (means of {_WINDOW} steps)"
+        self._losses.append(loss)
+        if self._limit is None:
+            self._limit = max(loss, self._uniform_loss) + self._threshold
+        if self._exceeds(self._limit):
+            return f"the loss rose to {self._recent:.2f} (median of {_RECENT} steps), above {self._limit:.2f}"
+        if len(self._losses) == _WINDOW:
+            middle, high = median(self._losses), sorted(self._losses)[int(0.9 * _WINDOW)]
+            self._limit = min(self._limit, middle + max(self._threshold, 2 * (high - middle)))
         return None
 
     @property
     def healthy(self) -> bool:
-        """Whether the loss is nearer to its lowest value than to a spike: a checkpoint saved now is a good one."""
-        return len(self._recent) < _WINDOW or not self._threshold or self._mean < self._lowest + self._threshold / 2
+        """Whether the loss is clearly below the limit: a checkpoint saved now is a good one."""
+        return self._limit is None or not self._exceeds(self._limit - self._threshold / 2)
 
     @property
     def state(self) -> dict[str, Any]:
         """The state, as JSON values."""
-        return {"recent": list(self._recent), "lowest": self._lowest if math.isfinite(self._lowest) else None}
+        return {"losses": list(self._losses), "limit": self._limit}
 
     @property
-    def _mean(self) -> float:
-        return sum(self._recent) / len(self._recent)
+    def _recent(self) -> float:
+        return median(list(self._losses)[-_RECENT:])
+
+    def _exceeds(self, limit: float) -> bool:
+        return self._threshold > 0 and len(self._losses) >= _RECENT // 2 and self._recent > limit

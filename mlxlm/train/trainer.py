@@ -85,7 +85,8 @@ class Trainer:
 
         # Schedule
         self.best = state.best
-        self.spike_detector = SpikeDetector(self.settings.spike_threshold, state.spike_detector)
+        self.uniform_loss = math.log(run.config.vocab_size)
+        self.spike_detector = SpikeDetector(self.settings.spike_threshold, self.uniform_loss, state.spike_detector)
         self.throttle = Throttle(power, group.peer_status)
         self.timer = StepTimer(state.seconds)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
@@ -222,6 +223,11 @@ class Trainer:
         is_best = self.best is None or result.loss < self.best["loss"]
         if is_best:
             self.best = {"step": self.finished, "loss": result.loss, "bits_per_byte": result.bits_per_byte}
+        # A run too short for the spike detector
+        best, limit = self.best["loss"], self.uniform_loss + settings.spike_threshold
+        if self.finished == self.deadline.steps and settings.spike_threshold and best > limit:
+            problem = f"the best validation loss is {best:.2f}, that of a uniform distribution {self.uniform_loss:.2f}"
+            raise self.divergence_error(problem)
         tokens = self.finished * settings.tokens_per_step
         return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best)
 
