@@ -64,7 +64,7 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
     runtime = pop_runtime_options(options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
     runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
-    errors = train_sweep(comparison, runs, **runtime)
+    errors, exit_code = train_sweep(comparison, runs, **runtime)
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
     if as_json:
@@ -75,8 +75,8 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
         for note in notes:
             render.say(note, style="yellow")
         render.result(str(comparison.plot()))
-    if errors:
-        raise click.exceptions.Exit(1)
+    if exit_code:
+        raise click.exceptions.Exit(exit_code)
 
 
 def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:

@@ -101,7 +101,7 @@ def quickstart(
     answers, stop = Answers(prompts, 60 * minutes), stop_on_signal()
     print_summary(run_training(run, stop=stop, on_step=answers.after_step), run)
     if stop.requested:
-        return
+        raise click.exceptions.Exit(stop.exit_code)
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)

@@ -124,11 +124,11 @@ def scaling(
         raise click.UsageError(f"{flags[0]} would have no effect: --fit-only trains nothing")
     runtime = pop_runtime_options(options)
     grid = _grid(data, out, options, fit_only)
-    errors = [] if fit_only else _train(grid, runtime)
+    errors, exit_code = ([], 0) if fit_only else _train(grid, runtime)
     prediction = parse_size(predict, grid.vocab_size) if predict else None
     report(grid, errors, compute_budget, prediction, as_json)
-    if errors:
-        raise click.exceptions.Exit(1)
+    if exit_code:
+        raise click.exceptions.Exit(exit_code)
 
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
@@ -158,8 +158,8 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
     return grid
 
 
-def _train(grid: Grid, runtime: dict[str, Any]) -> list[str]:
-    """Train the unfinished runs; returns an error message for each that failed."""
+def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
+    """Train the unfinished runs. Returns what `train_sweep` does."""
     from mlxlm.cli.training import phase, train_sweep
     from mlxlm.plan.scaling_law import FULL_VALUE_EPOCHS
 

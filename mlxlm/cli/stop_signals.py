@@ -32,10 +32,14 @@ class StopRequest:
 
     Args:
         on_request: Called with the name of the first signal.
+
+    Attributes:
+        requested: Whether to stop.
+        exit_code: That of a command which was stopped: 130 after Ctrl-C, 129 after SIGHUP, else 143.
     """
 
     def __init__(self, on_request: Callable[[str], None] = lambda _name: None) -> None:
-        self.requested, self._on_request = False, on_request
+        self.requested, self.exit_code, self._on_request = False, 128 + signal.SIGTERM, on_request
 
     def __call__(self) -> bool:
         """Whether to stop."""
@@ -52,5 +56,5 @@ class StopRequest:
             return
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self.exit_code = True, 128 + number
         self._on_request(STOP_SIGNALS[signal.Signals(number)])

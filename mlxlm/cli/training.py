@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.live import Live
 from rich.text import Text
 
@@ -20,7 +21,7 @@ from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
 from mlxlm.experiments.sweep import Sweep, is_finished
 from mlxlm.plan.machines import measure_matmul
-from mlxlm.report import read_run
+from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
 from mlxlm.train import (
@@ -92,9 +93,13 @@ def run_training(
 
 
 def run_and_summarize(run: Run, **options: Any) -> None:
-    """Train a run, print its result and its path. For the arguments see `run_training`."""
-    print_summary(run_training(run, **options), run)
+    """Train a run, print its result and its path, and exit if it was stopped. For the arguments see `run_training`."""
+    stop = stop_on_signal()
+    ending = run_training(run, stop=stop, **options)
+    print_summary(ending, run)
     render.result(str(run.path))
+    if isinstance(ending, Stopped):
+        raise click.exceptions.Exit(stop.exit_code)
 
 
 def train_sweep(
@@ -102,7 +107,7 @@ def train_sweep(
     runs: Sequence[tuple[str, Callable[[], Run]]],
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
-) -> list[str]:
+) -> tuple[list[str], int]:
     """Train runs one after another, until a stop is requested. Finished runs are skipped, others are resumed.
 
     Args:
@@ -112,13 +117,13 @@ def train_sweep(
         options: Further arguments of `mlxlm.train.train`.
 
     Returns:
-        An error message for each run that failed.
+        An error message for each run that failed, and the exit code of the command.
     """
     errors, stop = [], stop_on_signal()
     for i, (name, make) in enumerate(runs):
         render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
         run = make()
-        if is_finished(run):
+        if is_finished(run) and (run.path / REPORT_FILE).is_file():
             render.say("already finished")
             continue
         ending = None
@@ -129,12 +134,11 @@ def train_sweep(
             render.say(errors[-1], style="red")
         if isinstance(ending, Stopped):
             render.say(f"stopped after step {ending.step}, saved")
-        if stop.requested:
-            if i + 1 < len(runs) or not isinstance(ending, Finished):
-                render.say("Continue with:")
-                render.say(f"{sweep.COMMAND} --out {shlex.quote(str(sweep.path))}")
-            break
-    return errors
+        if stop.requested and (i + 1 < len(runs) or not isinstance(ending, Finished)):
+            render.say("Continue with:")
+            render.say(f"{sweep.COMMAND} --out {shlex.quote(str(sweep.path))}")
+            return errors, stop.exit_code
+    return errors, 1 if errors else 0
 
 
 def print_forecast(run: Run) -> None:

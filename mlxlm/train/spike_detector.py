@@ -40,7 +40,8 @@ class SpikeDetector:
         if self._limit is None:
             self._limit = max(loss, self._uniform_loss) + self._threshold
         if self._exceeds(self._limit):
-            return f"the loss rose to {self._recent:.2f} (median of {_RECENT} steps), above {self._limit:.2f}"
+            steps = min(_RECENT, len(self._losses))
+            return f"the loss rose to {self._recent:.2f} (median of {steps} steps), above {self._limit:.2f}"
         if len(self._losses) == _WINDOW:
             middle, high = median(self._losses), sorted(self._losses)[int(0.9 * _WINDOW)]
             self._limit = min(self._limit, middle + max(self._threshold, 2 * (high - middle)))

@@ -27,7 +27,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number):
     with StopRequest(names.append).catch_signals() as stop:
         assert not stop()
         send(number)
-        assert stop() and len(names) == 1
+        assert stop() and len(names) == 1 and stop.exit_code == 128 + number
         send(signal.SIGHUP, signal.SIGHUP)
         assert len(names) == 1
         with pytest.raises(KeyboardInterrupt):

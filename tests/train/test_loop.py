@@ -104,13 +104,25 @@ def test_nan_loss_stops_before_saving(new_run, monkeypatch):
 
 
 def test_last_good_checkpoint_is_before_the_loss_rose(new_run, monkeypatch):
-    """Checkpoints that are saved while the loss rises slowly are not good."""
+    """Checkpoints that are saved while the loss rises are not good."""
     run = new_run("run", steps=40, save_every=5, eval_every=0, save_total_limit=1)
-    change_losses(monkeypatch, lambda step, loss: loss * 0 + 4.0 + 0.1 * max(0, step - 10))
-    with pytest.raises(TrainingError, match=r"the loss rose from 4.00 to 5.0.*last good checkpoint is .*step-15"):
+    change_losses(monkeypatch, lambda step, loss: loss * 0 + (4.0 if step <= 3 else 6.5 if step <= 8 else 60.0))
+    with pytest.raises(TrainingError, match=r"step 16: the loss rose to 33.25 .* 6.70; the last good .*step-5 "):
         finish(run)
-    loaded, _ = load_model(run.path / "checkpoints/step-15")
+    loaded, _ = load_model(run.path / "checkpoints/step-5")
     assert loaded(mx.array([[1]])).shape == (1, 1, 300)
+
+
+@pytest.mark.parametrize("validation_loss", [6.6, 6.8])
+def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validation_loss):
+    """A run of a few steps, in which the loss alone shows no divergence. Chance is ln 300 = 5.70 nats."""
+    run, losses = new_run("run", steps=3, eval_every=2), iter([9.0, validation_loss])
+    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
+    if validation_loss < np.log(300) + 1:
+        assert finish(run)[-1].best_loss == validation_loss
+        return
+    with pytest.raises(TrainingError, match="step 3: the best validation loss is 6.80, that of a uniform .* 5.70"):
+        finish(run)
 
 
 def test_nan_validation_loss_stops_training(new_run, monkeypatch):

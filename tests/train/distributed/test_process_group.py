@@ -227,7 +227,7 @@ def test_two_ranks_train_as_one_and_save_however_they_end(pretrain, new_run, tmp
     wait_for_checkpoint(path, after=step)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.strip() == str(path) and "error" not in err
+    assert process.returncode == 130 and out.strip() == str(path) and "error" not in err
     assert err.count("Ctrl-C: finishing this step") == 1
     step = int(re.search(r"stopped after step (\d+), saved", err)[1])
     assert last_checkpoint(path) == len(losses(path)) == step
