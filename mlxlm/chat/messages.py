@@ -12,6 +12,7 @@ from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.json_files import parse_json
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_CALL_HINT = '{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}'
 _TOOL_HINT = '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", ...}}}'
 
 
@@ -53,6 +54,7 @@ class Message:
         name: The function that a result comes from, or the name of the speaker.
         reasoning_content: Reasoning before an answer. Templates that don't know it, or only show that of the last
             answers, leave it out.
+        weight: In fine-tuning, 0 for an answer that is not learned.
     """
 
     role: str
@@ -62,6 +64,24 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    weight: int = 1
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Message:
+        """Read a message of OpenAI's fine-tuning format. Arguments of calls can also be a dict, as in most templates.
+
+        Raises:
+            TokenizerError: A field has another type.
+        """
+        texts = {key: value.get(key) for key in ("tool_call_id", "name", "reasoning_content")}
+        for key, text in texts.items():
+            if text is not None and not isinstance(text, str):
+                raise TokenizerError(f"the {key} of a message is {text!r}"[:100], "a text")
+        calls = value.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise TokenizerError(f"tool_calls is {calls!r}"[:100], f"[{_CALL_HINT}]")
+        parsed = tuple(_parse_call(call) for call in calls)
+        return cls(value["role"], value["content"], tool_calls=parsed, weight=value["weight"], **texts)
 
     def map_strings(self, function: Callable[[str], str]) -> Message:
         """Return a copy with `function` applied to each of its strings, also to those inside the arguments of calls."""
@@ -85,6 +105,17 @@ class Message:
             name=optional(self.name),
             reasoning_content=optional(self.reasoning_content),
         )
+
+
+def _parse_call(value: Any) -> ToolCall:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name, arguments = (function.get(key) if isinstance(function, Mapping) else None for key in ("name", "arguments"))
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    call_id = (value.get("id") if isinstance(value, Mapping) else None) or ""
+    if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(call_id, str)):
+        raise TokenizerError(f"{value!r}"[:100] + " is not a tool call", _CALL_HINT)
+    return ToolCall(call_id, name, arguments)
 
 
 def map_strings(value: Any, function: Callable[[str], str]) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.chat_template import ChatTemplate, chat_encoder
 from mlxlm.chat.messages import Message
 from mlxlm.chat.placeholders import Placeholders
-from mlxlm.data import CHAT_TEMPLATE, ROLES, Chunk, Document, check_role
+from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError
 
 _CHAT_TEMPLATE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_ROLES = ("system", "user", "assistant", "tool", "developer")
 _CHARACTERS_PER_TOKEN = 4  # roughly
 _ROW_HINT = 'rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -26,8 +28,9 @@ class SFTEncoder:
     """Encodes conversations and computes their loss masks.
 
     The loss mask covers what the model generates in a chat: of each assistant turn, everything after the prompt, up to
-    and including the token that ends the turn. Headers, other roles, and what the template puts behind a turn are
-    masked out. As in a chat, text in a message that looks like a special token is ordinary text.
+    and including the token that ends the turn, also tool calls. Headers, other roles, turns with the weight 0, and what
+    the template puts behind a turn are masked out. As in a chat, text in a message that looks like a special token is
+    ordinary text, and tools are shown as `ChatTemplate.render` shows them.
 
     The template is the one of `mlxlm.chat.chat_template.chat_encoder`; a tokenizer trained by mlxlm that has none uses
     CHAT_TEMPLATE.
@@ -44,7 +47,6 @@ class SFTEncoder:
         self._tokenizer = tokenizer
         self._template = self._choose_template(tokenizer, eos_token_ids, chat_template)
         self.chat_template, self.eos_token_ids = self._template.source, self._template.eos_token_ids
-        self._roles = ROLES if self.chat_template == CHAT_TEMPLATE else (*ROLES, "tool")
         if not self.eos_token_ids:
             problem = "puts no special token after an answer, so that a model can't learn where it ends"
             raise TokenizerError(f"the chat template {self._template.name} {problem}", "a jinja file that does")
@@ -76,33 +78,40 @@ class SFTEncoder:
         """
         if document.messages is None:
             raise DataError(f"{document.location} is a text, not a conversation", _ROW_HINT)
-        for role, _ in document.messages:
-            check_role(role, document.location, self._roles)
-        system, rounds = _rounds([Message(role, content) for role, content in document.messages])
-        if not rounds:
-            raise DataError(f"{document.location} has no message of the assistant", _ROW_HINT)
+        try:
+            messages = [Message.from_dict(message) for message in document.messages]
+        except TokenizerError as error:
+            raise DataError(f"{document.location}: {error.message}", error.hint) from None
+        for role in (message.role for message in messages if message.role not in _ROLES):
+            raise DataError(f"{document.location}: role '{role}' is not known", f"one of {', '.join(_ROLES)}")
+        last = max((n for n, message in enumerate(messages) if _is_learned(message)), default=None)
+        if last is None:
+            weights = " with the weight 1" if any(message.role == "assistant" for message in messages) else ""
+            raise DataError(f"{document.location} has no message of the assistant{weights}", _ROW_HINT)
+        system, rounds = _rounds(messages[: last + 1])
         while rounds:
             try:
-                count, ids, loss_mask = self._encode_first(system, rounds, max_tokens)
+                count, ids, loss_mask = self._encode_first(system, rounds, document.tools, max_tokens)
             except TokenizerError as error:
                 starts_with_answer = rounds[0][0].role == "assistant"
                 hint = "a question in front of the assistant's first message" if starts_with_answer else error.hint
                 raise DataError(f"{document.location}: {error.message}", hint) from None
-            text_bytes = sum(len(m.content.encode("utf-8")) for m in chain(*rounds[:count]) if m.role == "assistant")
-            yield Chunk(np.array(ids, np.uint32), text_bytes, True, np.array(loss_mask, np.uint8))
+            if any(loss_mask):
+                text_bytes = sum(_num_bytes(message) for message in chain(*rounds[:count]) if _is_learned(message))
+                yield Chunk(np.array(ids, np.uint32), text_bytes, True, np.array(loss_mask, np.uint8))
             rounds = rounds[count:]
 
     def _encode_first(
-        self, system: list[Message], rounds: list[list[Message]], max_tokens: int
+        self, system: list[Message], rounds: list[list[Message]], tools: Sequence[Any] | None, max_tokens: int
     ) -> tuple[int, list[int], list[int]]:
         """Encode as many first rounds as fit `max_tokens`, at least one; return their number, ids and mask."""
         size = count = 0
         while count < len(rounds) and (not count or size <= _CHARACTERS_PER_TOKEN * max_tokens):
-            size += sum(len(message.content) + 16 for message in rounds[count])  # 16: as much as a header
+            size += sum(_num_bytes(message) + 16 for message in rounds[count])  # 16: as much as a header
             count += 1
         best, too_many = None, len(rounds) + 1
         while best is None or (len(best[1]) <= max_tokens and best[0] + 1 < too_many):
-            ids, loss_mask = self.encode([*system, *chain(*rounds[:count])])
+            ids, loss_mask = self.encode([*system, *chain(*rounds[:count])], tools)
             if len(ids) <= max_tokens or count == 1:
                 best = count, ids, loss_mask
                 count += 1
@@ -111,13 +120,16 @@ class SFTEncoder:
                 count = max(1, min(count - 1, count * max_tokens // len(ids)))
         return best
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[list[int], list[int]]:
         """Return the ids of a conversation and its loss mask (1: trained on, 0: not). Raise TokenizerError."""
-        placeholders, plain, _ = self._template.escape_special_tokens(messages)
-        if placeholders.restore(self._render(plain)) != self._render(messages):
+        placeholders, plain, plain_tools = self._template.escape_special_tokens(messages, list(tools or ()))
+        render = partial(self._render, tools=plain_tools)
+        text = placeholders.restore(render(plain))
+        reasoning = (m.reasoning_content or "" for m in messages if _is_learned(m))
+        if text != self._render(messages, tools=tools) or not all(r.strip() in text for r in reasoning):
             raise self._changes_answers()  # it looks for text that the placeholders hide, such as <think>
-        messages, contents = self._with_placeholders(plain, placeholders)
-        text = self._render(messages)
+        messages, contents = self._with_placeholders(plain, placeholders, render)
+        text = render(messages)
         ids: list[int] = []
         loss_mask: list[int] = []
 
@@ -128,30 +140,30 @@ class SFTEncoder:
             loss_mask.extend([label] * len(more))
 
         position = 0
-        for start, stop in self._spans(messages, text):
+        for start, stop in self._spans(messages, text, render):
             add(text[position:start], 0)
             add(text[start:stop], 1)
             position = stop
         add(text[position:], 0)
         return ids, loss_mask
 
-    def _render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        return self._template.render(messages, add_generation_prompt=prompt)
+    def _render(self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] | None = None) -> str:
+        return self._template.render(messages, add_generation_prompt=prompt, tools=tools)
 
     def _with_placeholders(
-        self, plain: list[Message], placeholders: Placeholders
+        self, plain: list[Message], placeholders: Placeholders, render: Callable[..., str]
     ) -> tuple[list[Message], dict[int, str]]:
-        """Replace the assistant's messages with placeholders; return them and the text of each placeholder's code."""
-        expected = self._render(plain)
+        """Replace the texts to learn with placeholders; return the messages and the text of each placeholder's code."""
+        expected = render(plain)
         for trimmed in (False, True):  # many templates trim
             contents: dict[int, str] = {}
             shown = list(plain)
             for n, message in enumerate(plain):
-                if message.role == "assistant":
+                if _is_learned(message) and (message.content or not message.tool_calls):
                     content = message.content.strip() if trimmed else message.content
                     placeholder = placeholders.take(content, (), answer=True)
                     contents[ord(placeholder)], shown[n] = content, replace(message, content=placeholder)
-            text = self._render(shown)
+            text = render(shown)
             if text.translate(contents) == expected and all(text.count(chr(code)) == 1 for code in contents):
                 return shown, contents
         raise self._changes_answers()
@@ -160,28 +172,43 @@ class SFTEncoder:
         problem = "leaves out or changes something that the assistant says (such as its reasoning)"
         return TokenizerError(f"the chat template {self._template.name} {problem}", "answers without it")
 
-    def _spans(self, shown: list[Message], text: str) -> Iterator[tuple[int, int]]:
-        """Yield the span in `text` of each assistant turn, from the end of the prompt to the end of its EOS token."""
-        eos = re.compile(rf"\s*({self._template.special.pattern})")
+    def _spans(self, shown: list[Message], text: str, render: Callable[..., str]) -> Iterator[tuple[int, int]]:
+        """Yield the span in `text` of each turn to learn, from the end of the prompt to the end of its EOS token."""
+        markup = self._template.tool_format
+        in_calls = markup.prefix + markup.between + markup.suffix + (markup.separator or "")
         for n, message in enumerate(shown):
-            if message.role != "assistant":
+            if not _is_learned(message):
                 continue
-            prompt, at = self._render(shown[:n], prompt=True), text.index(message.content)
+            prompt = render(shown[:n], prompt=True)
+            at = text.index(message.content) if message.content else len(prompt)
             if not text.startswith(prompt) or at < len(prompt):
                 problem = f"changes earlier messages depending on later ones (at message {n + 1})"
                 hint = "a question and an answer each, without a system message"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", hint)
-            end = eos.match(text, at + 1)
-            if end is None or self._tokenizer.special_tokens[end[1]] not in self.eos_token_ids:
+            behind = at + len(message.content)
+            tokens = self._template.special.finditer(text, behind)
+            end = next((token for token in tokens if not message.tool_calls or token[0] not in in_calls), None)
+            is_end = end is not None and self._tokenizer.special_tokens[end[0]] in self.eos_token_ids
+            if not is_end or not message.tool_calls and text[behind : end.start()].strip():
                 problem = f"ends message {n + 1} with another token than an answer"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", "another template")
             yield len(prompt), end.end()
 
 
+def _is_learned(message: Message) -> bool:
+    return message.role == "assistant" and message.weight == 1
+
+
+def _num_bytes(message: Message) -> int:
+    """Size of what a message says, without markup."""
+    calls = chain.from_iterable((call.name, call.arguments) for call in message.tool_calls)
+    return len("".join((message.content, message.reasoning_content or "", *calls)).encode("utf-8", "replace"))
+
+
 def _rounds(messages: list[Message]) -> tuple[list[Message], list[list[Message]]]:
     """Split a conversation into its first system messages and its rounds.
 
-    A round starts with a question (the first may start with any role) and ends with an answer.
+    A round starts with a question (the first may start with any role) and ends with an answer, as the whole does.
     """
     start = next((n for n, m in enumerate(messages) if m.role != "system"), len(messages))
     rounds: list[list[Message]] = []
@@ -191,6 +218,4 @@ def _rounds(messages: list[Message]) -> tuple[list[Message], list[list[Message]]
             rounds.append(current)
             current = []
         current.append(message)
-    while current and current[-1].role != "assistant":
-        current.pop()
-    return messages[:start], [*rounds, current] if current else rounds
+    return messages[:start], [*rounds, current]

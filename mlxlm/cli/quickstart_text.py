@@ -45,7 +45,7 @@ class Preview(NamedTuple):
             for piece in _pieces(document):
                 size += len(piece)
                 words += piece.split()
-            questions += [text for role, text in document.messages or () if role == "user"][:1]
+            questions += [m["content"] for m in document.messages or () if m["role"] == "user"][:1]
             if size >= _PREVIEW_CHARACTERS:
                 break
         if size < _MIN_CHARACTERS:
@@ -78,7 +78,7 @@ def held_out_prompts() -> list[str]:
 
 def _pieces(document: Document) -> Iterable[str]:
     if document.messages is not None:
-        return [text for _, text in document.messages]
+        return document.contents
     return islice(document.pieces, _PREVIEW_PIECES)
 
 

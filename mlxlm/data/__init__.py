@@ -9,12 +9,11 @@ from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
 from mlxlm.data.sources import read_documents, read_texts, total_bytes
 from mlxlm.data.text import Document
-from mlxlm.data.tokenize import CHAT_TEMPLATE, ROLES, Chunk, check_role
+from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk
 
 __all__ = [
     "CHAT_TEMPLATE",
     "PACKINGS",
-    "ROLES",
     "BadInput",
     "Batch",
     "Chunk",
@@ -24,7 +23,6 @@ __all__ = [
     "SplitInfo",
     "TokenDataset",
     "TrainBatches",
-    "check_role",
     "read_documents",
     "prepare",
     "prefetch",

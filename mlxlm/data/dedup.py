@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,10 +46,9 @@ class DuplicateFilter:
                 for piece in document.pieces:
                     buffer.add(piece)
                     size += _update(piece, minhash, digest)
-                for role, content in document.messages or ():
-                    # With the lengths, different conversations can't have the same bytes.
-                    digest.update(f"{len(role)},{len(content)},{role}".encode())
-                    size += _update(content, minhash, digest)
+                for message in document.messages or ():
+                    digest.update(json.dumps([message, document.tools], sort_keys=True, default=str).encode())
+                    size += _update(message["content"], minhash, digest)
                     minhash.add(" ")
                 duplicate = self._index.add(minhash.signature(digest.digest()), digest.digest())
                 self.stats.documents += 1

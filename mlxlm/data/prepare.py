@@ -21,7 +21,7 @@ from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import read_documents, spool_streams
 from mlxlm.data.split import ValidationSplit, min_documents_to_split, validation_draws
 from mlxlm.data.text import Advance, Document
-from mlxlm.data.tokenize import Chunk, check_role, tokenize
+from mlxlm.data.tokenize import Chunk, check_conversation, tokenize
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import atomic_new_folder
@@ -91,16 +91,19 @@ def training_texts(data: DataOptions, *, seed: int = 0, progress: Advance | None
     for _, _, paths in _parts(data):
         split = ValidationSplit(_read(data, paths, BadInput(data.on_bad_input)), fraction, seed)
         for held_out, document in split(_read(data, paths, BadInput(data.on_bad_input), progress)):
-            contents = (content for _, content in document.messages or ())
-            for piece in itertools.chain(document.pieces, contents):
+            for piece in itertools.chain(document.pieces, document.contents):
                 if not held_out:
                     yield piece
 
 
 def _read(
-    data: DataOptions, paths: Sequence[str | Path], on_bad: OnBad, progress: Advance | None = None
+    data: DataOptions,
+    paths: Sequence[str | Path],
+    on_bad: OnBad,
+    progress: Advance | None = None,
+    check: Callable[[Document], None] = check_conversation,
 ) -> Generator[Document, None, None]:
-    """Yield documents as `read_documents` does. Conversations with an unknown role are bad input."""
+    """Yield documents as `read_documents` does. Those for which `check` raises a DataError are bad input."""
     for document in read_documents(
         paths,
         stdin=data.stdin,
@@ -110,8 +113,7 @@ def _read(
         fraction=data.fraction,
     ):
         try:
-            for role, _ in document.messages or ():
-                check_role(role, document.location)
+            check(document)
         except DataError as error:
             on_bad(error)
         else:
@@ -243,7 +245,8 @@ class _Builder:
         """Read documents, without duplicates, and count them. Raises DataError if there are none."""
         document, dedup = None, self._duplicate_filter
         previously_read = dedup.stats.documents if dedup else 0
-        documents = _read(self.data, paths, self._bad_input, self.progress)
+        check = check_conversation if self.encode is None else lambda _document: None  # `encode` checks them itself
+        documents = _read(self.data, paths, self._bad_input, self.progress, check)
         for document in dedup(documents) if dedup else documents:
             self._num_conversations += document.messages is not None
             yield document

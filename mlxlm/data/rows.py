@@ -13,6 +13,8 @@ from mlxlm.utils.errors import DataError
 
 TEXT_COLUMNS = ("text", "messages")  # that are read by default
 MAX_ROW_BYTES = 1 << 28  # of a line: it is in memory as a whole, and a file may have no line ends
+# Of OpenAI's older format and of other programs: they would change what is learned.
+_REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "--chat-template FILE"}
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
@@ -57,7 +59,11 @@ def _document(line: bytes, location: str, offset: int, text_column: str | None) 
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
         raise DataError(f"{location} must have {expected}", f"{_EXAMPLE}, or --text-column NAME")
     [key] = keys
-    return document_from_cell(row[key], key, location)
+    document = document_from_cell(row[key], key, location)
+    if document is not None and document.messages is not None:
+        _refuse_fields(row, location)
+        document.tools = _list(row.get("tools") or [], "tools", location)
+    return document
 
 
 def document_from_cell(value: Any, column: str, location: str) -> Document | None:
@@ -67,7 +73,7 @@ def document_from_cell(value: Any, column: str, location: str) -> Document | Non
         DataError: The value is neither; the message names `location`.
     """
     if column == "messages" or column != "text" and isinstance(value, list):
-        messages = [_message(message, location) for message in _list(value, location)]
+        messages = [_message(message, location) for message in _list(value, "messages", location)]
         return Document(location, iter(()), messages) if messages else None
     text = _string(value, location, column)
     return Document(location, split_pieces(iter((text,)))) if text else None
@@ -85,21 +91,37 @@ def _parse_object(line: bytes, location: str, offset: int) -> dict[str, Any]:
     return row
 
 
-def _list(value: Any, location: str) -> list[Any]:
+def _list(value: Any, field: str, location: str) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{location}: 'messages' is not a list", '[{"role": "user", "content": "..."}, ...]')
+        example = '{"role": "user", "content": "..."}' if field == "messages" else '{"type": "function", ...}'
+        raise DataError(f"{location}: '{field}' is not a list", f"[{example}, ...]")
     return value
 
 
-def _message(message: Any, location: str) -> tuple[str, str]:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+def _message(message: Any, location: str) -> dict[str, Any]:
+    """Check a message, and complete its content and its weight."""
+    if not isinstance(message, dict) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
         raise DataError(f"{location}: a message must have 'role' and 'content'")
-    return _string(message["role"], location, "role"), _string(message["content"], location, "content")
+    _refuse_fields(message, location)
+    content, weight = message.get("content"), message.get("weight")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if weight is None:
+        weight = 1
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(f"{location}: 'weight' is {repr(weight)[:40]}", "0 or 1")
+    role, content = _string(message["role"], location, "role"), _string(content, location, "content")
+    return {**message, "role": role, "content": content, "weight": int(weight)}
+
+
+def _refuse_fields(values: dict[str, Any], location: str) -> None:
+    for field in (field for field in _REFUSED if values.get(field) is not None):
+        raise DataError(f"{location}: '{field}' is not supported", _REFUSED[field])
 
 
 def _string(value: Any, location: str, field: str) -> str:
     if not isinstance(value, str):
-        hint = "text in all messages, and no tool calls" if field == "content" else None
+        hint = "text in all messages" if field == "content" else None
         raise DataError(f"{location}: '{field}' is not text but {type(value).__name__}", hint)
     try:
         value.encode("utf-8")

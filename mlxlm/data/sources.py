@@ -116,8 +116,7 @@ def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:
     """Yield the text of `read_documents` in pieces, with the messages of conversations: for training tokenizers."""
     for document in read_documents(paths, **options):
         yield from document.pieces
-        for _, content in document.messages or ():
-            yield content
+        yield from document.contents
 
 
 def unseekable_source(paths: Sequence[str | Path]) -> str | None:

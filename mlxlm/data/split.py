@@ -90,8 +90,7 @@ def _uniform(seed: int, index: int) -> float:
 
 
 def _num_bytes(document: Document) -> int:
-    contents = (content for _, content in document.messages or ())
-    return sum(len(text.encode("utf-8")) for text in itertools.chain(document.pieces, contents))
+    return sum(len(text.encode("utf-8")) for text in itertools.chain(document.pieces, document.contents))
 
 
 def _split_pieces_at(pieces: Iterator[str], size: int) -> tuple[Iterator[str], Iterator[str]]:

@@ -104,6 +104,8 @@ def _column(schema: Any, path: Path, text_column: str | None) -> str:
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
         columns = ", ".join(f"'{name}'" for name in names[:20]) or "none"
         raise DataError(f"{path} must have one column {expected}; its columns are {columns}", "--text-column NAME")
+    if matches == ["messages"] and "tools" in names:
+        raise DataError(f"{path} has a column 'tools', which is only read from JSON lines", "the same rows as .jsonl")
     return matches[0]
 
 

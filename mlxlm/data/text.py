@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 import zstandard
 
@@ -29,23 +29,31 @@ class Document:
         location: The file, with the line or row, for error messages.
         pieces: Text of about `PIECE_CHARS` characters each, split after a line end if possible. Empty for a
             conversation.
-        messages: (role, content) pairs; None for a text.
+        messages: Of a conversation, in the fields of OpenAI's fine-tuning format; each has a "role", a "content" (text,
+            also if it was null) and a "weight" (1, or 0 if the message is not to be learned). None for a text.
+        tools: Of a conversation, the functions that the assistant can call, in OpenAI's form.
         add_bos: False if the document was cut at its start.
         add_eos: False if the document was cut at its end.
     """
 
     location: str
     pieces: Iterator[str]
-    messages: list[tuple[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     add_bos: bool = True
     add_eos: bool = True
+    tools: list[Any] | None = None
+
+    @property
+    def contents(self) -> list[str]:
+        """The texts of the messages; none if it is a text."""
+        return [message["content"] for message in self.messages or ()]
 
 
 def conversation_as_text(document: Document) -> Document:
     """A conversation as the text of its messages, separated by empty lines; a text as it is."""
     if document.messages is None:
         return document
-    return Document(document.location, iter(("\n\n".join(content for _, content in document.messages),)))
+    return Document(document.location, iter(("\n\n".join(document.contents),)))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -100,23 +100,24 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
             yield _Part(before, "", [], starts_document=True)
     else:
         yield _Part(bos, "", [], starts_document=True, loss_mask=False)
-        for role, content in document.messages:
+        check_conversation(document)
+        for message in document.messages:
             end = _control_id(tokenizer, "end", document.location)
-            role_id = _role_id(tokenizer, role, document.location)
-            yield _Part([role_id], content, [end], loss_mask=role == "assistant")
+            role_id = _control_id(tokenizer, message["role"], document.location)
+            is_learned = message["role"] == "assistant" and message["weight"] == 1
+            yield _Part([role_id], message["content"], [end], loss_mask=is_learned)
     if document.add_eos:
         yield _Part([], "", eos, loss_mask=None if document.messages is None else False)
 
 
-def check_role(role: str, location: str, roles: Collection[str] = ROLES) -> None:
-    """Raise DataError if a message has none of these roles; the message names `location`."""
-    if role not in roles:
-        raise DataError(f"{location}: role '{role}' is not known", f"one of {', '.join(roles)}")
-
-
-def _role_id(tokenizer: Tokenizer, role: str, location: str) -> int:
-    check_role(role, location)
-    return _control_id(tokenizer, role, location)
+def check_conversation(document: Document) -> None:
+    """Raise DataError if `document` is a conversation with something that `CHAT_TEMPLATE` doesn't show."""
+    for message in document.messages or ():
+        if message["role"] not in ROLES:
+            raise DataError(f"{document.location}: role '{message['role']}' is not known", f"one of {', '.join(ROLES)}")
+    if document.tools or any(message.get("tool_calls") for message in document.messages or ()):
+        hint = "mlxlm finetune, which shows them as a chat does"
+        raise DataError(f"{document.location} has tools or tool calls, which only fine-tuning can learn", hint)
 
 
 def _control_id(tokenizer: Tokenizer, name: str, location: str) -> int:

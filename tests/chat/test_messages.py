@@ -46,6 +46,28 @@ def test_tools_have_names_of_their_own():
         parse_tools([{"function": {"name": "a"}}] * 2)
 
 
+def test_a_message_of_fine_tuning_data():
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"city": "Köln"}}}
+    values = {"role": "assistant", "content": "", "weight": 0, "tool_calls": [call], "name": None, "time": 3}
+    assert Message.from_dict(values) == Message(
+        "assistant", "", tool_calls=(ToolCall("", "f", '{"city": "Köln"}'),), weight=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"name": 3}, "the name of a message is 3 .try: a text"),
+        ({"tool_calls": "f"}, "tool_calls is 'f' .try: .{"),
+        ({"tool_calls": ["f"]}, "'f' is not a tool call"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "is not a tool call .try: {.id"),
+    ],
+)
+def test_a_mistake_in_a_message_is_named(field, message):
+    with pytest.raises(TokenizerError, match=message):
+        Message.from_dict({"role": "assistant", "content": "", "weight": 1, **field})
+
+
 @pytest.mark.parametrize("arguments", ["[]", "{", "1", '{"a": 1} x', "[" * 100_000, '"\ud800"'])
 def test_arguments_are_a_json_object(arguments):
     with pytest.raises(TokenizerError, match="the arguments of the call of f "):

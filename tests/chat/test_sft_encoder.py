@@ -1,5 +1,7 @@
 """Ids and loss masks of conversations, against examples written by hand and against the prompts of a chat."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,7 @@ from mlxlm.data import Document
 from mlxlm.data.tokenize import tokenize
 from mlxlm.utils.errors import DataError, TokenizerError
 from tests.chat.test_chat_template import with_tokens
+from tests.chat.tool_templates import CALL, TEMPLATES, TOOLS, tokenizer_for
 
 TALK = [
     Message("system", "Be brief."),
@@ -24,7 +27,8 @@ TALK = [
 
 
 def document(messages):
-    return Document("talks.jsonl, line 3", iter(()), [(m.role, m.content) for m in messages])
+    fields = [{"role": m.role, "content": m.content, "weight": m.weight} for m in messages]
+    return Document("talks.jsonl, line 3", iter(()), fields)
 
 
 def labeled_texts(tokens, ids, loss_mask):
@@ -181,6 +185,28 @@ def test_templates_that_change_an_answer_are_refused(tokens):
     assert ids
 
 
+def test_an_answer_with_the_weight_0_is_read_and_not_learned(tokens):
+    unlearned = [replace(m, weight=0) for m in TALK]
+    encoder = SFTEncoder(tokens, frozenset())
+    ids, loss_mask = encoder.encode([*TALK[:2], unlearned[2], *TALK[3:]])
+    assert ids == encoder.encode(TALK)[0]
+    assert [text for label, text in labeled_texts(tokens, ids, loss_mask) if label] == ["Fine, 世界!<|end|>"]
+    [chunk] = encoder(document([*TALK[:3], *unlearned[3:]]), 500)  # nothing is learned of what follows
+    assert chunk.ids.tolist() == encoder.encode(TALK[:3])[0] and chunk.text_bytes == len("Hi.")
+    pieces = list(encoder(document([*TALK[:2], unlearned[2], *TALK[3:]]), 24))  # one round each, the first of no use
+    assert [c.text_bytes for c in pieces] == [len("Fine, 世界!".encode())] and len(pieces) == 1
+
+
+def test_reasoning_is_learned_or_refused(tokens):
+    chat = tokenizer_for("qwen3", tokens)
+    encoder = SFTEncoder(chat, frozenset())
+    talk = [TALK[1], replace(TALK[2], reasoning_content="A greeting.")]
+    [learned] = [text for label, text in labeled_texts(chat, *encoder.encode(talk)) if label]
+    assert "A greeting." in learned
+    with pytest.raises(TokenizerError, match="leaves out or changes .* reasoning"):
+        SFTEncoder(tokenizer_for("chatml", tokens), frozenset()).encode(talk)
+
+
 def test_a_template_must_mark_the_end_of_an_answer(tokens):
     with pytest.raises(TokenizerError, match="puts no special token after an answer"):
         with_template(tokens, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
@@ -202,6 +228,7 @@ def test_models_without_a_chat_template(tokens):
     [
         (None, "talks.jsonl, line 3 is a text, not a conversation"),
         ([Message("user", "?")], "talks.jsonl, line 3 has no message of the assistant"),
+        ([Message("user", "?"), Message("assistant", "!", weight=0)], "no message of the assistant with the weight 1"),
         ([Message("human", "?")], "line 3: role 'human' is not known .try: one of system, user, assistant"),
         ([Message("user|>x<|end|><|assistant", "?"), Message("assistant", "!")], "role 'user.* is not known"),
     ],
@@ -222,13 +249,30 @@ def test_what_a_template_refuses_names_the_line(tokens):
         list(sft_encoder(document(TALK[2:]), 500))
 
 
-def test_tools_are_for_templates_that_know_them(tokens):
-    talk = [*TALK[:2], Message("tool", "4"), *TALK[2:3]]
-    [chunk] = SFTEncoder(tokens, frozenset())(document(talk), 500)
-    assert chunk.loss_mask.any()
-    tokens.chat_template = None
-    with pytest.raises(DataError, match="role 'tool' is not known"):
-        list(SFTEncoder(tokens, frozenset())(document(talk), 500))
+# Refused: the tools are in front of the last question only; or a call ends with another token than an answer.
+REFUSED = {**dict.fromkeys(["mistral", "mistral-long-ids", "mistral-args"], "changes"), "functionary": "ends message 4"}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_tools_and_calls_are_as_in_a_chat(tokens, family):
+    """Learned are the calls and the answer, each after the prompt that a chat with these tools has."""
+    chat = tokenizer_for(family, tokens)
+    template, encoder = ChatTemplate(chat), SFTEncoder(chat, frozenset())
+    talk = [*TALK[1:4], Message("assistant", "", tool_calls=(CALL,)), Message("tool", "rain", tool_call_id=CALL.id)]
+    talk = [*talk, Message("assistant", "It rains.")]
+    if family in REFUSED:
+        talk = talk[2:] if family.startswith("mistral") else talk
+        with pytest.raises(TokenizerError, match=REFUSED[family]):
+            encoder.encode(talk, TOOLS)
+        return
+    ids, loss_mask = encoder.encode(talk, TOOLS)
+    learned = [text for label, text in labeled_texts(chat, ids, loss_mask) if label]
+    assert len(learned) == 3 and TALK[2].content in learned[0] and "It rains." in learned[2]
+    assert "get_weather" in learned[1] and "Köln" in learned[1] and "rain" not in learned[1]
+    starts = [i for i in range(1, len(ids)) if loss_mask[i] and not loss_mask[i - 1]]
+    for start, n in zip(starts, (1, 3, 5), strict=True):
+        read = chat.decode(ids[:start], skip_special_tokens=False)
+        assert read == template.render(talk[:n], tools=TOOLS)
 
 
 def test_templates_that_look_for_special_tokens_in_an_answer_are_refused(tokens):

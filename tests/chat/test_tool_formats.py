@@ -6,19 +6,8 @@ from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.chat.plain_text import PlainTextEncoder
 from mlxlm.chat.tool_formats import JSON_FORMAT, ToolFormat
-from tests.chat.tool_templates import TEMPLATES, tokenizer_for
+from tests.chat.tool_templates import CALL, TEMPLATES, TOOLS, tokenizer_for
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Tells the weather.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
-CALL = ToolCall("call_12345678", "get_weather", '{"city":"Köln"}')
 CONVERSATION = [
     Message("user", "Weather?"),
     Message("assistant", "", tool_calls=(CALL,)),

@@ -4,7 +4,20 @@ from functools import cache
 
 import tokenizers
 
+from mlxlm.chat.messages import ToolCall
 from mlxlm.tokenizer import Tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = ToolCall("call_12345678", "get_weather", '{"city":"Köln"}')
 
 _TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -218,6 +218,12 @@ def test_unknown_roles(byte_level, tmp_path, role):
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_tools_need_fine_tuning(byte_level, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0], "tools": [{}]}])
+    with pytest.raises(DataError, match="a.jsonl, line 1 has tools or tool calls.*try: mlxlm finetune"):
+        prepare(DataOptions([path]), byte_level, tmp_path / "out")
+
+
 def test_conversations_need_role_tokens(llama2, tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CONVERSATIONS[0]}])
     with pytest.raises(DataError, match="line 1 is a conversation, but the tokenizer has no <|"):

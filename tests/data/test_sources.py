@@ -63,10 +63,19 @@ def test_json_lines(tmp_path):
     path = write(tmp_path / "a.jsonl", "\n\n".join(map(json.dumps, rows)))
     assert read(path) == [
         (f"{path}, line 1", "one", None),
-        (f"{path}, line 3", "", [("user", "hi"), ("assistant", "")]),
+        (f"{path}, line 3", "", [{**message, "weight": 1} for message in chat]),
         (f"{path}, line 7", "two\n\0", None),
     ]
     assert list(read_texts([path])) == ["one", "hi", "", "two\n\0"]
+
+
+def test_conversations_for_fine_tuning(tmp_path):
+    """As OpenAI's: weights, calls without text, tools. Other fields are kept or ignored."""
+    tools, calls = [{"type": "function"}], [{"function": {"name": "f", "arguments": "{}"}}]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls, "weight": 0, "time": 3}]
+    row = {"messages": chat, "tools": tools, "parallel_tool_calls": False, "id": 1}
+    [document] = read_documents([write(tmp_path / "a.jsonl", json.dumps(row))])
+    assert document.messages == [{**chat[0], "weight": 1}, {**chat[1], "content": ""}] and document.tools == tools
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -100,6 +109,10 @@ def test_stdin_and_progress(tmp_path, text):
     assert total_bytes([path, "-"]) is None
 
 
+def _chat(**fields):
+    return json.dumps({"messages": [{"role": "assistant", "content": "!", **fields}]}).encode()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -124,6 +137,13 @@ def test_stdin_and_progress(tmp_path, text):
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8 text: 0xFF at byte 24"),
         ("a.jsonl", b'{"messages": "hi"}\n', "line 1: 'messages' is not a list"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', "line 1: a message must have 'role' and 'content'"),
+        ("a.jsonl", _chat(content=None), "line 1: 'content' is not text but NoneType"),
+        ("a.jsonl", _chat(weight=0.5), "line 1: 'weight' is 0.5 .try: 0 or 1"),
+        ("a.jsonl", _chat(weight=True), "line 1: 'weight' is True"),
+        ("a.jsonl", _chat(weight=[]), r"line 1: 'weight' is \[\]"),
+        ("a.jsonl", _chat(function_call={}), "line 1: 'function_call' is not supported .try: \"tool_calls\""),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}], "tools": "f"}', "'tools' is not a list"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}], "functions": []}', "'functions' is not supp"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
     ],
 )

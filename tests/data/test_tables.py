@@ -61,7 +61,7 @@ def test_kinds_of_text(tmp_path, kind):
 def test_conversations_and_other_columns(tmp_path):
     for name in ("a.parquet", "a.arrow"):
         path = write(tmp_path / name, {"messages": CHAT, "story": TEXTS[:3], "talk": CHAT})
-        expected = [("", [("user", "hi"), ("assistant", "water")])] * 3
+        expected = [("", [{**message, "weight": 1} for message in CHAT[0]])] * 3
         assert read(path) == read(path, text_column="talk") == expected
         assert [text for text, _ in read(path, text_column="story")] == TEXTS[:3]
     row = {"text": "no", "story": "yes", "talk": CHAT[0]}
@@ -128,6 +128,7 @@ def test_folders_that_are_damaged(tmp_path, name, content, message):
         ({"text": [b"\xff"]}, {}, "row 1: 'text' is not text but bytes"),
         ({"messages": ["hi"]}, {}, "row 1: 'messages' is not a list"),
         ({"messages": [CHAT[0], [{"role": "user", "content": None}]]}, {}, "row 2: 'content' is not text"),
+        ({"messages": CHAT[:1], "tools": ["[]"]}, {}, "column 'tools', which is only read from JSON lines"),
         ({"text": pa.array([], pa.string())}, {}, "has no rows"),
     ],
 )
