@@ -85,6 +85,11 @@ def test_other_decoders_stream_through_a_window(ids):
         assert streamed(tokenizer, [1, *ids], skip) == tokenizer.decode([1, *ids], skip_special_tokens=skip)
 
 
+def test_a_window_holds_a_character_of_four_bytes():
+    stream = WindowDetokenizer(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    assert [stream.add_token(byte) for byte in "é😀!".encode()] == ["", "é", "", "", "", "😀", "!"]
+
+
 def test_the_window_stays_small():
     lengths = []
 

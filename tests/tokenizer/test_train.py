@@ -55,6 +55,13 @@ def test_frequent_words_become_single_tokens(trained):
     assert len(trained.encode(" token", add_special_tokens=False)) == 1
 
 
+def test_a_word_that_occurs_once_gets_no_token_of_its_own():
+    """Of bytes, special tokens, and " water" with its four parts."""
+    tokenizer = train(["water water " * 20 + "zyxwv"], 300, "byte-level", exact=False)
+    assert tokenizer.vocab_size == 256 + 7 + 5
+    assert len(tokenizer.encode("zyxwv", add_special_tokens=False)) == 5
+
+
 def test_digits_are_split(corpus):
     numbers = ["1234567 " * 500]
     sentencepiece = train(numbers, 272, "sentencepiece")
