@@ -73,15 +73,21 @@ class Message:
         Raises:
             TokenizerError: A field has another type.
         """
-        texts = {key: value.get(key) for key in ("tool_call_id", "name", "reasoning_content")}
-        for key, text in texts.items():
-            if text is not None and not isinstance(text, str):
-                raise TokenizerError(f"the {key} of a message is {text!r}"[:100], "a text")
+        for key in ("tool_call_id", "name", "reasoning_content"):
+            if not isinstance(value.get(key), str | None):
+                raise TokenizerError(f"the {key} of a message is {value[key]!r}"[:100], "a text")
         calls = value.get("tool_calls") or []
         if not isinstance(calls, list):
             raise TokenizerError(f"tool_calls is {calls!r}"[:100], f"[{_CALL_HINT}]")
-        parsed = tuple(_parse_call(call) for call in calls)
-        return cls(value["role"], value["content"], tool_calls=parsed, weight=value["weight"], **texts)
+        return cls(
+            value["role"],
+            value["content"],
+            tool_calls=tuple(_parse_call(call) for call in calls),
+            tool_call_id=value.get("tool_call_id"),
+            name=value.get("name"),
+            reasoning_content=value.get("reasoning_content"),
+            weight=value["weight"],
+        )
 
     def map_strings(self, function: Callable[[str], str]) -> Message:
         """Return a copy with `function` applied to each of its strings, also to those inside the arguments of calls."""

@@ -188,8 +188,11 @@ class SFTEncoder:
             behind = at + len(message.content)
             tokens = self._template.special.finditer(text, behind)
             end = next((token for token in tokens if not message.tool_calls or token[0] not in in_calls), None)
-            is_end = end is not None and self._tokenizer.special_tokens[end[0]] in self.eos_token_ids
-            if not is_end or not message.tool_calls and text[behind : end.start()].strip():
+            if (
+                end is None
+                or self._tokenizer.special_tokens[end[0]] not in self.eos_token_ids
+                or (text[behind : end.start()].strip() and not message.tool_calls)
+            ):
                 problem = f"ends message {n + 1} with another token than an answer"
                 raise TokenizerError(f"the chat template {self._template.name} {problem}", "another template")
             yield len(prompt), end.end()

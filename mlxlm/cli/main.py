@@ -107,7 +107,7 @@ def app() -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit with 0 (done), 1 (failed), 2 (wrong usage) or 130 (interrupted)."""
+    """Run the command line and exit with 0 (done), 1 (failed), 2 (wrong usage), or 130 or 143 (interrupted)."""
     _open_standard_descriptors()
     sys.unraisablehook = _reraise_signal
     if sys.stderr is sys.__stderr__ and sys.__stderr__ is not None:

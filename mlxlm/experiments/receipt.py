@@ -1,4 +1,10 @@
-"""Receipts: what a model was trained on and how, so that anyone can train it again and compare the bits."""
+"""Receipts: what a model was trained on and how, so that anyone can train it again and compare.
+
+The same kind of machine gives the same bits. Another BLAS or device adds the terms of a sum in another order, so that
+the losses of a float32 run differ in the last bits, and the differences grow with each update. Between MKL and
+OpenBLAS those of small-world differ by 1e-6 nats up to step 100, and by 5e-5 at step 156. In 10 steps of a smaller
+model bfloat16 made 6e-4, a learning rate 1% higher 5e-3, another seed 0.26.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
@@ -17,7 +23,7 @@ from mlxlm.data import DataOptions
 from mlxlm.data.small_world.corpus import write_small_world
 from mlxlm.families import config_from_hf
 from mlxlm.quantize import quantize
-from mlxlm.report.log_entries import read_log_entries
+from mlxlm.report.log_entries import number, read_log_entries
 from mlxlm.train import Run, start_run
 from mlxlm.train.run_data import Phase, no_phase
 from mlxlm.utils.digests import file_sha256
@@ -28,6 +34,10 @@ FILE_NAME = "receipt.json"
 _CORPUS_FILE = "small-world.jsonl"
 _MAX_BYTES = 1 << 20
 MAX_LOSSES = 200  # of the first steps, which the receipt has one by one
+_EARLY_STEPS = 20
+LOSS_TOLERANCE, LATER_LOSS_TOLERANCE = 1e-3, 0.1  # nats, in the first `_EARLY_STEPS` steps and after them
+BITS_TOLERANCE = 0.25  # of the bits per byte: in thousands of steps rounding may do as much as another seed, which
+# made 12% in a small run of 300 steps
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class Recipe:
         corpus = folder / _CORPUS_FILE
         with phase("writing the corpus", self.num_bytes) as advance:
             write_small_world(corpus, self.num_bytes, self.seed, advance)
-        config = config_from_hf(self.config, FILE_NAME)
-        return start_run(folder / "run", DataOptions([str(corpus)]), config, settings=self.settings, phase=phase)
+        config, settings = config_from_hf(self.config, FILE_NAME), {"dtype": "float32", **self.settings}
+        return start_run(folder / "run", DataOptions([str(corpus)]), config, settings=settings, phase=phase)
 
 
 @dataclass(frozen=True)
@@ -66,12 +76,12 @@ class Comparison:
 
     Attributes:
         name: What was compared.
-        equal: Whether it is the same, to the bit.
+        result: "equal" to the bit, "close" (within the tolerance) or "different".
         detail: One phrase.
     """
 
     name: str
-    equal: bool
+    result: Literal["equal", "close", "different"]
     detail: str
 
 
@@ -105,7 +115,7 @@ class Receipt:
             "weights_sha256": file_sha256(run.path / MODEL_FILE, CheckpointError),
             "quantized_sha256": file_sha256(quantized / MODEL_FILE, CheckpointError),
             "log_sha256": file_sha256(run.log_file, CheckpointError),
-            "bits_per_byte": (read_checkpoint_state(best).get("best") or {}).get("bits_per_byte"),
+            "bits_per_byte": _bits_per_byte(run),
             "seconds": finished.get("seconds"),
             "environment": environment(),
             "versions": {"mlxlm": version("mlxlm"), "commit": commit, "mlx": version("mlx")},
@@ -144,17 +154,21 @@ class Receipt:
             CheckpointError: A file of the run can't be read.
         """
         expected, corpus = self.results, run.path.parent / _CORPUS_FILE
-        digest = file_sha256(corpus, CheckpointError)
-        yield Comparison("corpus", digest == expected["corpus_sha256"], f"{corpus.stat().st_size:,} bytes")
-        yield Comparison("tokenizer and tokens", run.data_digest == expected["data_digest"], "the prepared data")
+        yield _compare_file("corpus", corpus, expected["corpus_sha256"], f"{corpus.stat().st_size:,} bytes")
+        is_equal = run.data_digest == expected["data_digest"]
+        yield Comparison("tokenizer and tokens", "equal" if is_equal else "different", "the prepared data")
         entries = list(read_log_entries(run.log_file))
         yield _compare_losses(_losses(entries), expected["losses"])
         if any(entry["event"] == "finished" for entry in entries):
-            weights = file_sha256(run.path / MODEL_FILE, CheckpointError)
-            yield Comparison("weights", weights == expected["weights_sha256"], f"after {expected['steps']:,} steps")
             quantize(run.path, run.path / "4bit", bits=4)
-            packed = file_sha256(run.path / "4bit" / MODEL_FILE, CheckpointError)
-            yield Comparison("quantized model", packed == expected["quantized_sha256"], "4 bits")
+            bits, there = _bits_per_byte(run), number(expected.get("bits_per_byte"))
+            is_close = abs(bits - there) <= BITS_TOLERANCE * there
+            detail = f"{bits:.4f} bits per byte after {expected['steps']:,} steps, there {there:.4f}"
+            for name, folder, key in (
+                ("weights", run.path, "weights_sha256"),
+                ("quantized model", run.path / "4bit", "quantized_sha256"),
+            ):
+                yield _compare_file(name, folder / MODEL_FILE, expected[key], detail, is_close)
 
     def to_dict(self) -> dict[str, Any]:
         """The receipt as JSON values."""
@@ -177,11 +191,23 @@ def _losses(entries: Iterable[Mapping[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in entries if entry["event"] == "step"][:MAX_LOSSES]
 
 
+def _bits_per_byte(run: Run) -> float:
+    best = best_checkpoint(run.path)
+    return number(((read_checkpoint_state(best) if best else {}).get("best") or {}).get("bits_per_byte"))
+
+
+def _compare_file(name: str, path: Path, digest: str, detail: str, is_close: bool = False) -> Comparison:
+    is_equal = file_sha256(path, CheckpointError) == digest
+    return Comparison(name, "equal" if is_equal else "close" if is_close else "different", detail)
+
+
 def _compare_losses(losses: list[float], expected: list[float]) -> Comparison:
-    pairs = list(zip(losses, expected, strict=False))
-    differences = [abs(loss - other) for loss, other in pairs]
-    first = next((i for i, difference in enumerate(differences, 1) if difference), None)
+    differences = [abs(loss - other) for loss, other in zip(losses, expected, strict=False)]
+    first = next((step for step, difference in enumerate(differences, 1) if difference), None)
     if first is None:
-        return Comparison("losses", bool(pairs), f"of the first {len(pairs)} steps")
-    detail = f"from step {first} of {len(pairs)}, by at most {max(differences):.2g} nats"
-    return Comparison("losses", False, detail)
+        return Comparison("losses", "equal" if differences else "different", f"of the first {len(differences)} steps")
+    early, later = differences[:_EARLY_STEPS], differences[_EARLY_STEPS:]
+    is_close = all(x <= LOSS_TOLERANCE for x in early) and all(x <= LATER_LOSS_TOLERANCE for x in later)
+    allowed = f"{LOSS_TOLERANCE} up to step {_EARLY_STEPS}, {LATER_LOSS_TOLERANCE} after it"
+    detail = f"from step {first} of {len(differences)}, by at most {max(differences):.2g} nats (allowed: {allowed})"
+    return Comparison("losses", "close" if is_close else "different", detail)

@@ -63,8 +63,9 @@ def train(
         now: Clock, in seconds.
 
     Raises:
-        TrainingError: A loss is not finite or has risen by `settings.spike_threshold`: the message names the last good
-            checkpoint, and the failed step is not saved. Or another rank is lost: the state is saved first.
+        TrainingError: A loss is not finite or has risen (see `SpikeDetector`), or the run ends worse than a uniform
+            distribution: the message names the last good checkpoint, and the failed step is not saved. Or another rank
+            is lost: the state is saved first.
         DataError: The data can't be used, or has changed.
         CheckpointError: The run can't be used, or the disk can't be written.
         PlatformError: The library of a tracker is not installed.

@@ -44,7 +44,7 @@ from mlxlm.train.run_data import (
 )
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import check_not_exists, working_folder
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's 16-bit products on a CPU are many times slower
@@ -245,8 +245,14 @@ def finalize_settings(
     """Return the settings of the run, and a forecast if the run is long enough to benchmark it first.
 
     `values` have the steps, unless the budget has minutes; `num_rows` are the rows of an epoch.
+
+    Raises:
+        DataError: There is no answer to validate on.
     """
     settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
+    if settings.mask_prompt and not (validation_data.bytes and validation_data.num_targets()):
+        hint = "more conversations, or --validation FILE"
+        raise DataError("the conversations that are held out for validation have no answers, or empty ones", hint)
     validation_tokens, benchmark = validation_data.manifest.validation.tokens, None
     if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
         with phase(BENCHMARK_LABEL, None):

@@ -220,13 +220,14 @@ class Trainer:
             result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
         if not math.isfinite(result.loss):
             raise self.divergence_error(f"the validation loss is {result.loss}")
-        is_best = self.best is None or result.loss < self.best["loss"]
+        best = self.best or {"loss": math.inf}
+        is_best = result.loss < best["loss"]
         if is_best:
-            self.best = {"step": self.finished, "loss": result.loss, "bits_per_byte": result.bits_per_byte}
+            best = self.best = {"step": self.finished, "loss": result.loss, "bits_per_byte": result.bits_per_byte}
         # A run too short for the spike detector
-        best, limit = self.best["loss"], self.uniform_loss + settings.spike_threshold
-        if self.finished == self.deadline.steps and settings.spike_threshold and best > limit:
-            problem = f"the best validation loss is {best:.2f}, that of a uniform distribution {self.uniform_loss:.2f}"
+        uniform, threshold = self.uniform_loss, settings.spike_threshold
+        if self.finished == self.deadline.steps and threshold and best["loss"] > uniform + threshold:
+            problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
             raise self.divergence_error(problem)
         tokens = self.finished * settings.tokens_per_step
         return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best)
