@@ -27,13 +27,6 @@ _MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32
 _BOUNDS = f" from {_MIN} to {_MAX}"
 
 
-def required_fields(rope_type: str) -> list[str]:
-    """Fields of a `rope_type` without a default."""
-    # longrope's default factor is the ratio of the two lengths.
-    optional = (*_OPTIONAL, "factor") if rope_type == "longrope" else _OPTIONAL
-    return [name for name in SCALINGS[rope_type] if name not in optional]
-
-
 def validate_rope(c: ModelConfig) -> Iterator[str]:
     """Yield a message for each problem of the rotary position fields of a configuration."""
     dims = c.rotary_dims
@@ -43,10 +36,11 @@ def validate_rope(c: ModelConfig) -> Iterator[str]:
         product = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
         yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
     if c.rope_scaling is not None:
-        yield from _validate_scaling(c, c.rope_scaling, dims)
+        yield from validate_scaling(c.rope_scaling, dims, c.rope_theta)
 
 
-def _validate_scaling(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
+def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:
+    """Yield a message for each problem of a scaling. See `scaled_wavelengths` for the arguments."""
     rope_type = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
     if not isinstance(rope_type, str) or rope_type not in SCALINGS:
         types = ", ".join(SCALINGS)
@@ -58,7 +52,8 @@ def _validate_scaling(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
             if not isinstance(value, list) or len(value) != dims // 2 or not all(map(_is_factor, value)):
                 yield f"rope_scaling: {name} must be a list of {dims // 2} positive numbers{_BOUNDS}"
             continue
-        optional = name not in required_fields(rope_type)
+        # longrope's default factor is the ratio of the two lengths.
+        optional = name in _OPTIONAL or (name == "factor" and rope_type == "longrope")
         if name != "truncate" and not _is_factor(value) and not (value is None and optional):
             bounds = _BOUNDS if is_positive(value) else ""
             yield f"rope_scaling: {name} is {short_repr(value)}, {rope_type} needs a positive number{bounds}"
@@ -67,8 +62,8 @@ def _validate_scaling(c: ModelConfig, scaling: Any, dims: int) -> Iterator[str]:
         yield f"rope_scaling: low_freq_factor {low} must be less than high_freq_factor {high}"
     if rope_type == "dynamic" and dims == 2:
         yield "rope_scaling: dynamic needs more than 2 rotary dimensions"
-    if rope_type == "yarn" and c.rope_theta <= 1:
-        yield f"rope_theta is {c.rope_theta}, yarn needs more than 1 (10000)"
+    if rope_type == "yarn" and base <= 1:
+        yield f"rope_theta is {base}, yarn needs more than 1 (10000)"
     original = scaling.get("original_max_position_embeddings")
     if rope_type == "longrope" and is_positive(original) and original <= 1:
         yield f"rope_scaling: original_max_position_embeddings is {original}, longrope needs more than 1"

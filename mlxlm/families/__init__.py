@@ -15,6 +15,7 @@ from mlxlm.families.export import compatibility_warning, config_to_hf, resolve_m
 from mlxlm.families.load import load_config, load_preset, preset_names
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES
+from mlxlm.families.rope import rope_parameters
 from mlxlm.families.weight_mapping import WeightMapping, is_mlx_layout, normalize_tensor_name, weight_mappings
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "normalize_tensor_name",
     "preset_names",
     "resolve_model_type",
+    "rope_parameters",
     "unrepresentable_fields",
     "unsupported_feature",
     "weight_mappings",

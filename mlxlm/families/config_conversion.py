@@ -119,9 +119,9 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
     result |= family.fixed_values
     if result.get("positions", "rope") == "rope":
         try:
-            result |= read_rope(values)
-        except TypeError as error:
-            raise ConfigError(f"{source}: {error}", '{"rope_type": "default"}') from None
+            result |= read_rope(values, family)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error.message}", error.hint) from None
     missing = [(family.hf_names(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")

@@ -1,6 +1,7 @@
-"""Rotary positions in `config.json`.
+"""RoPE settings in `config.json`.
 
 transformers 5 has `rope_parameters`; earlier versions have `rope_theta`, `rope_scaling` and `partial_rotary_factor`.
+Files that were edited or written by other tools mix them.
 """
 
 from __future__ import annotations
@@ -9,72 +10,143 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.numbers import is_positive
 from mlxlm.config.rope_scaling import SCALINGS
 from mlxlm.families.family import Family, HFConfig
+from mlxlm.utils.errors import ConfigError, short_repr
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
+_SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
+# transformers' defaults where mlx_lm's models have others. The usual ones are 10000 and 1.
+_DEFAULTS: dict[Any, dict[str, float]] = {
+    **dict.fromkeys(("cohere2", "exaone_moe", "falcon_h1", "glm4_moe_lite", "minicpm3"), {_THETA: 1e4}),
+    **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
+    **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
+    **dict.fromkeys(("glm", "phi"), {_PARTIAL: 0.5}),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {_THETA: 1e4, _PARTIAL: 0.25}),
+    "phimoe": {_THETA: 1e6},
+    "smollm3": {_THETA: 2e6},
+}
+_SCALED_BY_DEFAULT = ("apertus", "gpt_oss", "ministral3", "mistral4")
+# Models whose layer types have their own settings: the field of each base in older files, and its default.
+_LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
+    **dict.fromkeys(("gemma3_text", "gemma3n_text"), {FULL: (_THETA, 1e6), SLIDING: ("rope_local_base_freq", 1e4)}),
+    "olmo3": {FULL: (_THETA, 5e5), SLIDING: ("", 5e5)},
+}
+
+
+def rope_parameters(values: HFConfig, model_type: Any) -> dict[str, Any]:
+    """Read the RoPE settings of a configuration as transformers 5 does.
+
+    `rope_scaling` replaces `rope_parameters`; the base and the partial factor may be outside of either.
+
+    Args:
+        values: The parsed `config.json`, or its `text_config`.
+        model_type: Its `model_type`.
+
+    Returns:
+        `rope_parameters` with `rope_type`, the fields of this type, and what the configuration or the architecture has
+        for `rope_theta` and `partial_rotary_factor`. If layer types have their own settings, such an object for each.
+
+    Raises:
+        ConfigError: A setting can't be read, or two settings contradict each other.
+    """
+    new, old = _read_object(values, "rope_parameters"), _read_object(values, "rope_scaling")
+    nested = {name: _read_object(new, name) for name, value in new.items() if isinstance(value, Mapping)}
+    if not new and not old and model_type in _SCALED_BY_DEFAULT:
+        raise ConfigError(f"missing rope_parameters, which have a scaling by default in {model_type} models")
+    if bases := _LAYER_TYPE_BASES.get(model_type):
+        if (new and not nested) or ("type" in old and "rope_type" not in old):  # transformers ignores these
+            raise ConfigError(f"{'rope_parameters' if new else 'rope_scaling'} has no rope_type for full_attention")
+        nested = {SLIDING: {}, FULL: {}, **nested}
+        nested[FULL] |= old
+        for layer_type, (name, default) in bases.items():
+            theta = values.get(name)
+            nested[layer_type].setdefault(_THETA, default if theta is None else theta)
+    elif nested and old:
+        raise ConfigError("rope_scaling contradicts rope_parameters, which has settings for each layer type")
+    older_names = {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"} if model_type == "gpt_neox" else {}
+    outside = {name: values.get(older_names.get(name, name)) for name in (_THETA, _PARTIAL)}
+    outside = {**_DEFAULTS.get(model_type, {}), **_without_null(outside)}
+    if nested:
+        truncate = new.get("truncate")  # transformers reads it here only
+        return {key: _complete({**outside, **rope, "truncate": truncate}, values) for key, rope in nested.items()}
+    rope = {**outside, **(old or new)}
+    for name in (_THETA, _PARTIAL):
+        if name in new and new[name] != rope.get(name, 10_000 if name == _THETA else 1):
+            message = f"rope_scaling replaces rope_parameters, whose {name} {new[name]!r} would be lost"
+            raise ConfigError(message, "all settings in rope_parameters")
+    rope[_ORIGINAL_LENGTH] = values.get(_ORIGINAL_LENGTH) or rope.get(_ORIGINAL_LENGTH)  # as in Phi-3
+    rope = _complete(rope, values)
+    return rope | {"rope_type": "longrope"} if model_type == "phi3" and rope["rope_type"] == "yarn" else rope
+
+
+def _read_object(values: HFConfig, name: str) -> dict[str, Any]:
+    """A field that is an object, without what is null in it; missing and null mean an empty one."""
+    value = values.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{name} is {short_repr(value)}, it must be an object", '{"rope_type": "default"}')
+    return _without_null(value or {})
+
+
+def _without_null(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def _complete(rope: Mapping[str, Any], values: HFConfig) -> dict[str, Any]:
+    """Add `rope_type` and the length that it extends, and check the fields of all types."""
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str):
+        raise ConfigError(f"rope_type is {short_repr(rope_type)}, it must be a string", "default")
+    for name in (_THETA, _PARTIAL):
+        if name in rope and not is_positive(rope[name]):
+            raise ConfigError(f"{name} is {short_repr(rope[name])}, it must be a positive number")
+    rope = {**rope, "rope_type": _SYNONYMS.get(rope_type, rope_type)}
+    if _ORIGINAL_LENGTH in SCALINGS.get(rope["rope_type"], ()):
+        rope[_ORIGINAL_LENGTH] = rope.get(_ORIGINAL_LENGTH) or values.get("max_position_embeddings")
+    rope.pop("type", None)
+    return _without_null(rope)
 
 
 def unsupported_rope(values: HFConfig, family: Family) -> str | None:
     """Describe what a configuration asks of rotary positions that the decoder doesn't implement, or return None."""
-    rope = _rope_parameters(values)
-    if not isinstance(rope, Mapping):
-        return None  # malformed: `read_rope` reports it
-    if any(isinstance(value, Mapping) for value in rope.values()):
+    try:
+        rope = rope_parameters(values, family.model_type)
+    except ConfigError:
+        return None  # `read_rope` reports it
+    if "rope_type" not in rope:
         return "rope_parameters for each layer type"
-    rope_type = _rope_type(values, rope)
-    if rope_type != "default" and rope_type not in SCALINGS:
-        return f"rope_type {rope_type!r}"
-    factor = rope.get("partial_rotary_factor")
-    if not family.hf_names("partial_rotary_factor") and factor not in (None, 1):
-        return f"partial_rotary_factor {factor!r} in a {family.model_type} model"
+    if rope["rope_type"] != "default" and rope["rope_type"] not in SCALINGS:
+        return f"rope_type {rope['rope_type']!r}"
+    factor = rope.get(_PARTIAL)
+    if not family.hf_names(_PARTIAL) and factor not in (None, 1):
+        return f"{_PARTIAL} {factor!r} in a {family.model_type} model"
     return "rope_traditional" if values.get("rope_traditional") else None
 
 
-def read_rope(values: HFConfig) -> dict[str, Any]:
+def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
     """ModelConfig's `rope_theta`, `rope_scaling` and `partial_rotary_factor`, if the configuration has them.
 
     Raises:
-        TypeError: `rope_parameters` or `rope_scaling` is not an object.
+        ConfigError: As `rope_parameters`.
     """
-    rope = _rope_parameters(values)
-    if not isinstance(rope, Mapping):
-        raise TypeError(f"rope_parameters is {rope!r}, it must be an object")
-    result = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
-    rope_type = _rope_type(values, rope)
-    if rope_type == "default":
+    rope = rope_parameters(values, family.model_type)
+    result = {name: rope[name] for name in (_THETA, _PARTIAL) if name in rope}
+    if rope["rope_type"] == "default":
         return result
-    scaling = {field: rope[field] for field in SCALINGS[rope_type] if rope.get(field) is not None}
-    if _ORIGINAL_LENGTH in SCALINGS[rope_type]:
-        # Phi-3 has it outside rope_scaling, and that value has precedence.
-        original = values.get(_ORIGINAL_LENGTH) or scaling.get(_ORIGINAL_LENGTH)
-        original = original or values.get("max_position_embeddings")
-        scaling |= {} if original is None else {_ORIGINAL_LENGTH: original}
-    return result | {"rope_scaling": {"rope_type": rope_type, **scaling}}
+    scaling = {name: rope[name] for name in ("rope_type", *SCALINGS[rope["rope_type"]]) if name in rope}
+    return {**result, "rope_scaling": scaling}
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_rope`, in both the old and the new form."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
-    parameters = {**scaling, "rope_theta": config.rope_theta}
+    parameters = {**scaling, _THETA: config.rope_theta}
     if config.partial_rotary_factor != 1:
-        parameters["partial_rotary_factor"] = config.partial_rotary_factor
+        parameters[_PARTIAL] = config.partial_rotary_factor
     if config.rope_scaling is None:
         return {"rope_parameters": parameters}
     # Older readers look for "type".
     return {"rope_parameters": parameters, "rope_scaling": {**scaling, "type": scaling["rope_type"]}}
-
-
-def _rope_parameters(values: HFConfig) -> Any:
-    """Both forms merged; the older field has precedence, as in transformers."""
-    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
-    if not isinstance(new, Mapping) or not isinstance(old, Mapping):
-        return old if isinstance(new, Mapping) else new
-    return {**new, **old}
-
-
-def _rope_type(values: HFConfig, rope: Mapping[str, Any]) -> str:
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type == "su" or (rope_type == "yarn" and values.get("model_type") == "phi3"):
-        return "longrope"  # its names in Phi-3's first files
-    return rope_type if isinstance(rope_type, str) else repr(rope_type)

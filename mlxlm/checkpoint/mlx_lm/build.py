@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import nn
-from mlxlm.checkpoint.mlx_lm.config import MODEL_SPECIFIC_ROPE, needs_multimodal_model, to_mlx_lm_config
-from mlxlm.checkpoint.mlx_lm.rope import install_rope
+from mlxlm.checkpoint.mlx_lm.config import needs_multimodal_model, to_mlx_lm_config
+from mlxlm.checkpoint.mlx_lm.rope import MODEL_SPECIFIC_ROPE, install_rope, with_rope_parameters
 from mlxlm.checkpoint.mlx_lm.unread_fields import check_unread_fields, supported_length
 from mlxlm.checkpoint.mlx_lm.weights import patched_model_class
 from mlxlm.config import quantization
@@ -57,6 +57,7 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if plan is not None and (problems := [*quantization.validate_quantization(plan)]):
         raise CheckpointError("; ".join(problems))
     model_class, args_class = _classes(name)
+    values = with_rope_parameters(values)
     with _config_errors(name):
         config = to_mlx_lm_config(values)
     _check_counts(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm.rope import is_known, rope_parameters, unsupported_rope_type
+from mlxlm.checkpoint.mlx_lm.rope import MODEL_SPECIFIC_ROPE, is_known, layer_rope, unsupported_rope_type
 from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.utils.errors import CheckpointError
@@ -27,12 +27,10 @@ _ROPE_NAMES = {
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
 _MLX_LM_ROPE_TYPES = ("proportional", "telechat3-yarn")  # rope_types that only some of mlx_lm's models implement
-# Models of mlx_lm that read other fields for the rotary embedding of each layer.
-MODEL_SPECIFIC_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
 
 
 def to_mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the names that mlx_lm's model of this `model_type` reads.
+    """Return a configuration of `with_rope_parameters` with the names that mlx_lm's model of this `model_type` reads.
 
     Raises:
         CheckpointError: mlx_lm's names can't express a field.
@@ -78,17 +76,15 @@ def _rope_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     `install_rope` does the scaling; only models that also use it in the scale of attention (multi-head latent
     attention) get `rope_scaling`.
     """
-    rope = rope_parameters(values)
+    rope, sliding = layer_rope(values), layer_rope(values, SLIDING)
     rope_type = rope["rope_type"]
     if not is_known(rope_type) and rope_type not in _MLX_LM_ROPE_TYPES:
-        raise unsupported_rope_type(values, rope_type)
+        raise unsupported_rope_type(rope_type)
     fields = {name: rope[key] for key, names in _ROPE_NAMES.items() if key in rope for name in names}
     scales_attention = rope_type == "yarn" and "qk_rope_head_dim" in values
     needs_scaling = scales_attention or rope.get("alpha") or not is_known(rope_type)
     fields["rope_scaling"] = {**rope, "type": rope_type} if needs_scaling else None
-    if isinstance(local := (values.get("rope_parameters") or {}).get(SLIDING), Mapping) and "rope_theta" in local:
-        fields["rope_local_base_freq"] = local["rope_theta"]
-    return fields
+    return fields | ({"rope_local_base_freq": sliding["rope_theta"]} if "rope_theta" in sliding else {})
 
 
 def _pattern(values: Mapping[str, Any]) -> dict[str, Any]:

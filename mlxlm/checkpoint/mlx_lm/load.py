@@ -14,7 +14,7 @@ from mlxlm.checkpoint.mlx_lm.build import build_model
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.numbers import is_count
 from mlxlm.families import get_quantization_config
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, ConfigError
 
 _NO_LIMIT = 2**31 - 1
 _CONTEXT_FIELDS = (
@@ -79,7 +79,7 @@ def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int
         raise CheckpointError(message, "load and save_pretrained() the model with transformers")
     try:
         return build_model(checkpoint.hf_config)
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from error.__cause__
 
 

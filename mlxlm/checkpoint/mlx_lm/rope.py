@@ -12,69 +12,43 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.numbers import is_positive
 from mlxlm.config.rope_scaling import (
     SCALINGS,
     attention_factor,
-    required_fields,
     scaled_wavelengths,
     unscaled_wavelengths,
+    validate_scaling,
 )
+from mlxlm.families import rope_parameters
 from mlxlm.utils.errors import CheckpointError
 
 _PARTIAL = "partial_rotary_factor"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,9})\.")
-_SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
-# Models whose sliding layers have no scaling, and the field of their base.
-_SLIDING_BASE = {
-    "gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq", "olmo3": "rope_theta",
-}  # fmt: skip
-
-_TYPES = {
-    **{name: (int, float) for names in SCALINGS.values() for name in names},
-    **dict.fromkeys(("rope_theta", _PARTIAL, "alpha", "short_mscale", "long_mscale"), (int, float)),
-    **dict.fromkeys(("short_factor", "long_factor"), (list,)),
-    "truncate": (bool,),
-    "rope_type": (str,),
-}
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", _PARTIAL, "rope_local_base_freq")
+# Models of mlx_lm that read other fields for the rotary embedding of each layer.
+MODEL_SPECIFIC_ROPE = ("deepseek_v41", "gear", "mimo_v2_flash", "muse_glimmer", "plamo3", "step3p5", "talkie")
 
 
-def rope_parameters(values: Mapping[str, Any], attention_type: str = FULL) -> dict[str, Any]:
-    """Return the rotary embedding of the layers of one attention type, with transformers 5's names.
-
-    Read from `rope_parameters` or from the older fields: `rope_theta`, `rope_type`, `partial_rotary_factor` and the
-    fields of the type.
+def with_rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with all RoPE settings in `rope_parameters`, see `mlxlm.families.rope_parameters`.
 
     Raises:
-        CheckpointError: The object can't be read.
+        ConfigError: The settings can't be read.
     """
-    field = _field(values)
-    parameters = values.get(field) or {}
-    if not isinstance(parameters, Mapping):
-        raise CheckpointError(f"{field} is {parameters!r}, it must be an object")
-    rope = dict(parameters)
-    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        rope = dict(rope.get(attention_type) or {}) if attention_type in nested else {}
-        rope.pop("truncate", None)  # transformers ignores it here
-    elif attention_type == SLIDING and values.get("model_type") in _SLIDING_BASE:  # before transformers 5
-        theta = values.get(_SLIDING_BASE[values["model_type"]])
-        return {"rope_type": "default"} if theta is None else {"rope_type": "default", "rope_theta": theta}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    rope["rope_type"] = _SYNONYMS.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    for name, older in (("rope_theta", ("rope_theta", "rotary_emb_base")), (_PARTIAL, (_PARTIAL, "rotary_pct"))):
-        if rope.get(name) is None:
-            rope[name] = next((values[key] for key in older if values.get(key) is not None), None)
-    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
-        name = "original_max_position_embeddings"  # the outer field has priority
-        rope[name] = values.get(name) or rope.get(name) or values.get("max_position_embeddings")
-    for name in rope.keys() & _TYPES.keys():
-        if rope[name] is not None and type(rope[name]) not in _TYPES[name]:
-            raise CheckpointError(f"{field}: {name} is {rope[name]!r}, which can't be read")
-    return {name: value for name, value in rope.items() if value is not None}
+    if isinstance(values.get("text_config"), Mapping):
+        return {**values, "text_config": with_rope_parameters(values["text_config"])}
+    if values.get("model_type") in MODEL_SPECIFIC_ROPE:
+        return dict(values)
+    rope = rope_parameters(values, values.get("model_type"))
+    values = {name: value for name, value in values.items() if name not in _ROPE_FIELDS}
+    return values if rope == {"rope_type": "default"} else {**values, "rope_parameters": rope}
 
 
-def _field(values: Mapping[str, Any]) -> str:
-    """Name of the field in use; in transformers the older one has priority."""
-    return "rope_scaling" if values.get("rope_scaling") or not values.get("rope_parameters") else "rope_parameters"
+def layer_rope(values: Mapping[str, Any], layer_type: str = FULL) -> dict[str, Any]:
+    """Return the settings of one layer type in a configuration of `with_rope_parameters`."""
+    rope = values.get("rope_parameters") or {}
+    return rope if "rope_type" in rope else rope.get(layer_type) or {"rope_type": "default"}
 
 
 class FixedRope(nn.Module):
@@ -99,7 +73,7 @@ def install_rope(model: nn.Module, values: Mapping[str, Any], reads_partial_fact
 
     Args:
         model: The model, changed in place.
-        values: config.json.
+        values: The configuration of `with_rope_parameters`.
         reads_partial_factor: Whether the architecture reads `partial_rotary_factor`.
 
     Raises:
@@ -107,26 +81,20 @@ def install_rope(model: nn.Module, values: Mapping[str, Any], reads_partial_fact
     """
     if isinstance(values.get("text_config"), Mapping):
         values = values["text_config"]
-    if (
-        not values.get("rope_parameters")
-        and not reads_partial_factor
-        and rope_parameters(values)["rope_type"] == "default"
-    ):
-        return  # mlx_lm's model reads the only field, rope_theta
     modules = dict(model.named_modules())
     paths = {path: _LAYER.search(path) for path, module in modules.items() if _is_rope(module)}
     layers = {path: int(match[1]) for path, match in paths.items() if match}
-    if not layers and (rope_type := rope_parameters(values)["rope_type"]) != "default":
-        raise unsupported_rope_type(values, rope_type)
+    if not layers and (rope_type := layer_rope(values)["rope_type"]) != "default":
+        raise unsupported_rope_type(rope_type)
     for path, layer in layers.items():
-        rope = rope_parameters(values, layer_type(values, layer))
+        rope = layer_rope(values, _layer_type(values, layer))
         if not reads_partial_factor and rope.get(_PARTIAL) not in (None, 1):
             raise CheckpointError(f"{_PARTIAL} is {rope[_PARTIAL]!r}, mlx_lm's model rotates whole heads")
         parent, _, name = path.rpartition(".")
         setattr(modules[parent], name, _layer_rope(modules[path], rope, values))
 
 
-def layer_type(values: Mapping[str, Any], layer: int) -> str:
+def _layer_type(values: Mapping[str, Any], layer: int) -> str:
     """Attention type of a layer: `FULL` unless the configuration or its architecture says otherwise."""
     types = values.get("layer_types")
     if isinstance(types, list):
@@ -140,7 +108,7 @@ def original_context(values: Mapping[str, Any]) -> int | None:
 
     "longrope" uses other wavelengths, for all positions, for texts longer than the original context.
     """
-    rope = rope_parameters(values)
+    rope = layer_rope(values)
     if rope["rope_type"] != "longrope" or rope.get("short_factor") == rope.get("long_factor"):
         return None
     return rope.get("original_max_position_embeddings")
@@ -155,28 +123,38 @@ def _is_rope(module: nn.Module) -> bool:
     return isinstance(module, nn.RoPE) or hasattr(module, "_freqs")
 
 
-def unsupported_rope_type(values: Mapping[str, Any], rope_type: Any) -> CheckpointError:
+def unsupported_rope_type(rope_type: Any) -> CheckpointError:
     """The error for a rope_type that neither we nor mlx_lm's model computes."""
-    return CheckpointError(f"{_field(values)} has rope_type {rope_type!r}, which mlx_lm's model doesn't implement")
+    return CheckpointError(f"rope_type is {rope_type!r}, which mlx_lm's model doesn't implement")
 
 
 def _layer_rope(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str, Any]) -> nn.Module:
     """The rotary embedding that a layer needs in place of `module`; `module` itself if it is right."""
     rope_type, context = rope["rope_type"], values.get("max_position_embeddings") or 0
-    dims = module.dims if isinstance(module, nn.RoPE) else 2 * module._freqs.size
-    if (factor := rope.get(_PARTIAL)) is not None and is_known(rope_type):
-        dims = int(_head_dim(values) * factor)
-    traditional = getattr(module, "traditional", False)
-    base = rope.get("rope_theta", getattr(module, "base", None))
-    if not is_known(rope_type) and not isinstance(module, nn.RoPE):
+    if not is_known(rope_type):
+        if isinstance(module, nn.RoPE):
+            raise unsupported_rope_type(rope_type)
         return module  # mlx_lm's own class, such as Gemma 4's "proportional"
-    if rope_type == "dynamic" and isinstance(module, nn.RoPE) and not rope.get("alpha") and "factor" in rope:
-        from mlx_lm.models.rope_utils import initialize_rope
+    dims = module.dims if isinstance(module, nn.RoPE) else 2 * module._freqs.size
+    if _PARTIAL in rope:
+        dims = int(_head_dim(values) * rope[_PARTIAL])
+    traditional, base = getattr(module, "traditional", False), rope.get("rope_theta", getattr(module, "base", None))
+    if base is None:
+        raise CheckpointError("config.json lacks rope_theta")
+    problems = [] if rope_type == "default" else [*validate_scaling(rope, dims, base)]
+    wrong = [name for name in ("alpha", "short_mscale") if not is_positive(rope.get(name, 1))]
+    if problems := [*problems, *(f"{name} is {rope[name]!r}, it must be a positive number" for name in wrong)]:
+        raise CheckpointError("; ".join(problems))
+    if rope_type == "dynamic":
+        if "alpha" in rope:  # HunYuan: only alpha counts, not the length of the text
+            base *= rope["alpha"] ** (dims / (dims - 2))
+        elif isinstance(module, nn.RoPE):
+            from mlx_lm.models.rope_utils import initialize_rope
 
-        return initialize_rope(dims, base, traditional, {**rope, "type": rope_type}, context)
-    wavelengths = None if base is None else _wavelengths(rope, base, dims)
-    if wavelengths is None:
-        raise unsupported_rope_type(values, rope_type)
+            return initialize_rope(dims, base, traditional, {**rope, "type": rope_type}, context)
+        else:
+            raise unsupported_rope_type(rope_type)
+    wavelengths = scaled_wavelengths(base, dims, rope) or unscaled_wavelengths(base, dims)
     scale = rope.get("short_mscale", attention_factor(rope, context))
     if not hasattr(module, "_freqs"):
         same = rope_type == "default" and module.dims == dims and module.base == base
@@ -186,20 +164,6 @@ def _layer_rope(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str,
         if hasattr(module, name):
             setattr(module, name, scale)
     return module
-
-
-def _wavelengths(rope: Mapping[str, Any], base: float, dims: int) -> list[float] | None:
-    """Wavelength of each pair of dimensions, divided by 2π; None for unknown types and missing fields."""
-    rope_type = rope["rope_type"]
-    if rope_type == "dynamic" and rope.get("alpha"):  # HunYuan: only alpha counts, not the length of the text
-        base, rope_type = base * rope["alpha"] ** (dims / (dims - 2)), "default"
-    if rope_type == "default":
-        return unscaled_wavelengths(base, dims)
-    if rope_type not in SCALINGS or rope_type == "dynamic":
-        return None
-    if any(name not in rope for name in required_fields(rope_type)):
-        return None
-    return scaled_wavelengths(base, dims, rope)
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:

@@ -31,7 +31,7 @@ def test_cohere_logits_are_those_of_mlx_lm(tmp_path):
     values = {
         "model_type": "cohere", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 50, "max_position_embeddings": 77,
-        "eos_token_id": [3, 4],
+        "eos_token_id": [3, 4], "rope_theta": 8e6,
     }  # fmt: skip
     original = cohere.Model(cohere.ModelArgs.from_dict(values))
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -62,8 +62,8 @@ def test_cohere_logits_are_those_of_mlx_lm(tmp_path):
         ({"num_hidden_layers": "2"}, "can't be built from this config.json: .*'str'"),
         ({"rope_parameters": 7}, "rope_parameters is 7, it must be an object"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "has rope_type 'spiral'"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "has rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type is 'spiral'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0}}, "factor is None, linear needs"),
         ({"quantization": "4 bits"}, "quantization is '4 bits', it must be an object"),
         ({"quantization": {"bits": 4}}, "quantization lacks group_size"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is a GPTQ checkpoint.*try: its unquantized"),
