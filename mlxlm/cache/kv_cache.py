@@ -34,7 +34,7 @@ class KVCache:
         value_bits: The same for values.
 
     Attributes:
-        expected_length: The final length of the text, None if unknown. "longrope" positions depend on it.
+        long_factors: Whether "longrope" positions are those of a long text. None: as each forward pass is long.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVCache:
     ) -> None:
         self.rotation, self.window = rotation, window
         self.key_bits, self.value_bits = key_bits, value_bits
-        self.expected_length: int | None = None
+        self.long_factors: bool | None = None
         self._buffers: list[KVBuffer] = []  # of keys and of values; none before the first token
         self._starts: list[int] = []  # index of each row's first token
         self._dropped: list[int] = []  # number of tokens that each row has dropped
@@ -313,7 +313,7 @@ class KVCache:
     def can_replace_rows(self, other: KVCache) -> bool:
         """Whether `replace_rows` can take the rows of `other`: they are no longer than this cache, and not limited."""
         fits = bool(self._buffers) and bool(other._buffers) and other.size() <= self._end
-        return fits and self.rotation is None and self._pads is None and self.expected_length == other.expected_length
+        return fits and self.rotation is None and self._pads is None and self.long_factors == other.long_factors
 
     def replace_rows(self, rows: Sequence[int], other: KVCache) -> None:
         """Replace `rows` by all rows of a cache with the same settings, without copying the others."""
@@ -352,7 +352,7 @@ class KVCache:
         Until the result is evaluated and freed, the next update of this cache copies its buffers.
         """
         row = self._empty_like()
-        row.expected_length = self.expected_length
+        row.long_factors = self.long_factors
         if not self._starts:
             return row
         start, end = self._starts[index], self._end
@@ -382,7 +382,7 @@ class KVCache:
     def state(self, value: tuple[mx.array, ...]) -> None:
         """Replace the contents with keys and values of texts that have dropped nothing and have no padding."""
         empty = self._empty_like()
-        empty.expected_length = self.expected_length
+        empty.long_factors = self.long_factors
         self.__dict__ = empty.__dict__
         if not value:
             return

@@ -91,7 +91,7 @@ class PrefixCache:
     def restore(self, ids: Sequence[int], n: int, group: Hashable = None) -> list[Any]:
         """Make caches that hold the first `n` tokens of `ids`, with room for the others.
 
-        Whatever is written to them, nothing changes here. `KVCache.expected_length` is left to the caller.
+        Whatever is written to them, nothing changes here. `KVCache.long_factors` is left to the caller.
 
         Args:
             ids: A text.

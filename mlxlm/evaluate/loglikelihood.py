@@ -60,7 +60,7 @@ class LoglikelihoodScorer:
         return [score for batch in batches for score in self._score_batch(batch)]
 
     def _prefill(self, prefix: list[int], room: int) -> None:
-        cached = self._context.trim_to_prefix([*prefix, 0], room)
+        cached = self._context.trim_to_prefix([*prefix, 0], len(prefix) + room)
         self._context.read(prefix[cached:])
 
     def _score_row(self, prefix: list[int], row: list[int]) -> Loglikelihood:

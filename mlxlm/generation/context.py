@@ -123,20 +123,24 @@ class Context:
             return self.model(token[None], cache=self.caches)[:, -1]
         return self._step(token[None], self.caches)
 
-    def trim_to_prefix(self, prompt: Sequence[int], max_tokens: int) -> int:
+    def trim_to_prefix(self, prompt: Sequence[int], length: int | None = None) -> int:
         """Trim the context to its longest common prefix with `prompt`, without the last token of `prompt`.
 
         That token must be read again for its logits. Caches that can't be trimmed this far (recurrent states, rotating
-        caches and sliding windows that have dropped needed tokens) are emptied. So are those of "longrope" models whose
-        positions would differ in a text of `max_tokens` more.
+        caches and sliding windows that have dropped needed tokens) are emptied. So are those of "longrope" models with
+        other factors than a text of this length has.
+
+        Args:
+            prompt: Token ids.
+            length: Length of the text that will be read. Defaults to that of `prompt`.
 
         Returns:
             How many tokens of `prompt` the context holds.
         """
         if not self._consistent:
             self.clear()
-        expected_length = len(prompt) + max_tokens
-        if self._ids and self.length_group(expected_length) != self.length_group(self.expected_length or 0):
+        long_factors = self.has_long_factors(len(prompt) if length is None else length)
+        if long_factors != self.long_factors:
             self.clear()
         shared = common_prefix_length(self._ids, prompt[:-1])
         surplus = len(self._ids) - shared
@@ -147,25 +151,31 @@ class Context:
                 del ids[shared:]
         elif surplus:
             self.clear()
-        self.expected_length = expected_length
+        self.long_factors = long_factors
         return len(self._ids)
 
-    def length_group(self, expected_length: int) -> bool:
-        """Texts share keys only with those that give the same here: "longrope" positions depend on the final length."""
+    def has_long_factors(self, length: int) -> bool:
+        """Whether a text of this length has the factors for long texts of "longrope". It shares no keys with others."""
         original_length = getattr(self.model, "longrope_original_length", None)
         # With a rotating cache, no token attends further back than the cache reaches.
-        return original_length is not None and min(expected_length, self.kv.size or UNLIMITED) > original_length
+        return original_length is not None and min(length, self.kv.size or UNLIMITED) > original_length
+
+    def tokens_before_long_factors(self, length: int) -> int:
+        """How many tokens can be generated after a text of this length until its factors change."""
+        if self.has_long_factors(length) or not self.has_long_factors(UNLIMITED):
+            return UNLIMITED
+        return self.model.longrope_original_length - length + 1
 
     @property
-    def expected_length(self) -> int | None:
-        """The final length of the text, if the model's positions depend on it."""
-        return getattr(self.caches[0], "expected_length", None)
+    def long_factors(self) -> bool:
+        """Whether the keys have the factors for long texts of "longrope"."""
+        return getattr(self.caches[0], "long_factors", None) or False
 
-    @expected_length.setter
-    def expected_length(self, length: int) -> None:
+    @long_factors.setter
+    def long_factors(self, value: bool) -> None:
         if getattr(self.model, "longrope_original_length", None) is not None:
             for cache in self.caches:
-                cache.expected_length = min(length, self.kv.size or UNLIMITED)
+                cache.long_factors = value
 
     def read(
         self,
@@ -204,10 +214,9 @@ class Context:
             CheckpointError: If something else is at `path`, the context is empty, or this model's caches can't be
                 written.
         """
-        expected_length = self.expected_length
         identity = cache_identity(lm, self.kv)
-        if expected_length is not None:
-            identity["expected_length"] = str(expected_length)
+        if self.has_long_factors(UNLIMITED):
+            identity["long_factors"] = str(self.long_factors)
         save_prompt_cache(path, self.caches, self.ids, identity, replace=replace)
 
     def load(self, path: Path | str, lm: LoadedModel) -> int:
@@ -227,16 +236,12 @@ class Context:
                 raise CheckpointError(f"{path} was made {what}", "a new file, or what that one was made with")
         caches = make_cache(self.model, self.kv)
         ids, _ = load_prompt_cache(path, caches)
-        if getattr(self.model, "longrope_original_length", None) is not None:
-            expected_length = identity.get("expected_length", "")
-            if not (expected_length.isdecimal() and len(expected_length) <= len(str(UNLIMITED))):
-                raise CheckpointError(
-                    f"{path} doesn't say how long its text was expected to become",
-                    "delete the file and create it again",
-                )
-            for cache in caches:
-                cache.expected_length = int(expected_length)
+        long_factors = identity.get("long_factors")
+        if self.has_long_factors(UNLIMITED) and long_factors not in ("True", "False"):
+            problem = f"{path} doesn't say which factors of longrope its keys have"
+            raise CheckpointError(problem, "delete the file and create it again")
         self.set(caches, ids)
+        self.long_factors = long_factors == "True"
         return len(self)
 
 

@@ -53,7 +53,7 @@ class DraftState(Protocol):
 class Drafter(Protocol):
     """Where drafts come from."""
 
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
+    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
         """Start to draft the text that follows `prompt` in `context`. Raises GenerationError if that is impossible."""
 
     def check(self, lm: LoadedModel) -> None:
@@ -83,7 +83,7 @@ class PromptLookup:
     counts.
     """
 
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
+    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
         """Start with the n-grams of the prompt."""
         state = _PromptLookupState()
         state.read(prompt)
@@ -163,14 +163,14 @@ class DraftModel:
                 "a smaller model of the same family, trained with the same tokenizer",
             )
 
-    def begin(self, context: Context, prompt: Sequence[int], max_tokens: int) -> DraftState:
+    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
         """Start to draft a text. Raises GenerationError if the draft model's cache can't be trimmed."""
         size, context_length = context.kv.size, self.lm.config.max_position_embeddings
         kv = KVOptions() if size is None else KVOptions(size=min(size, context_length), keep=context.kv.keep)
         draft_context, self._idle_context = self._idle_context, None  # a concurrent text makes its own
         if draft_context is None or draft_context.kv != kv:
             draft_context = Context(self.lm.model, kv)
-        draft_context.trim_to_prefix(prompt, max_tokens)
+        draft_context.trim_to_prefix(prompt)
         if not max_trimmable_tokens(draft_context, 1):
             raise GenerationError(
                 f"the cache of the draft model {self.lm.path} can't be trimmed",

@@ -31,7 +31,7 @@ def embed(lm: LoadedModel, ids: Sequence[int]) -> list[float]:
             "the text has ids that this model doesn't have", f"ids from 0 to {lm.config.vocab_size - 1}"
         )
     context = Context(lm.model)
-    context.trim_to_prefix([*ids, 0], 0)  # tells the caches how long the text is
+    context.trim_to_prefix(ids)  # tells the caches how long the text is
     total = mx.zeros(0)
     for start in range(0, len(ids), PREFILL_STEP_SIZE):
         hidden = backbone(mx.array([ids[start : start + PREFILL_STEP_SIZE]]), cache=context.caches)

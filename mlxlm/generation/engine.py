@@ -197,10 +197,10 @@ class Engine:
 
         def save() -> bool:
             context = Context(self.lm.model, self.kv)
-            group = context.length_group(len(ids))
+            group = context.has_long_factors(len(ids))
             if n := self._prefix_cache.match(ids, group):
                 context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
-                context.expected_length = len(ids)
+                context.long_factors = group
                 context.save(path, self.lm, replace=True)
             return n > 0
 
@@ -216,8 +216,7 @@ class Engine:
         def load() -> int:
             context = Context(self.lm.model, self.kv)
             context.load(path, self.lm)
-            group = context.length_group(context.expected_length or 0)
-            self._prefix_cache.insert(context.ids, context.caches, group)
+            self._prefix_cache.insert(context.ids, context.caches, context.long_factors)
             return len(context)
 
         return device_thread.run(load)

@@ -79,12 +79,12 @@ class Prefill:
         """Read the prompt of one row; yields after each chunk, and returns the context that holds it."""
         ids = row.text.ids[:-1]
         context = Context(self._model, self._kv, self._step)
-        group = context.length_group(len(row.text.prompt) + row.text.limit)
+        group = context.has_long_factors(len(row.text.ids))
         n = self._prefix_cache.match(ids, group)
         self._log_match(ids, n, group)
         if n:
             context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
-        context.expected_length = len(row.text.prompt) + row.text.limit
+        context.long_factors = group
         row.set_num_cached(n)
         snapshot_at = row.text.snapshot_at if context.drops_tokens else None
         if snapshot_at is not None and len(context) < snapshot_at < len(ids):

@@ -22,7 +22,7 @@ def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) 
     """
     context = Context(lm.model)
     max_new_tokens_for(lm, ids, context.kv)
-    context.trim_to_prefix([*ids, 0], 0)  # tells the caches how long the text is
+    context.trim_to_prefix(ids)  # tells the caches how long the text is
     found: list[TokenLogprobs] = []
     for start in range(0, len(ids) - 1, _CHUNK_SIZE):
         chunk = mx.array([ids[start : start + _CHUNK_SIZE + 1]])

@@ -298,8 +298,7 @@ class Scheduler:
         single.tokens.close()
         context = single.context
         if ids := context.ids:
-            group = context.length_group(context.expected_length or 0)
-            self._prefix_cache.insert(ids, context.caches, group)
+            self._prefix_cache.insert(ids, context.caches, context.long_factors)
 
 
 def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:

@@ -76,7 +76,7 @@ def first_token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
 def _token_logprobs(model: nn.Module, ids: list[int]) -> list[float]:
     """Values of log p(ids[i] | ids[:i]) for i from 1."""
     context, logprobs, pairs = Context(model), [], list(pairwise(ids))
-    context.trim_to_prefix(ids, 0)  # tells the caches how long the text is
+    context.trim_to_prefix(ids)  # tells the caches how long the text is
     for start in range(0, len(pairs), _CHUNK_SIZE):
         chunk = pairs[start : start + _CHUNK_SIZE]
         logits = model(mx.array([[token for token, _ in chunk]]), cache=context.caches)[0]

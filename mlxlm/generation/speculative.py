@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE
 from mlxlm.generation.context import UNLIMITED, Context
+from mlxlm.generation.decoding import OnPrefill, read_again_if_long
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
 from mlxlm.generation.draft_length import DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
@@ -64,12 +66,13 @@ class SpeculativeDecoder:
         max_tokens: int,
         *,
         prefill_step_size: int = PREFILL_STEP_SIZE,
-        on_prefill: Callable[[int], None] | None = None,
+        on_prefill: OnPrefill = None,
     ) -> Generator[int]:
         """As `decoding.generate_tokens`, with a Sampler."""
         self.stats = SpeculationStats()
         text = _Text(context, sampler, self._draft_length, self.stats)
-        return text.generate_tokens(self.drafter, prompt, max_tokens, prefill_step_size, on_prefill)
+        generate = partial(text.generate_tokens, self.drafter, prefill_step_size)
+        return read_again_if_long(generate, context, prompt, max_tokens, on_prefill)
 
 
 @dataclass
@@ -125,16 +128,16 @@ class _Text:
     def generate_tokens(
         self,
         drafter: Drafter,
+        prefill_step_size: int,
         prompt: Sequence[int],
         max_tokens: int,
-        prefill_step_size: int,
-        on_prefill: Callable[[int], None] | None,
+        on_prefill: OnPrefill,
     ) -> Generator[int]:
         context = self._context
-        self._draft_state: DraftState = drafter.begin(context, prompt, max_tokens)
+        self._draft_state: DraftState = drafter.begin(context, prompt)
         try:
             with wired_limit():
-                num_cached = context.trim_to_prefix(prompt, max_tokens)
+                num_cached = context.trim_to_prefix(prompt)
                 context.read(prompt[num_cached:-1], prefill_step_size, on_prefill)
                 self._cache_length = len(prompt) - 1
                 with context.transaction() as ids:

@@ -20,7 +20,7 @@ class RotaryEmbedding:
     formulas are in `mlxlm.config.rope_scaling`, in float64.
 
     "longrope" has other wavelengths, for all positions, in sequences longer than `config.longrope_original_length`.
-    Cached keys can't change theirs, so the length that the sequence will reach decides, see `KVCache.expected_length`.
+    Cached keys can't change theirs, see `KVCache.long_factors`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -112,16 +112,9 @@ class RotaryEmbedding:
             length = min(length, cache.max_size)
         if self.rope_type == "dynamic":
             return self._grown_base(length), None
-        if self._reached(length, cache) > self.longrope_threshold:
-            return None, self.long_wavelengths
-        return self._fixed
-
-    def _reached(self, length: int, cache: Any) -> int:
-        """Return the length that the sequence will reach: the longest possible if the cache doesn't know."""
-        if cache is None:
-            return length
-        expected_length = self.longest if cache.expected_length is None else cache.expected_length
-        return expected_length if cache.max_size is None else min(expected_length, cache.max_size)
+        long = None if cache is None else cache.long_factors
+        is_long = length > self.longrope_threshold if long is None else long
+        return (None, self.long_wavelengths) if is_long else self._fixed
 
     def _grown_base(self, length: int) -> float:
         """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""

@@ -260,15 +260,15 @@ def test_a_decoded_token_writes_in_place(kind):
     assert moved <= 200 / min(cache.rotation.step if cache.rotation else 64, 64) + 1
 
 
-def test_a_row_has_no_padding_and_keeps_the_expected_length():
+def test_a_row_has_no_padding_and_keeps_its_factors():
     cache = KVCache(key_bits=8)
     assert cache.row(0).offset == 0 and not cache.row(0).state
-    cache.expected_length = 70
+    cache.long_factors = True
     cache.set_left_padding([0, 3])
     x = mx.ones((2, H, 4, D))
     cache.update_and_fetch(x, x)
     row = cache.row(1)
-    assert row.offsets == [1] and row.expected_length == 70
+    assert row.offsets == [1] and row.long_factors
     assert [part.shape[:3] for part in row.state] == [(1, H, 1)] * 4  # nothing of the padding is held
 
 

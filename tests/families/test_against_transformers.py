@@ -170,9 +170,9 @@ def test_greedy_tokens(case):
     assert list(found) == expected[0, 18:].tolist()
 
 
-@pytest.mark.parametrize(("prompt", "new"), [(12, 4), (20, 5), (14, 8)], ids=["short", "long", "across"])
-def test_longrope_in_pieces(prompt, new):
-    """Up to 16 tokens, a text has the short positions of transformers; a longer one has only long ones."""
+@pytest.mark.parametrize(("prompt", "new"), [(12, 5), (17, 5), (14, 8), (16, 99)], ids=["short", "long", "across", "n"])
+def test_longrope_while_a_text_grows(prompt, new):
+    """Up to 16 tokens a text has the short factors, whatever it may become; the 17th has the whole text read again."""
     kind, sizes = CASES["phi3 longrope, long"]
     oracle = make_oracle(kind, {**sizes, "sliding_window": None})
     config = config_from_hf(oracle.config.to_dict())
@@ -181,16 +181,20 @@ def test_longrope_in_pieces(prompt, new):
     weights = {name: lazy_tensor(mx.array(value.numpy())) for name, value in oracle.state_dict().items()}
     modules = to_decoder_weights(weight_mappings(config), weights, "oracle")
     model.load_weights([(name, tensor.read()) for name, tensor in modules.items()])
+    wanted = oracle.generate(
+        torch.from_numpy(TOKENS[:1, :prompt]), max_new_tokens=min(new, 8), do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
     seen = []
 
     def record(logits):
         seen.append(np.array(logits[0]))
         return greedy(logits)
 
-    text = TOKENS[0, :prompt].tolist()
-    text += generate_tokens(Context(model), list(text), record, new, prefill_step_size=5)
-    whole = logits_of(oracle, np.array([text]))[0]  # of prompt + new tokens, as our positions are
-    np.testing.assert_allclose(np.array(seen), whole[prompt - 1 : -1], atol=1e-4)
+    tokens = generate_tokens(Context(model), TOKENS[0, :prompt].tolist(), record, new, prefill_step_size=5)
+    found = [next(tokens) for _ in wanted.logits]
+    assert found == wanted.sequences[0, prompt:].tolist()
+    np.testing.assert_allclose(np.array(seen[: len(found)]), np.array([row[0] for row in wanted.logits]), atol=1e-4)
 
 
 SIZES = {

@@ -13,7 +13,7 @@ class Oracle:
     def __init__(self, text, wrong=0):
         self.text, self.wrong, self.position = text, wrong, 0
 
-    def begin(self, context, prompt, max_tokens):
+    def begin(self, context, prompt):
         self.position = 0
         return self
 

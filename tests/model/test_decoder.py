@@ -138,26 +138,26 @@ def test_positions_beyond_a_learned_table_are_an_error():
         model(mx.zeros((1, 1), mx.int32), cache)
 
 
-def test_longrope_uses_the_expected_length():
+def test_longrope_factors_of_a_cache():
     """Pieces of one text have one kind of positions, wherever it is cut."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model, config = make(rope_scaling={**scaling, "original_max_position_embeddings": 16})
     assert config.longrope_original_length == model.longrope_original_length == 16
     tokens = mx.array(np.random.default_rng(0).integers(0, 97, (1, 20)))
 
-    def in_pieces(length, expected_length):
+    def in_pieces(length, long_factors):
         cache = make_cache(model)
         for layer in cache:
-            layer.expected_length = expected_length
+            layer.long_factors = long_factors
         ends = [0, 5, 12, length]
         return mx.concatenate([model(tokens[:, a:b], cache) for a, b in itertools.pairwise(ends)], axis=1)
 
     long, short = np.array(model(tokens)), np.array(model(tokens[:, :16]))
     assert np.abs(long[:, :16] - short).max() > 1e-2
-    np.testing.assert_allclose(np.array(in_pieces(20, 20)), long, atol=2e-5)
-    np.testing.assert_allclose(np.array(in_pieces(20, None)), long, atol=2e-5)  # as long as can be
-    np.testing.assert_allclose(np.array(in_pieces(14, 17)), long[:, :14], atol=2e-5)
-    np.testing.assert_allclose(np.array(in_pieces(14, 16)), short[:, :14], atol=2e-5)
+    np.testing.assert_allclose(np.array(in_pieces(20, True)), long, atol=2e-5)
+    np.testing.assert_allclose(np.array(in_pieces(14, True)), long[:, :14], atol=2e-5)
+    for factors in (False, None):
+        np.testing.assert_allclose(np.array(in_pieces(14, factors)), short[:, :14], atol=2e-5)
 
 
 numbers = st.floats(0, 3.5e38) | st.integers(0, 10**39) | st.sampled_from([1, 1.0, 2.0, 1e-300])
