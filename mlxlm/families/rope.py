@@ -21,6 +21,7 @@ _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
 _SYNONYMS = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 # transformers' defaults where mlx_lm's models have others. The usual ones are 10000 and 1.
 _DEFAULTS: dict[Any, dict[str, float]] = {
+    "phi3": {_ORIGINAL_LENGTH: 4096},
     **dict.fromkeys(("cohere2", "exaone_moe", "falcon_h1", "glm4_moe_lite", "minicpm3"), {_THETA: 1e4}),
     **dict.fromkeys(("qwen2_moe", "starcoder2"), {_THETA: 1e4}),
     **dict.fromkeys(("bitnet", "cohere"), {_THETA: 5e5}),
@@ -40,7 +41,8 @@ _LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
 def rope_parameters(values: HFConfig, model_type: Any) -> dict[str, Any]:
     """Read the RoPE settings of a configuration as transformers 5 does.
 
-    `rope_scaling` replaces `rope_parameters`; the base and the partial factor may be outside of either.
+    `rope_scaling` replaces `rope_parameters`. The base and the partial factor may be outside of either, and the
+    original length has priority there.
 
     Args:
         values: The parsed `config.json`, or its `text_config`.
@@ -65,20 +67,23 @@ def rope_parameters(values: HFConfig, model_type: Any) -> dict[str, Any]:
         for layer_type, (name, default) in bases.items():
             theta = values.get(name)
             nested[layer_type].setdefault(_THETA, default if theta is None else theta)
-    elif nested and old:
-        raise ConfigError("rope_scaling contradicts rope_parameters, which has settings for each layer type")
+    elif nested:
+        types = values.get("layer_types")
+        if old or not isinstance(types, list) or nested.keys().isdisjoint(types):  # transformers uses old or defaults
+            raise ConfigError("rope_parameters has settings for layer types that aren't in use")
     older_names = {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"} if model_type == "gpt_neox" else {}
     outside = {name: values.get(older_names.get(name, name)) for name in (_THETA, _PARTIAL)}
     outside = {**_DEFAULTS.get(model_type, {}), **_without_null(outside)}
     if nested:
         truncate = new.get("truncate")  # transformers reads it here only
         return {key: _complete({**outside, **rope, "truncate": truncate}, values) for key, rope in nested.items()}
-    rope = {**outside, **(old or new)}
+    inside = old or new
+    original = values.get(_ORIGINAL_LENGTH) or outside.get(_ORIGINAL_LENGTH) or inside.get(_ORIGINAL_LENGTH)
+    rope = {**outside, **inside, _ORIGINAL_LENGTH: original}
     for name in (_THETA, _PARTIAL):
         if name in new and new[name] != rope.get(name, 10_000 if name == _THETA else 1):
             message = f"rope_scaling replaces rope_parameters, whose {name} {new[name]!r} would be lost"
             raise ConfigError(message, "all settings in rope_parameters")
-    rope[_ORIGINAL_LENGTH] = values.get(_ORIGINAL_LENGTH) or rope.get(_ORIGINAL_LENGTH)  # as in Phi-3
     rope = _complete(rope, values)
     return rope | {"rope_type": "longrope"} if model_type == "phi3" and rope["rope_type"] == "yarn" else rope
 

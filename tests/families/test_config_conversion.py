@@ -110,13 +110,28 @@ def test_rope_theta_of_old_and_new_transformers():
         config_from_hf({**LLAMA, "rope_scaling": {"rope_type": "spiral", "factor": 4}}, "x.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        ({"rope_scaling": 5}, "rope_scaling is 5, it must be an object"),
+        ({"rope_scaling": {"rope_type": 5}}, "rope_type is 5, it must be a string"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "whose rope_theta 50.0 would be lost"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}}, "layer types that aren't in use"),
+    ],
+)
+def test_rope_settings_that_contradict_each_other(change, phrase):
+    values = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, **change}
+    with pytest.raises(ConfigError, match=f"x.json: .*{phrase}"):
+        config_from_hf(values, "x.json")
+
+
 def test_phi3_reads_the_original_length_outside_rope_scaling():
     inner = {**PUBLISHED["Phi-3-mini-128k"][1]["rope_scaling"], "original_max_position_embeddings": 8192}
     assert (
         read_published("Phi-3-mini-128k", rope_scaling=inner).rope_scaling["original_max_position_embeddings"] == 4096
     )
     alone = read_published("Phi-3-mini-128k", rope_scaling=inner, original_max_position_embeddings=None)
-    assert alone.rope_scaling["original_max_position_embeddings"] == 8192
+    assert alone.rope_scaling["original_max_position_embeddings"] == 4096  # as in transformers
 
 
 def test_a_huge_number_of_layers_takes_no_memory():
@@ -178,7 +193,11 @@ def test_bos_and_eos_beyond_the_vocabulary_are_dropped():
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
         ("bloom-560m", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("SmolLM2-135M", {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
-        ("SmolLM2-135M", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters for each"),
+        (
+            "Qwen3-0.6B",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}, "layer_types": ["full_attention"] * 28},
+            "rope_parameters for each",
+        ),
         ("SmolLM2-135M", {"rope_traditional": True}, "rope_traditional"),
         ("SmolLM2-135M", {"layer_types": ["sliding_attention"] * 30}, "layer_types with sliding_attention"),
         ("SmolLM2-135M", {"quantization_config": {"quant_method": "awq"}}, "quantization by 'awq'"),

@@ -52,7 +52,8 @@ def read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str
     family = FAMILIES.get(model_type, FAMILIES["llama"])  # mlx_lm's models have Llama's names
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
     if architecture.uses_rope:
-        values["rope_parameters"] = read_rope_parameters(keys, head_dim)
+        rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim)
+        values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
     return {"model_type": model_type, **values, **extra}
 
 
