@@ -67,20 +67,15 @@ class SectionedCommand(click.Command):
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
-    """A number of bytes: 8GB, 512MB, 1000000."""
+    """A number of bytes: 8GB, 1.5GiB, 512MB, 1000000."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse it."""
-        units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-        text = str(value).strip().upper()
-        number = text.rstrip("KMGTB")
-        try:
-            size = float(number) * units[text[len(number) :] or "B"]
-            if not 0 <= size < 1e15:
-                raise ValueError
-        except (KeyError, ValueError):
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT]?)(I?)B?", str(value).strip().upper())
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 1e15
+        if size >= 1e15:
             self.fail(f"{value!r} is not a size (try: 8GB)", param, ctx)
         return int(size)
 

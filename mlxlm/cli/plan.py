@@ -12,6 +12,7 @@ from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
     PATH,
+    SIZE,
     SectionedCommand,
     add_options,
     given_values,
@@ -59,6 +60,7 @@ _BITS = "Bits per weight: 32, 16, 8, 6, 5, 4, 3 or 2.  [default: the model's own
 _GROUP_SIZE = "Group size of quantized weights: 32, 64 or 128.  [default: the model's own, or 64]"
 _CONTEXT = "Tokens per sequence.  [default: 4096, or the model's context if shorter]"
 _KV_BITS = "Bits of the key-value cache: 32, 16, 8 or 4.  [default: 16; 32 on a CPU]"
+_MACHINE = "here, a100, a100-sparse, h100, h200, or a chip of Apple's from m1 to m5-max: m4-pro.  [default: here]"
 _batches = partial(option, "Batches and memory")
 _data = partial(option, "Training data")
 _machine_option = partial(option, "Machine")
@@ -76,7 +78,8 @@ _inference = partial(option, "Inference")
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
 @text_column_option("Training data")
-@_machine_option("--machine", str, "here, a100, a100-sparse, h100, h200, m1 or m1-pro.  [default: here]")
+@_machine_option("--machine", str, _MACHINE)
+@_machine_option("--memory", SIZE, "Memory of the machine, such as 36GB.  [default: the machine's, if known]")
 @_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.")
 @_machine_option("--mfu", float, "Model FLOPs utilization of training.  [default: 0.4]")
 @_machine_option("--num-devices", click.IntRange(1), "Number of devices, each with its own batch.  [default: 1]")
@@ -114,6 +117,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
         data=options["data"],
         text_column=options["text_column"],
         machine=_machine(options),
+        memory=options["memory"],
         num_devices=options["num_devices"] or 1,
         mfu=options["mfu"],
         **settings,

@@ -129,6 +129,10 @@ def _inference(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "weights", human_bytes(inference.weights), f"{inference.bits_per_weight:.2f} bits each"
     yield "cache", human_bytes(inference.cache), f"{human_bytes(inference.cache_per_token)} per token"
     yield "total", human_bytes(inference.total), ""
+    if bandwidth := plan.duration.machine.bandwidth:
+        speed = plan.serving.num_sequences * bandwidth / inference.bytes_per_step
+        reads = f"a step reads {human_bytes(inference.bytes_per_step)}, at {human_bytes(bandwidth)}/s"
+        yield "speed", f"at most {human_count(speed)} tokens/s", reads
     for name, size in inference.caches.items():
         yield f"cache, {name}", human_bytes(size), ""
 
@@ -139,7 +143,7 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "machine", d.machine.name, speed if d.num_devices == 1 else f"{d.num_devices} x {speed}"
     kind = "measured speed" if d.machine.measured else "given speed"
     if not d.machine.measured and d.machine.source != "as given":
-        kind = "maker's peak speed"
+        kind = "published peak speed"
     yield "mfu", f"{100 * d.mfu:.1f}%", f"{d.mfu_source}, of the {kind}"
     yield "tokens", human_count(d.tokens), f"compute-optimal: {human_count(plan.optimal_tokens)} (20 per parameter)"
     if plan.corpus is not None:
@@ -187,6 +191,9 @@ def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:
 def advice(plan: Plan) -> Iterator[str]:
     """What the machine has memory for, and the cheapest change that makes training fit: a line each."""
     if plan.fits is None:
+        if sizes := plan.duration.machine.memory_options:
+            choices = ", ".join(f"{size}GB" for size in sizes[:-1])
+            yield f"For what fits, say how much memory the machine has: --memory {choices} or {sizes[-1]}GB"
         return
     yield from _fits(plan, plan.fits)
     if plan.fits.training:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +12,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import EXISTING_PATH, PATH, SectionedCommand, argument_errors_as_usage, json_option, option
+from mlxlm.cli.options import EXISTING_PATH, PATH, SIZE, SectionedCommand, argument_errors_as_usage, json_option, option
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 METHODS = ("rtn", "gptq", "awq")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NUM_WORST_LAYERS = 5
 _GROUP_SIZE = "Weights that share a scale. Smaller groups are more precise and larger.  [default: 64]"
 _MODE = (
@@ -43,15 +41,6 @@ _EVAL_TEXT = (
 )
 
 
-def parse_bytes(text: str) -> int:
-    """Parse a size in bytes, such as 2.0GB, 900MB or 1.5GiB."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
-    size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0.0
-    if size < 1:
-        raise click.BadParameter(f"{text!r} is not a size such as 2.0GB, 900MB or 1.5GiB")
-    return int(size)
-
-
 _bits = partial(option, "Bits")
 _method = partial(option, "Method")
 _output = partial(option, "Output")
@@ -65,9 +54,7 @@ _output = partial(option, "Output")
 @_bits("--group-size", ["32", "64", "128"], _GROUP_SIZE)
 @_bits("--mode", MODES, _MODE, default="affine")
 @_bits("--recipe", RECIPES, "Mixed bits by a fixed rule, as in mlx_lm.")
-@_bits(
-    "--max-size", parse_bytes, "Choose bits per matrix so that the files have at most this size: 2.0GB.", metavar="SIZE"
-)
+@_bits("--max-size", SIZE, "Choose bits per matrix so that the files have at most this size: 2.0GB.", metavar="SIZE")
 @_bits("--target-bpw", float, "Choose bits per matrix for this average of bits per weight: 4.5.")
 @_bits("--max-kl", float, "Choose bits per matrix for at most this KL divergence, in nats per token: 0.02.")
 @_method("--method", METHODS, _METHOD, default="rtn")

@@ -119,6 +119,7 @@ class InferenceMemory:
         cache: The key-value cache of all sequences.
         cache_per_token: The cache of one token.
         caches: The cache with other kinds of attention, by name, the model's own among them.
+        bytes_per_step: What a decoding step reads: the cache, and the weights without an embedding that isn't the head.
     """
 
     weights: int
@@ -126,6 +127,7 @@ class InferenceMemory:
     cache: int
     cache_per_token: int
     caches: dict[str, int]
+    bytes_per_step: int
 
     @property
     def total(self) -> int:
@@ -136,13 +138,15 @@ class InferenceMemory:
 def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
     """Estimate the memory for inference."""
     weights = weight_bytes(config, serving)
-    cache = cache_bytes(config, serving)
+    cache, count = cache_bytes(config, serving), config.parameter_count()
+    unread = 0 if config.tie_word_embeddings else counts.count_parameters(config)["embedding"]
     return InferenceMemory(
         weights=weights,
-        bits_per_weight=8 * weights / config.parameter_count(),
+        bits_per_weight=8 * weights / count,
         cache=cache,
         cache_per_token=cache_bytes(config, replace(serving, num_sequences=1, context_length=1)),
         caches={name: cache_bytes(other, serving) for name, other in _kinds(config).items()},
+        bytes_per_step=weights * (count - unread) // count + cache,
     )
 
 

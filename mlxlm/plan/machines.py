@@ -1,4 +1,4 @@
-"""The speed of matrix products: published peaks, and measurements of this machine."""
+"""Machines: published speeds of matrix products and of memory, and measurements of this machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from mlxlm.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Machine:
-    """A device that trains.
+    """A device that trains, or runs a model.
 
     Attributes:
         name: "here", "custom", or a name in `MACHINES`.
         flops: Floating-point operations per second of matrix products in `dtype`.
         dtype: Of these products.
         memory: Bytes. None if it isn't known.
-        measured: Whether `flops` was measured here. Otherwise it is the manufacturer's peak.
+        measured: Whether `flops` was measured here. Otherwise it is a published peak.
         source: Where `flops` comes from.
         device_type: "cpu", "metal" or "cuda".
+        bandwidth: Memory bandwidth in bytes per second: measured here, or the manufacturer's figure. None if it isn't
+            known.
+        memory_options: Gigabytes of memory that the manufacturer sells it with, if there are several.
     """
 
     name: str
@@ -29,26 +32,57 @@ class Machine:
     measured: bool
     source: str
     device_type: str = "cuda"
+    bandwidth: float | None = None
+    memory_options: tuple[int, ...] = ()
 
 
-def _peak(name: str, teraflops: float, gigabytes: int | None, source: str) -> Machine:
-    """Return a published peak: 16-bit products with matrix units, 32-bit products on Apple's GPUs."""
-    metal = name.startswith("m")
-    dtype, device_type = ("float32", "metal") if metal else ("bfloat16", "cuda")
-    return Machine(name, teraflops * 1e12, dtype, gigabytes and gigabytes * 10**9, False, source, device_type)
+def _nvidia(name: str, teraflops: float, gigabytes: int, source: str) -> Machine:
+    """Return a published peak of 16-bit products with matrix units."""
+    return Machine(name, teraflops * 1e12, "bfloat16", gigabytes * 10**9, False, source)
+
+
+_APPLE, _HUGGING_FACE = "Apple", "Hugging Face's list of hardware, huggingface/huggingface.js"
+
+
+def _apple(
+    name: str, cores: int, gigabytes_per_second: float, memory: tuple[int, ...], teraflops: float, source: str
+) -> Machine:
+    """Return the published peak of 32-bit products of a chip's largest GPU."""
+    source = f"{cores} GPU cores; {source}"
+    return Machine(name, teraflops * 1e12, "float32", None, False, source, "metal", gigabytes_per_second * 1e9, memory)
 
 
 # Peaks with dense operands, unless the name says otherwise. The source is a page that quotes the manufacturer if the
 # manufacturer's own page was not read.
+#
+# Of Apple's chips GPU cores, memory bandwidth and memory options are from Apple's technical specifications and press
+# releases, for the chip's largest GPU; a Max with fewer cores has 300 (M3), 410 (M4) or 460 GB/s (M5). Apple published
+# FLOP/s up to the M2; those of later chips are Hugging Face's. There is no M4 Ultra, and no M5 Ultra yet.
 MACHINES = {
     machine.name: machine
     for machine in (
-        _peak("a100", 312, 80, "NVIDIA's data sheet, at glennklockwood.com/garden/processors/A100"),
-        _peak("a100-sparse", 624, 80, "the same, operands of 2:4 structured sparsity"),
-        _peak("h100", 989.4, 80, "SXM5, glennklockwood.com/garden/processors/h100"),
-        _peak("h200", 989, 141, "SXM, itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html"),
-        _peak("m1", 2.6, None, "8 GPU cores, macrumors.com/2020/11/10/apple-announces-m1-chip-for-the-mac"),
-        _peak("m1-pro", 5.2, None, "16 GPU cores, stuff.co.za/?p=135995"),
+        _nvidia("a100", 312, 80, "NVIDIA's data sheet, at glennklockwood.com/garden/processors/A100"),
+        _nvidia("a100-sparse", 624, 80, "the same, operands of 2:4 structured sparsity"),
+        _nvidia("h100", 989.4, 80, "SXM5, glennklockwood.com/garden/processors/h100"),
+        _nvidia("h200", 989, 141, "SXM, itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html"),
+        _apple("m1", 8, 68.25, (8, 16), 2.6, _APPLE),
+        _apple("m1-pro", 16, 200, (16, 32), 5.2, _APPLE),
+        _apple("m1-max", 32, 400, (32, 64), 10.4, _APPLE),
+        _apple("m1-ultra", 64, 800, (64, 128), 21, _APPLE),
+        _apple("m2", 10, 100, (8, 16, 24), 3.6, _APPLE),
+        _apple("m2-pro", 19, 200, (16, 32), 6.8, _HUGGING_FACE),
+        _apple("m2-max", 38, 400, (32, 64, 96), 13.49, _HUGGING_FACE),
+        _apple("m2-ultra", 76, 800, (64, 128, 192), 27.2, _HUGGING_FACE),
+        _apple("m3", 10, 100, (8, 16, 24), 4.1, _HUGGING_FACE),
+        _apple("m3-pro", 18, 150, (18, 36), 7.4, _HUGGING_FACE),
+        _apple("m3-max", 40, 400, (48, 64, 128), 14.2, _HUGGING_FACE),
+        _apple("m3-ultra", 80, 819, (96, 256, 512), 28.4, _HUGGING_FACE),
+        _apple("m4", 10, 120, (16, 24, 32), 4.6, _HUGGING_FACE),
+        _apple("m4-pro", 20, 273, (24, 48, 64), 9.2, _HUGGING_FACE),
+        _apple("m4-max", 40, 546, (48, 64, 128), 18.4, _HUGGING_FACE),
+        _apple("m5", 10, 153, (16, 24, 32), 5.7, _HUGGING_FACE),
+        _apple("m5-pro", 20, 307, (24, 48, 64), 11.4, _HUGGING_FACE),
+        _apple("m5-max", 40, 614, (48, 64, 128), 22.8, _HUGGING_FACE),
     )
 }
 
@@ -74,12 +108,13 @@ def custom_machine(flops: float, dtype: str = "bfloat16") -> Machine:
 def this_machine(measure: bool = True) -> Machine:
     """Return this machine, with its measured speed in the dtype of training, or 0 without `measure`."""
     from mlxlm.backend import device, platform
+    from mlxlm.backend.bandwidth import cached_bandwidth
     from mlxlm.backend.mlx import ON_CPU
     from mlxlm.plan.training import THIS_DEVICE
 
     dtype = "float32" if ON_CPU else "bfloat16"
     source = f"{platform.chip()}, products of 1024 x 1024"
-    machine = Machine("here", 0.0, dtype, device.device_memory(), True, source, THIS_DEVICE)
+    machine = Machine("here", 0.0, dtype, device.device_memory(), True, source, THIS_DEVICE, cached_bandwidth())
     return replace(machine, flops=measure_matmul(dtype=dtype) * 1e9) if measure else machine
 
 

@@ -141,6 +141,7 @@ def plan(
     data: Sequence[str | Path] = (),
     text_column: str | None = None,
     machine: Machine | str = "here",
+    memory: int | None = None,
     num_devices: int = 1,
     mfu: float | None = None,
     **changes: Any,
@@ -155,6 +156,7 @@ def plan(
         data: Texts or prepared shards, to count epochs.
         text_column: Column of tables and JSON lines, see `mlxlm.data.read_documents`.
         machine: A Machine, a name in `mlxlm.plan.MACHINES`, or "here", whose speed is then measured.
+        memory: Bytes of memory of the machine. Defaults to the machine's, if that is known.
         num_devices: Machines that train together. Each has its own batch of `batch_size` sequences,
             `grad_accumulation_steps`, and a copy of the weights and the optimizer's state.
         mfu: Model FLOPs utilization, the share of the machine's speed that training reaches. Defaults to 0.4.
@@ -171,6 +173,7 @@ def plan(
         names = ", ".join(sorted(serving_fields | training_fields))
         raise ConfigError(f"unknown option {', '.join(unknown)}", f"one of {names}")
     machine = find_machine(machine) if isinstance(machine, str) else machine
+    machine = machine if memory is None else replace(machine, memory=memory)
     changes.setdefault("device", machine.device_type)
     serving = serving or default_serving(machine, config)
     serving = replace(serving, **{name: value for name, value in changes.items() if name in serving_fields})
@@ -184,7 +187,6 @@ def plan(
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
     flops = count_training_flops(config, training, num_devices)
-    memory = machine.memory
     return Plan(
         config=config,
         training=training,
@@ -199,6 +201,6 @@ def plan(
         corpus=corpus,
         duration=estimate_duration(flops, tokens, machine, num_devices, mfu),
         disk=estimate_disk(config, training, corpus.tokens if corpus else tokens),
-        fits=None if memory is None else find_limits(config, training, serving, memory),
-        change=None if memory is None else suggest_change(config, training, memory),
+        fits=None if machine.memory is None else find_limits(config, training, serving, machine.memory),
+        change=None if machine.memory is None else suggest_change(config, training, machine.memory),
     )

@@ -117,8 +117,11 @@ class Training:
         def scores(window: int | None) -> int:
             plain = max(MIN_ROWS, -(-length // 4))
             rows = plain if path == "plain" else self.block_rows(config.num_attention_heads, window)
-            blocks = [(start, min(start + rows, length)) for start in range(0, length, rows)]
-            return sum((end - start) * min(end, end - start + (window or length) - 1) for start, end in blocks)
+            full, rest = divmod(length, rows)  # blocks, and rows of the last one
+            most = rows + (window or length) - 1  # keys of a block; the first ones have fewer before them
+            growing = min(full, most // rows)
+            keys = rows * growing * (growing + 1) // 2 + (full - growing) * most
+            return rows * keys + rest * min(length, rest + (window or length) - 1)
 
         windows = Counter(map(config.window, range(layers)))
         return sum(count * scores(window) for window, count in windows.items()) / (layers * length)

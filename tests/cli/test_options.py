@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxlm.cli.main import COMMANDS, app
-from mlxlm.cli.options import SectionedCommand, option, reject_unused_options
+from mlxlm.cli.options import SIZE, SectionedCommand, option, reject_unused_options
 from mlxlm.cli.training_options import FLAGS, SETTINGS
 from mlxlm.train import TrainSettings
 
@@ -30,6 +30,11 @@ def test_help_fits_80_columns_and_every_option_is_explained(command):
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert re.search(r"[.\]:] ?$", parameter.help) or "  [default" in parameter.help, parameter.opts
+
+
+@pytest.mark.parametrize("text, size", [("2.0GB", 2 * 10**9), ("900 mb", 9 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7)])
+def test_sizes(text, size):
+    assert SIZE.convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("command", leaf_commands())

@@ -1,6 +1,7 @@
 """`mlxlm plan`."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,13 @@ def test_note_on_the_speed_of_another_dtype(run):
     assert remark in run("1m", "--machine", "h100", "--dtype", "float32")[2]
     for machine in (("--machine", "h100"), ("--machine", "m1"), ("--flops", "1e12", "--dtype", "float32")):
         assert "products" not in run("1m", *machine)[2]
+
+
+def test_memory_of_the_machine(run):
+    out = run("1b", "--machine", "m4-max", "--bits", 4)[1]
+    assert out.startswith("For what fits, say how much memory the machine has: --memory 48GB, 64GB or 128GB")
+    assert re.search(r"speed +at most \d+ tokens/s +a step reads .*, at 546 GB/s", out)
+    assert "fits in the m4-max's 36 GB" in run("1b", "--machine", "m4-max", "--memory", "36GB", "--batch-size", 1)[1]
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of a CPU")

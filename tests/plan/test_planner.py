@@ -8,7 +8,7 @@ import pytest
 import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.families import load_preset
-from mlxlm.plan import Training
+from mlxlm.plan import MACHINES, Training
 from mlxlm.plan.inference import Serving
 from mlxlm.utils.errors import ConfigError
 
@@ -70,3 +70,15 @@ def test_long_run_logs_a_forecast(tmp_path, text_file, tiny_config):
     assert forecast["event"] == "forecast" and forecast["steps"] == 100
     assert 0 < forecast["step_seconds"] < forecast["seconds"]
     assert forecast["memory"] > 12 * tiny_config.parameter_count()
+
+
+def test_apple_machines():
+    planned = mlxlm.plan("1b", machine="m4-max", memory=36 * 10**9, bits=4, context_length=4096)
+    assert planned.duration.machine.bandwidth == 546e9 and planned.fits.memory == 36 * 10**9
+    assert mlxlm.plan("1b", machine="m4-max").fits is None  # sold with several sizes
+    inference, embedding = planned.inference, planned.parameters["embedding"]
+    assert inference.total - inference.bytes_per_step == pytest.approx(
+        inference.weights * embedding / planned.parameter_count, abs=1
+    )
+    apple = {name: machine for name, machine in MACHINES.items() if machine.device_type == "metal"}
+    assert len(apple) == 18 and all(machine.bandwidth and machine.memory_options for machine in apple.values())

@@ -20,12 +20,12 @@ GPT3 = {"h": 12288, "layers": 96}
 
 
 def test_llama3_405b():
-    """126 layers, hidden 16384, FFN 53248, 128 heads, 8 key-value heads, vocabulary 128,000."""
+    """126 layers, hidden 16384, FFN 53248, 128 heads, 8 key-value heads, vocabulary 128,256."""
     config = find_config("llama3-405b")
-    assert round(config.parameter_count() / 1e9, 1) == 405.8
+    assert round(config.parameter_count() / 1e9, 1) == 405.9
     planned = plan("llama3-405b", machine="h100")
     per_layer = 2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248 + 2 * 16384
-    assert planned.parameter_count == 126 * per_layer + 2 * 128_000 * 16384 + 16384
+    assert planned.parameter_count == 126 * per_layer + 2 * 128_256 * 16384 + 16384
     assert sum(planned.parameters.values()) == config.parameter_count()
 
 
@@ -124,7 +124,7 @@ def test_cache_of_gpt3():
                              "output": 896**2, "feed_forward": 3 * 896 * 4864, "head": 896 * 151936 / 24}),
         ("llama3-405b", 8192, {"projections": 16384 * (16384 + 2048), "scores": 16384 * 8192,
                                "scores_values": 16384 * 8192, "output": 16384**2,
-                               "feed_forward": 3 * 16384 * 53248, "head": 16384 * 128000 / 126}),
+                               "feed_forward": 3 * 16384 * 53248, "head": 16384 * 128256 / 126}),
     ],
 )  # fmt: skip
 def test_forward_flops_by_component(name, length, shares):

@@ -1,5 +1,6 @@
 """The training settings: attention paths, computed keys, batches of each device."""
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,18 @@ def test_keys_computed_with_a_window():
     assert square.keys_computed(config) == 512 and count_training_flops(config, square).computed_fraction == 8
     assert replace(training, attention="fused").keys_computed(config) == 64
     assert replace(training, attention="blockwise").keys_computed(config) == (64 + 7 * (64 + 64 - 1)) / 8
+    assert replace(training, max_seq_length=300).keys_computed(config) == (75 + 3 * (75 + 64 - 1)) / 4
+
+
+def test_keys_computed_of_a_long_sequence_take_no_memory():
+    training = Training(max_seq_length=1 << 20, device="cpu", attention="blockwise")
+    config = load_preset("1m")
+    training.keys_computed(config)  # imports
+    tracemalloc.start()
+    training.keys_computed(config)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e5
 
 
 def test_kept_masks_match_keys_computed(monkeypatch):
