@@ -17,8 +17,8 @@ PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
-    "Sources are text files, .jsonl files (both also as .gz or .zst), .parquet and .arrow files (pip install "
-    "'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
+    "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
+    "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
 

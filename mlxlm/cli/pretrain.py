@@ -61,8 +61,8 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None, **options: Any) -> None:
     """Train a model from scratch on DATA.
 
-    DATA is text files, .jsonl, .parquet or .arrow files, folders, - for stdin, or prepared shards. With PATH=WEIGHT,
-    training draws that share of its tokens from PATH.
+    DATA is text files, .jsonl, .csv, .parquet or .arrow files, folders, - for stdin, or prepared shards. With
+    PATH=WEIGHT, training draws that share of its tokens from PATH.
 
     `--hours 2` is enough: it picks the tokenizer, model and batch for your text and machine, and ends on time. The
     number of steps then depends on the clock, so another such run has other weights; --repeat trains the same ones.

@@ -1,10 +1,12 @@
-"""Turns rows of JSON lines and tables into documents."""
+"""Turns rows of JSON lines, CSV files and other tables into documents."""
 
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from mlxlm.data.bad_input import OnBad
@@ -47,6 +49,54 @@ def json_documents(
         offset += size
     if empty and explicit:
         raise DataError(f"{name} is empty", _EXAMPLE)
+
+
+def csv_documents(
+    stream: IO[bytes], name: str, delimiter: str, explicit: bool, text_column: str | None, on_bad: OnBad
+) -> Iterator[Document]:
+    """Yield a document per row of a table with a header, see `read_documents`."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    # A byte that isn't UTF-8 becomes half of a surrogate pair, so that only its row is bad.
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    rows, number = csv.reader(text, delimiter=delimiter, strict=True), 0
+    try:
+        header = next(rows, [])
+        if not header and not explicit:
+            return
+        _check_utf8("".join(header), name)
+        column = find_text_column(header, name, text_column)
+        index = header.index(column)
+        for number, row in enumerate(rows, start=1):
+            location, cell = f"{name}, row {number}", "".join(row[index : index + 1])
+            try:
+                _check_utf8(cell, location)
+                document = document_from_cell(cell, column, location)
+            except DataError as error:
+                on_bad(error)
+                continue
+            if document is not None:
+                yield document
+    except csv.Error as error:
+        raise DataError(f"{name} is damaged after row {number}: {error}", "a table with quoted cells") from error
+    if number == 0 and explicit:
+        raise DataError(f"{name} has no rows", "a file with some text")
+
+
+def _check_utf8(text: str, location: str) -> None:
+    if any("\udc80" <= c <= "\udcff" for c in text):
+        raise DataError(f"{location} is not UTF-8 text", "iconv, which converts other encodings")
+
+
+def find_text_column(names: Sequence[str], table: str, text_column: str | None) -> str:
+    """The name of the column with text. Raises DataError, with the names of all columns, if there isn't exactly one."""
+    matches = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
+    if len(matches) != 1:
+        expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
+        columns = ", ".join(f"'{name[:40]}'" for name in names[:20]) or "none"
+        raise DataError(f"{table} must have one column {expected}; its columns are {columns}", "--text-column NAME")
+    if matches == ["messages"] and "tools" in names:
+        raise DataError(f"{table} has a column 'tools', which is only read from JSON lines", "the same rows as .jsonl")
+    return matches[0]
 
 
 def _document(line: bytes, location: str, offset: int, text_column: str | None) -> Document | None:

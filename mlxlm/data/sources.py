@@ -17,14 +17,15 @@ import zstandard
 
 from mlxlm.data.bad_input import OnBad, raise_error
 from mlxlm.data.hf_datasets import hf_dataset_files
-from mlxlm.data.rows import json_documents
+from mlxlm.data.rows import csv_documents, json_documents
 from mlxlm.data.tables import TABLE_SUFFIXES, table_documents
 from mlxlm.data.text import READ_BYTES, Advance, Document, reading, text_document
 from mlxlm.utils.errors import DataError, os_errors_as
 
 STDIN = "-"
 COMPRESSED = (".gz", ".zst")
-_COMPRESSIBLE = (".txt", ".md", ".jsonl")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_COMPRESSIBLE = (".txt", ".md", ".jsonl", *_DELIMITERS)
 FOLDER_SUFFIXES = (*_COMPRESSIBLE, *TABLE_SUFFIXES)  # files that are read from a folder
 
 
@@ -44,8 +45,9 @@ def read_documents(
 
             - a text file: one document;
             - a .jsonl file: one document per line, {"text": ...} or {"messages": [{"role", "content"}, ...]};
-            - either of these compressed, as .gz or .zst;
-            - a .parquet or .arrow file: one document per row, from the column "text" or "messages";
+            - a .csv or .tsv file with a header: one document per row, from the column "text" or "messages";
+            - any of these compressed, as .gz or .zst;
+            - a .parquet or .arrow file: the same;
             - a folder: its files of these kinds, recursively and sorted, without hidden and empty ones; of a dataset
               that Hugging Face's `save_to_disk` wrote, the data files;
             - "-": `stdin`, one text.
@@ -59,8 +61,8 @@ def read_documents(
         fraction: Share of the bytes to read: the beginning of each large file, and some of many small ones.
 
     Raises:
-        DataError: A path is missing, empty, unreadable, damaged or not UTF-8, or a row is not as above; the message
-            names the file and the line, row or byte.
+        DataError: A path is missing, empty, unreadable, damaged or not UTF-8, a row is not as above, or `text_column`
+            is given for a plain text; the message names the file and the line, row or byte.
     """
     allowance, over = 0.0, False  # bytes that may be read; whether the last read was beyond them
 
@@ -81,6 +83,7 @@ def read_documents(
         if path is None:
             if stdin is None:
                 raise DataError("there is no stdin to read", "a file")
+            _check_no_columns("stdin", text_column)
             yield from text_document(stdin, "stdin", count, explicit, on_bad)
             continue
         documents = _file_documents(path, count, text_column, explicit, on_bad)
@@ -106,10 +109,20 @@ def _file_documents(
     with reading(name), open(path, "rb", buffering=0) as raw:
         counted = io.BufferedReader(_CountingReader(raw, advance), READ_BYTES)
         stream = _decompressed(counted, path)
-        if _plain_suffix(path) == ".jsonl":
+        suffix = _plain_suffix(path)
+        if suffix == ".jsonl":
             yield from json_documents(stream, name, explicit, text_column, on_bad)
+        elif suffix in _DELIMITERS:
+            yield from csv_documents(stream, name, _DELIMITERS[suffix], explicit, text_column, on_bad)
         else:
+            if explicit:
+                _check_no_columns(name, text_column)
             yield from text_document(stream, name, lambda _: None, explicit, on_bad)
+
+
+def _check_no_columns(name: str, text_column: str | None) -> None:
+    if text_column is not None:
+        raise DataError(f"{name} is plain text, without a column '{text_column}'", "a .jsonl, .csv or .parquet file")
 
 
 def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.data.bad_input import OnBad
-from mlxlm.data.rows import TEXT_COLUMNS, document_from_cell
+from mlxlm.data.rows import document_from_cell, find_text_column
 from mlxlm.data.text import Advance, Document, reading
 from mlxlm.utils.errors import DataError
 
@@ -62,7 +62,7 @@ def _parquet(path: Path, text_column: str | None) -> Iterator[tuple[str, list[An
     from pyarrow import parquet
 
     with parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
-        column = _column(file.schema_arrow, path, text_column)
+        column = find_text_column(file.schema_arrow.names, str(path), text_column)
         done, rows = 0, max(1, file.metadata.num_rows)
         for batch in file.iter_batches(_ROWS, columns=[column], use_threads=False):
             done += len(batch)
@@ -80,7 +80,7 @@ def _arrow(pyarrow: Any, source: Any, path: Path, text_column: str | None) -> It
         source.seek(0)
         reader = pyarrow.ipc.open_stream(source)
         batches = ((batch, source.tell() / size) for batch in reader)
-    column = _column(reader.schema, path, text_column)
+    column = find_text_column(reader.schema.names, str(path), text_column)
     index = reader.schema.get_field_index(column)
     before = 0.0
     for batch, share in batches:
@@ -94,19 +94,6 @@ def _arrow(pyarrow: Any, source: Any, path: Path, text_column: str | None) -> It
 def _cells(values: Any) -> list[Any]:
     values.validate(full=True)  # pyarrow reads at the offsets in the file without checking them
     return values.to_pylist()
-
-
-def _column(schema: Any, path: Path, text_column: str | None) -> str:
-    """The name of the column with text. Raises DataError, with the names of all columns, if there isn't exactly one."""
-    names = list(schema.names)
-    matches = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
-    if len(matches) != 1:
-        expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-        columns = ", ".join(f"'{name}'" for name in names[:20]) or "none"
-        raise DataError(f"{path} must have one column {expected}; its columns are {columns}", "--text-column NAME")
-    if matches == ["messages"] and "tools" in names:
-        raise DataError(f"{path} has a column 'tools', which is only read from JSON lines", "the same rows as .jsonl")
-    return matches[0]
 
 
 @contextmanager

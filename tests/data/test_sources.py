@@ -1,3 +1,5 @@
+import codecs
+import csv
 import gzip
 import io
 import json
@@ -55,6 +57,47 @@ def test_a_byte_order_mark_is_removed(tmp_path):
     assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"))[0][1] == "hello"
     row = b'\xef\xbb\xbf{"text": "hello"}\n'
     assert read(write(tmp_path / "a.jsonl", row))[0][1] == "hello"
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
+def test_delimited_tables(tmp_path, name, delimiter):
+    rows = [("id", "text", "story"), ("1", 'one, "two"\nthree', "x"), ("2", "", "y"), ("3", "漢 \t", "z")]
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, delimiter=delimiter).writerows([*rows, ("4",)])
+    content = codecs.BOM_UTF8 + buffer.getvalue().encode()
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith("gz") else content)
+    expected = [(f"{path}, row 1", rows[1][1], None), (f"{path}, row 3", rows[3][1], None)]
+    assert read(path) == read(tmp_path) == expected
+    assert [text for _, text, _ in read(path, text_column="story")] == ["x", "y", "z"]
+    assert sum(len(text) for text in read_texts([path])) and total_bytes([path]) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "must have one column either 'text' or 'messages'; its columns are none"),
+        (b"id,story\n1,x\n", "its columns are 'id', 'story' .*--text-column NAME"),
+        (b"text\n", "has no rows"),
+        (b'text\none\n"two', "damaged after row 1: unexpected end of data"),
+        (b"text\none\ncaf\xe9\n", "row 2 is not UTF-8 text"),
+        ("text\none\n".encode("utf-16"), "is not UTF-8 text"),
+    ],
+)
+def test_bad_delimited_tables(tmp_path, content, problem):
+    with pytest.raises(DataError, match=problem):
+        read(write(tmp_path / "a.csv", content))
+
+
+def test_a_bad_row_of_a_table_can_be_skipped(tmp_path):
+    bad = BadInput("skip")
+    path = write(tmp_path / "a.csv", b"text\none\ncaf\xe9\ntwo\n")
+    assert [text for _, text, _ in read(path, on_bad=bad)] == ["one", "two"]
+
+
+def test_plain_text_has_no_columns(tmp_path):
+    for source, stdin in ((write(tmp_path / "a.txt", "hello"), None), ("-", io.BytesIO(b"hello"))):
+        with pytest.raises(DataError, match="is plain text, without a column 'story' .*csv"):
+            read(source, stdin=stdin, text_column="story")
 
 
 def test_json_lines(tmp_path):
