@@ -25,6 +25,7 @@ from mlxlm.utils.json_files import read_json_object, write_json
 # Names of the token embedding, which is also the output matrix in models without one of the heads.
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in", "embedding", "embeddings")
 _HEADS = ("lm_head", "output", "embed_out")
+MIN_MODEL_BYTES = 100e6  # smaller weights are read from the processor's caches, and the overhead of a token counts
 _BUFFER_BYTES = 1 << 29  # read to measure: many times the size of processor caches
 _REPEATS = 5
 _MAX_FILE_BYTES = 1 << 20
@@ -68,16 +69,24 @@ def cached_bandwidth() -> float | None:
     return None
 
 
-def measure_bandwidth() -> float:
+def bandwidth_for(read: BytesPerToken, tokens_per_second: float) -> float | None:
+    """`cached_bandwidth`, measured again if decoding was faster than it allows: the machine was busy at that time."""
+    bandwidth, used = cached_bandwidth(), read.total * tokens_per_second
+    if bandwidth is None or used <= bandwidth or read.weights < MIN_MODEL_BYTES:
+        return bandwidth
+    return measure_bandwidth(at_least=used)
+
+
+def measure_bandwidth(at_least: float = 0.0) -> float:
     """Measure the bytes per second that this machine reads from memory, and save it for `cached_bandwidth`.
 
     Takes about half a second: the best of several reads of a large buffer, on a CPU by one thread per core, on a GPU by
-    a sum. The best of all earlier measurements counts, since other processes can only lower it.
+    a sum. The best of all earlier measurements and `at_least` counts, since other processes can only lower it.
     """
     size = min(_BUFFER_BYTES, platform.total_memory() // 16)
     read = _cpu_reader(size) if ON_CPU else _gpu_reader(size)
     read()
-    bandwidth = max(size / min(_seconds(read) for _ in range(_REPEATS)), cached_bandwidth() or 0)
+    bandwidth = max(size / min(_seconds(read) for _ in range(_REPEATS)), cached_bandwidth() or 0, at_least)
     with suppress(MlxlmError):
         file = _path()
         with os_errors_as(CheckpointError, "write", file):

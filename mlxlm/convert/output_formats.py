@@ -22,7 +22,6 @@ from mlxlm.utils.formatting import group_layers_by_value
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_OTHER_SUFFIXES = (".safetensors", ".pt", ".pth", ".json", ".ggml", ".npz")  # names of files that no writer makes
 # Why a matrix of a GGUF file is of another type than the outtype.
 _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
 
@@ -153,14 +152,28 @@ _WRITERS = {".gguf": GGUFWriter, ".bin": Llama2cWriter}
 
 
 def writer_for(out: Path) -> type[Writer]:
-    """The writer for the name of an output: NAME.gguf, NAME.bin, or any other name for a folder.
+    """The writer for the name of an output: NAME.gguf, NAME.bin, or the name of a folder.
 
     Raises:
-        ConfigError: The name looks like a file in another format.
+        ConfigError: The name is of neither.
     """
-    if (out.name.startswith(".") and out.name.lower() in _WRITERS) or out.suffix.lower() in _OTHER_SUFFIXES:
-        raise ConfigError(f"convert doesn't write files like {out.name}", "a folder, NAME.gguf or NAME.bin")
-    return _WRITERS.get(out.suffix.lower(), HuggingFaceWriter)
+    if (writer := _WRITERS.get(out.suffix.lower())) is not None:
+        return writer
+    check_folder_name(out, "convert", f"{folder_name(out)} for a folder, NAME.gguf or NAME.bin")
+    return HuggingFaceWriter
+
+
+def check_folder_name(out: Path, command: str, hint: str) -> None:
+    """Raise ConfigError for the name of a file, which ends in a dot and letters (model-v1.5 is a folder), or "-"."""
+    if out.name == "-":
+        raise ConfigError(f"{command} can't write to standard output", hint)
+    if out.name.rpartition(".")[2].isalpha() and "." in out.name:
+        raise ConfigError(f"{command} doesn't write files like {out.name}", hint)
+
+
+def folder_name(out: Path) -> str:
+    """A name for a folder instead of the file `out`."""
+    return out.stem.strip(".-") or "model"
 
 
 def _main_dtype(checkpoint: Checkpoint) -> str:

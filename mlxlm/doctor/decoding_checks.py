@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mlxlm.backend.bandwidth import BytesPerToken, cached_bandwidth, measure_bandwidth, weight_bytes
+from mlxlm.backend.bandwidth import BytesPerToken, bandwidth_for, measure_bandwidth, weight_bytes
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx, nn, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.config import ModelConfig
@@ -95,10 +95,10 @@ class DecodingChecks:
             ids = prompt[shift:] + prompt[:shift]
             ends: frozenset[int] = frozenset()
             result = generate(lm, ids, kv=kv, max_tokens=num_tokens, temperature=0.0, eos_token_ids=ends)
-        bandwidth = cached_bandwidth() or measure_bandwidth()
         cache = get_engine(lm, kv).kv_bytes_for(len(prompt) + num_tokens // 2)
         read = BytesPerToken(weight_bytes(lm.model) or 0, cache)
         timings = result.timings
+        bandwidth = bandwidth_for(read, timings.tokens_per_second or 0.0) or measure_bandwidth()
         values = {
             "parameters": self._config.parameter_count(),
             "prompt_tokens": result.prompt_tokens,

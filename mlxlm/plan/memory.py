@@ -15,6 +15,7 @@ from mlxlm.plan.training import DTYPES, Training
 # Fitted to MLX's peaks over the first four steps of a fresh process, over the presets from 0.3m to 50m and lengths from
 # 128 to 1,024 on a CPU of two cores, in float32.
 _LAYERS_AHEAD = 1  # layers whose gradients wait, with gradient checkpointing
+_RECOMPUTED_AT_ONCE = 0.5  # of the cores' recomputed layers, which are rarely all complete
 _SCORES_AT_A_TIME = 4  # arrays of the size of a block's scores
 # Where cores share a batch: their graphs are evaluated piece by piece, so gradients of activations, and even more those
 # of weights, are made after others were freed. That logits count twice is fitted, not explained.
@@ -99,11 +100,11 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
     tokens = training.batch_size * training.max_seq_length
     layer = tokens * layer_bytes(config, training)
     kept = tokens * size * 2 * config.hidden_size if training.grad_checkpoint else layer
-    layers = config.num_hidden_layers * kept + (layer if training.grad_checkpoint else 0)
+    workers = training.num_workers
+    recomputed = (_RECOMPUTED_AT_ONCE if workers > 1 else 1) * layer if training.grad_checkpoint else 0
     softmax = tokens * _softmax_bytes(config, training)
     # Measured: gradients of one layer's inner activations wait for the last one's, since MLX computes ahead.
-    gradients = _LAYERS_AHEAD * layer if training.grad_checkpoint else config.num_hidden_layers * (layer - softmax)
-    workers = training.num_workers
+    gradients = _LAYERS_AHEAD * recomputed if training.grad_checkpoint else config.num_hidden_layers * (layer - softmax)
     factors = (_LOGITS_AT_ONCE, _TRANSIENT_AT_ONCE, _GRADIENTS_AT_ONCE)
     logits_factor, transient_factor, gradients_factor = factors if workers > 1 else (1, 1, 1)
     return TrainingMemory(
@@ -115,7 +116,7 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
         # With gradient accumulation beside the sum so far, which is complete.
         first_gradients=round(4 * count * workers * (gradients_factor + (training.grad_accumulation_steps > 1))),
         layer=layer,
-        activations=layers + tokens * size * 2 * config.hidden_size,
+        activations=round(config.num_hidden_layers * kept + recomputed + tokens * size * 2 * config.hidden_size),
         logits=round(logits_factor * logits_bytes(config, training)),
         transient=round(transient_factor * (gradients + _block_bytes(config, training))),
         update_transient=(3 if workers == 1 else 1) * 4 * count,  # workers' gradients are freed for their sum

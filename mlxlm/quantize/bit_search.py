@@ -11,19 +11,16 @@ import numpy as np
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layerwise import HiddenState
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.convert.compare import kl_divergence
-from mlxlm.kernels import log_softmax
 from mlxlm.quantize.awq import get_submodule
 from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
-PROBE_BITS = 3  # few enough for a measurable KL divergence, enough for one that grows with the squared error
+PROBE_BITS = 4  # of the rounding errors that are measured
+NUM_PROBES = 16
+PROBE_TOKENS = 128  # of each
 _MIN_COST = 1e-9  # nats per token: matrices without a measurable cost get more bits, too, if there is room
-PROBE_TOKENS = 2048  # of the calibration text
-_MAX_LOGITS = 1 << 27  # of the source, in memory
 _NUM_SIZES = 128  # candidates for a bound on the KL divergence
 _MAX_MEASUREMENTS = 6  # of whole models, to find the smallest one within the bound
 
@@ -47,89 +44,118 @@ def sensitivities(
     windows: np.ndarray,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Sensitivities:
-    """Measure the KL divergence that each matrix costs.
+    """Estimate the KL divergence that each matrix costs.
 
-    Each matrix alone is rounded to PROBE_BITS, and the rest of the model is run to the logits. The cost of other bits
-    is extrapolated from the squared error of the weights, since a small change of weights changes the KL divergence by
-    its square.
+    To second order the KL divergence is sᵀMs / 2, if the rounding error of matrix i is scaled by s_i. Its gradient at
+    random signs s gives all s_i (Ms)_i, whose mean is M_ii: Hutchinson's estimator of a diagonal, as HAWQ-V2 (Dong et
+    al. 2020, arXiv:1911.03852) uses for the trace of the Hessian. So a few runs measure all matrices, instead of one
+    run each. The cost of other bits is extrapolated from the squared error of the weights.
 
     Args:
         checkpoint: A model in 16 bits.
         plan: The matrices and their mode and group size.
         windows: Tokens, int `[N, T]`.
-        progress: Called with the name of each finished matrix.
+        progress: Called with the name of each matrix whose rounding errors are known, then of each of `NUM_PROBES` runs.
 
     Raises:
-        CheckpointError: The model doesn't fit in memory, where it has to be for one run per matrix.
+        CheckpointError: The model doesn't fit in memory with its rounding errors.
     """
-    needed = 4 * checkpoint.config.parameter_count()
+    needed = 6 * checkpoint.config.parameter_count()
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
-            f"the search for bits runs the model once per matrix, which takes {needed / 1e9:.1f} GB of memory",
+            f"the search for bits keeps the whole model in memory, which takes {needed / 1e9:.1f} GB",
             "a recipe, or the same bits for all matrices: both keep one layer in memory",
         )
     model, _ = load_checkpoint(checkpoint)
-    count = max(1, min(PROBE_TOKENS, _MAX_LOGITS // checkpoint.config.vocab_size) // windows.shape[1])
-    probe = _Probe(model, windows[:: -(-len(windows) // count)])
-    costs: dict[str, dict[Format, float]] = {}
+    squared, rounding = {}, {}
     for matrix in plan.matrices:
-        base = plan.format_of(matrix)
-        if base is not None:
-            costs[matrix.name] = _costs(probe, model, matrix, base)
+        if (base := plan.format_of(matrix)) is not None:
+            squared[matrix.name], rounding[matrix.name] = _rounding_errors(model, matrix, base)
             progress(matrix.name)
-    return costs
+    probe = _Probe(model, {m.name: m.modules for m in plan.matrices if m.name in rounding}, rounding)
+    rng, length = np.random.default_rng(0), min(PROBE_TOKENS, windows.shape[1])
+    starts = np.linspace(0, windows.size - length, NUM_PROBES).astype(int)
+    costs = np.empty((NUM_PROBES, len(rounding)))
+    for row, start in zip(costs, starts, strict=True):
+        signs = rng.choice([-1.0, 1.0], len(rounding))
+        row[:] = signs * probe.gradient(windows.reshape(-1)[None, start : start + length], signs) / 2
+        progress(f"probe at {start}")
+    # Other matrices' errors make a mean uncertain; a cost below its standard error would be a guess.
+    cost = np.maximum(costs.mean(axis=0), costs.std(axis=0) / NUM_PROBES**0.5)
+    found: dict[str, dict[Format, float]] = {}
+    for (name, errors), value in zip(squared.items(), cost, strict=True):
+        measured = next(error for chosen, error in errors.items() if chosen.bits == PROBE_BITS)
+        scale = max(value, _MIN_COST) / measured if measured else 1.0  # 0: exact in few bits
+        found[name] = {chosen: float(scale * error) for chosen, error in errors.items()}
+    return found
 
 
-def _costs(probe: _Probe, model: nn.Module, matrix: Matrix, base: Format) -> dict[Format, float]:
-    layers = [get_submodule(model, name) for name in matrix.modules]
-    weights = [layer.weight for layer in layers]
-    errors: dict[Format, float] = {}
+def _rounding_errors(model: nn.Module, matrix: Matrix, base: Format) -> tuple[dict[Format, float], list[mx.array]]:
+    """The squared rounding error in each format, and the rounding errors of each module in PROBE_BITS, in 16 bits."""
+    squared: dict[Format, float] = {}
+    weights = [get_submodule(model, name).weight for name in matrix.modules]
     for bits in BITS:
         chosen = replace(base, bits=bits)
-        changed = [dequantized(quantize_rtn(weight, chosen), chosen) for weight in weights]
-        errors[chosen] = sum(mx.square(new - old).sum().item() for new, old in zip(changed, weights, strict=True))
+        changes = [dequantized(quantize_rtn(weight, chosen), chosen) - weight for weight in weights]
+        squared[chosen] = sum(mx.square(change).sum().item() for change in changes)
         if bits == PROBE_BITS:
-            for layer, value in zip(layers, changed, strict=True):
-                layer.weight = value.astype(layer.weight.dtype)
-            cost = probe.kl_divergence(matrix.modules[0])
-            for layer, weight in zip(layers, weights, strict=True):
-                layer.weight = weight
-    measured = errors[replace(base, bits=PROBE_BITS)]
-    if not measured:  # exact in few bits
-        return errors
-    return {chosen: max(cost, _MIN_COST) * error / measured for chosen, error in errors.items()}
+            rounding = [change.astype(mx.bfloat16) for change in changes]
+            mx.eval(rounding)
+    return squared, rounding
 
 
 class _Probe:
-    """The source's hidden states before each block and its predictions, to run the model from any block."""
+    """Runs a model with scaled rounding errors."""
 
-    def __init__(self, model: nn.Module, windows: np.ndarray):
-        self._model, self._tokens = model, mx.array(windows)
-        state = model.model.embed(self._tokens), None
-        self._states = [state]
-        for block in model.layers:
-            state = block(*state)
-            mx.eval(state)
-            self._states.append(state)
-        self._source = log_softmax(self._logits(state))
-        mx.eval(self._source)
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, tuple[str, ...]], rounding: Mapping[str, list[mx.array]]
+    ):
+        self._model = model
+        self._parts: dict[str, list[tuple[int, nn.Module, mx.array, mx.array]]] = {}  # by block, "" for the others
+        for index, (name, changes) in enumerate(rounding.items()):
+            for module, change in zip(modules[name], changes, strict=True):
+                block = module.split(".")[2] if module.startswith("model.layers.") else ""
+                layer = get_submodule(model, module)
+                self._parts.setdefault(block, []).append((index, layer, layer.weight, change))
 
-    def kl_divergence(self, module: str) -> float:
-        """KL(source || model) in nats per token, if the model was changed in `module` only."""
-        parts = module.split(".")
-        if module.startswith("model.layers."):
-            first = int(parts[2])
-            state = self._states[first]
-        elif module == "lm_head":
-            first, state = len(self._model.layers), self._states[-1]
-        else:
-            first, state = 0, (self._model.model.embed(self._tokens), None)
-        for block in self._model.layers[first:]:
-            state = block(*state)
-        return kl_divergence(self._source, log_softmax(self._logits(state))).sum(axis=-1).mean().item()
+    def gradient(self, tokens: np.ndarray, signs: np.ndarray) -> np.ndarray:
+        """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
+        tokens = mx.array(tokens)
+        source = mx.softmax(self._logits(tokens, mx.zeros(len(signs))), axis=-1)
+        mx.eval(source)
 
-    def _logits(self, state: HiddenState) -> mx.array:
-        return self._model.head(self._model.model.final_norm(*state))
+        def cross_entropy(scales: mx.array) -> mx.array:
+            logits = self._logits(tokens, scales)
+            return (mx.logsumexp(logits, axis=-1) - (source * logits).sum(axis=-1)).sum()
+
+        try:
+            return np.array(mx.grad(cross_entropy)(mx.array(signs, mx.float32)), np.float64) / tokens.size
+        finally:
+            for parts in self._parts.values():
+                for _, layer, weight, _ in parts:
+                    layer.weight = weight
+
+    def _logits(self, tokens: mx.array, scales: mx.array) -> mx.array:
+        """Logits in float32. Each block is computed again for the gradient, so that one is in memory at a time."""
+        model = self._model
+        self._scale("", scales)
+        hidden = _merge(model.model.embed(tokens), None)
+        for index, block in enumerate(model.layers):
+
+            def run(hidden: mx.array, scales: mx.array, index: int = index, block: nn.Module = block) -> mx.array:
+                self._scale(str(index), scales)
+                return _merge(*block(hidden, None))
+
+            hidden = mx.checkpoint(run)(hidden, scales)
+        return model.head(model.model.final_norm(hidden, None)).astype(mx.float32)
+
+    def _scale(self, block: str, scales: mx.array) -> None:
+        for index, layer, weight, change in self._parts.get(block, ()):
+            layer.weight = weight + (scales[index] * change).astype(weight.dtype)
+
+
+def _merge(residual: mx.array, hidden: mx.array | None) -> mx.array:
+    return residual if hidden is None else residual + hidden
 
 
 def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
@@ -156,6 +182,12 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
             path.append(BitUpgrade(matrix, after[2], after[0] - before[0], before[1] - after[1]))
     path.sort(key=lambda step: -step.saved / step.nbytes)
     return plan.with_formats(lowest), path
+
+
+def smallest_plan(plan: QuantizationPlan) -> QuantizationPlan:
+    """The plan with the fewest bits."""
+    formats = ((matrix.name, plan.format_of(matrix)) for matrix in plan.matrices)
+    return plan.with_formats({name: replace(base, bits=BITS[0]) for name, base in formats if base is not None})
 
 
 def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: int) -> QuantizationPlan:

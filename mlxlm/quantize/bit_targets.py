@@ -18,6 +18,7 @@ from mlxlm.quantize.evaluation import compare_with_source
 from mlxlm.quantize.lazy_quantize import lazy_quantize
 from mlxlm.quantize.methods import Job, QuantizedTensors, progress_counter, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan
+from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
 from mlxlm.utils.errors import ConfigError
 
@@ -31,16 +32,29 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
         ConfigError: The target can't be reached; the hint is the nearest one that can.
     """
     source, settings = job.source, job.settings
-    total = sum(plan.format_of(matrix) is not None for matrix in plan.matrices)
-    counter = progress_counter(job.progress, "measuring each matrix", total)
+    _check_reachable(source, bit_search.smallest_plan(plan), settings)  # before minutes of measurements
+    total = sum(plan.format_of(matrix) is not None for matrix in plan.matrices) + bit_search.NUM_PROBES
+    counter = progress_counter(job.progress, "measuring what each matrix costs", total)
     sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, job.texts.calibration_windows, counter)
     if settings.max_kl is not None:
         return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
     if settings.target_bpw is not None:
-        plan = _plan_for_bpw(source, plan, sensitivities, settings.target_bpw)
+        limit = _bytes_of_matrices(source, plan, settings.target_bpw)
+        plan = bit_search.fit_to_size(plan, sensitivities, limit)
     elif settings.max_size is not None:
         plan = _plan_for_size(source, plan, sensitivities, settings.max_size)
     return plan, quantize_tensors(job, plan, scratch)
+
+
+def _check_reachable(source: Source, smallest: QuantizationPlan, settings: QuantizationSettings) -> None:
+    """Raise ConfigError if the sizes alone show that a target can't be reached."""
+    if (target := settings.target_bpw) is not None and _bytes_of_matrices(source, smallest, target) < smallest.nbytes():
+        lowest = math.ceil(800 * (smallest.nbytes() + _other_tensor_bytes(source, smallest)) / source.parameters) / 100
+        raise ConfigError(f"{target:g} bits per weight can't be reached", f"{lowest} or more, or larger groups")
+    if settings.max_size is not None:
+        least = smallest.nbytes() + _other_bytes(source, smallest)
+        if settings.max_size < least:
+            raise ConfigError(f"{settings.max_size} bytes can't be reached", f"{least} or more, or larger groups")
 
 
 def _search_kl(
@@ -65,32 +79,27 @@ def _search_kl(
     return plan, results[plan.nbytes()]
 
 
-def _plan_for_bpw(
-    source: Source, plan: QuantizationPlan, sensitivities: bit_search.Sensitivities, target: float
-) -> QuantizationPlan:
-    others = _other_tensor_bytes(source, plan)
-    smallest = bit_search.upgrade_path(plan, sensitivities)[0].nbytes()
-    limit = math.floor(target * source.parameters / 8) - others
-    if limit < smallest:
-        lowest = math.ceil(800 * (smallest + others) / source.parameters) / 100
-        raise ConfigError(f"{target:g} bits per weight can't be reached", f"{lowest} or more, or larger groups")
-    return bit_search.fit_to_size(plan, sensitivities, limit)
+def _bytes_of_matrices(source: Source, plan: QuantizationPlan, target_bpw: float) -> int:
+    """Bytes that an average of bits per weight leaves for the matrices of the plan."""
+    return math.floor(target_bpw * source.parameters / 8) - _other_tensor_bytes(source, plan)
 
 
 def _plan_for_size(
     source: Source, plan: QuantizationPlan, sensitivities: bit_search.Sensitivities, max_size: int
 ) -> QuantizationPlan:
-    smallest = bit_search.upgrade_path(plan, sensitivities)[0]
-    fixed = _other_tensor_bytes(source, plan) + _tokenizer_bytes(source.checkpoint)
-    rest = fixed + _metadata_bytes(source, smallest)
-    if max_size < smallest.nbytes() + rest:
-        raise ConfigError(f"{max_size} bytes can't be reached", f"{smallest.nbytes() + rest} or more, or larger groups")
+    smallest = larger = bit_search.smallest_plan(plan)
     for _ in range(3):  # the size of the metadata depends on the plan, a little
-        larger = bit_search.fit_to_size(plan, sensitivities, max(smallest.nbytes(), max_size - rest))
-        rest = fixed + _metadata_bytes(source, larger)
-        if larger.nbytes() + rest <= max_size:
+        room = max_size - _other_bytes(source, larger)
+        larger = bit_search.fit_to_size(plan, sensitivities, max(smallest.nbytes(), room))
+        if larger.nbytes() + _other_bytes(source, larger) <= max_size:
             return larger
     return smallest
+
+
+def _other_bytes(source: Source, plan: QuantizationPlan) -> int:
+    """Bytes of all files without the matrices of the plan."""
+    tokenizer = _tokenizer_bytes(source.checkpoint)
+    return _other_tensor_bytes(source, plan) + tokenizer + _metadata_bytes(source, plan)
 
 
 def _other_tensor_bytes(source: Source, plan: QuantizationPlan) -> int:

@@ -14,6 +14,7 @@ from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
+from mlxlm.convert.output_formats import check_folder_name, folder_name
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.bit_targets import search_bits
 from mlxlm.quantize.evaluation import evaluate
@@ -66,7 +67,9 @@ def quantize(
     settings.check()
     progress = progress or (lambda phase, done, total: None)
     out = Path(out)
-    _check_output_name(out)
+    gguf = out.suffix.lower() == ".gguf"
+    hint = f"mlxlm convert SOURCE --out {out} --outtype q4_0" if gguf else f"{folder_name(out)}, for a folder"
+    check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source)
     plan = _initial_plan(model, settings)
@@ -113,18 +116,6 @@ def quantize(
         write_json(folder / REPORT_FILE, report.to_dict())
         plot_quantization(report, folder / PLOT_FILE)
     return report
-
-
-def _check_output_name(out: Path) -> None:
-    """Raise ConfigError for a name that other programs would take for a file."""
-    suffix = out.suffix.lower()
-    if suffix == ".gguf":
-        hint = f"mlxlm convert SOURCE --out {out} --outtype q4_0"
-    elif suffix in (".bin", ".safetensors", ".npz", ".pt", ".pth", ".json"):
-        hint = f"{out.with_suffix('')}, for a folder"
-    else:
-        return
-    raise ConfigError(f"quantize writes a folder, not {out.name}", hint)
 
 
 def _initial_plan(source: Source, settings: QuantizationSettings) -> QuantizationPlan:

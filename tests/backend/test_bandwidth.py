@@ -56,6 +56,17 @@ def test_the_best_measurement_is_saved(cache_folder, monkeypatch):
     assert bandwidth.measure_bandwidth() == bandwidth.cached_bandwidth() > measured
 
 
+def test_a_figure_of_a_busy_machine_is_corrected_by_faster_decoding(cache_folder, monkeypatch):
+    monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)
+    monkeypatch.setattr(bandwidth, "_seconds", lambda work: 1.0)  # busy
+    busy = bandwidth.measure_bandwidth()
+    small, large = (bandwidth.BytesPerToken(size, 0) for size in (10**7, 10**9))
+    assert bandwidth.bandwidth_for(small, 1e6) == bandwidth.bandwidth_for(large, 0.9 * busy / 1e9) == busy
+    assert bandwidth.bandwidth_for(large, 2 * busy / 1e9) == bandwidth.cached_bandwidth() == 2 * busy
+    monkeypatch.setattr(bandwidth, "_seconds", lambda work: 0.1)
+    assert bandwidth.bandwidth_for(large, 3 * busy / 1e9) == bandwidth.cached_bandwidth() == 10 * busy
+
+
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "{" * 10_000, json.dumps({"x": 5.0})])
 def test_an_invalid_file_is_replaced(cache_folder, monkeypatch, content):
     monkeypatch.setattr(bandwidth, "_BUFFER_BYTES", 1 << 22)

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
 from mlxlm.convert import convert, reference_backends
+from mlxlm.convert.output_formats import HuggingFaceWriter, writer_for
 from mlxlm.convert.tensor_diff import tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
@@ -303,11 +305,12 @@ def test_memory_is_that_of_the_largest_tensor(write_model, tmp_path):
     assert int(done.stdout) < size / 4
 
 
-@pytest.mark.parametrize("out", ["z.safetensors", "z.pt", "z.PTH", "z.json", ".gguf", ".bin"])
+@pytest.mark.parametrize("out", ["z.safetensors", "z.PTH", "z.onnx", ".gguf", ".bin", "-"])
 def test_names_of_files_that_this_does_not_write_are_refused(write_model, tmp_path, out):
-    with pytest.raises(ConfigError, match="doesn't write files like .* .try: a folder, NAME.gguf"):
+    with pytest.raises(ConfigError, match="convert (doesn't|can't) write .* for a folder, NAME.gguf or NAME.bin"):
         convert(write_model(), tmp_path / out)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert writer_for(Path("my-model-v1.5")) is HuggingFaceWriter
 
 
 @pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf"])

@@ -56,9 +56,11 @@ def test_invalid_sources_and_texts(model, write_model, tmp_path, texts):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name, hint", [("q.gguf", "mlxlm convert SOURCE"), ("q.bin", "for a folder"), ("Q.PT", "Q,")])
+@pytest.mark.parametrize(
+    "name, hint", [("q.gguf", "mlxlm convert SOURCE"), ("q.bin", "q, for a folder"), ("q.onnx", "q,"), ("-", "model,")]
+)
 def test_output_must_be_a_folder(model, tmp_path, name, hint):
-    with pytest.raises(ConfigError, match=f"writes a folder, not {name}.*{hint}"):
+    with pytest.raises(ConfigError, match=f"doesn't write files like {name}.*{hint}|standard output.*{hint}"):
         quantize(model, tmp_path / name)
 
 

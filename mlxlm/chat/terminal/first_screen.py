@@ -14,8 +14,6 @@ from mlxlm.config import ModelConfig
 from mlxlm.generation import LoadedModel
 from mlxlm.utils.formatting import human_bytes, human_count
 
-# Smaller weights are read from the processor's caches, and the overhead of each token counts.
-_MIN_BYTES_FOR_ESTIMATE = 100e6
 _PART_OF_RUN = re.compile(r"\d+bit|step-\d+")
 
 
@@ -26,7 +24,7 @@ def first_screen(chat: Chat) -> list[str]:
     """
     lines = [model_name(chat.lm), f"{_size(chat.lm)}, a context of {chat.context_size:,} tokens"]
     weights = bandwidth.weight_bytes(chat.lm.model)
-    if weights is not None and weights >= _MIN_BYTES_FOR_ESTIMATE:
+    if weights is not None and weights >= bandwidth.MIN_MODEL_BYTES:
         limit = float(f"{memory_bandwidth() / weights:.2g}")
         lines.append(f"Estimate: at most {limit:g} tokens/s on this machine")
     if messages := sum(message.role != "system" for message in chat.messages):

@@ -34,7 +34,9 @@ def summary_line(result: GenerationResult, bytes_per_token: BytesPerToken | str)
     parts = [f"{len(result.tokens)} tokens", f"first after {timings.time_to_first_token:.2f} s"]
     if speed := timings.tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
-        if isinstance(bytes_per_token, BytesPerToken) and (limit := bandwidth.cached_bandwidth()):
+        if isinstance(bytes_per_token, BytesPerToken) and (
+            limit := bandwidth.bandwidth_for(bytes_per_token, speed)
+        ):
             parts.append(f"{bytes_per_token.total * speed / limit:.0%} of memory bandwidth")
     return ", ".join(parts)
 
@@ -68,7 +70,8 @@ def _bandwidth_lines(bytes_per_token: BytesPerToken | str, speed: float) -> list
     """Compare the speed with the limit that memory bandwidth sets."""
     if isinstance(bytes_per_token, str):
         return [f"bandwidth: {bytes_per_token}"]
-    limit, used = memory_bandwidth(), bytes_per_token.total * speed
+    limit = bandwidth.bandwidth_for(bytes_per_token, speed) or memory_bandwidth()
+    used = bytes_per_token.total * speed
     parts = f"{human_bytes(bytes_per_token.weights)} of weights and {human_bytes(bytes_per_token.cache)} of cache"
     share = f"{human_bytes(used)}/s, {used / limit:.0%} of this machine's {human_bytes(limit)}/s"
     lines = [f"bandwidth: each token reads {parts}: {share}"]
