@@ -42,7 +42,7 @@ def print_samples(engine: Engine, request: Request, count: int, as_json: bool, v
         seconds = time.monotonic() - start
         render.say(
             f"prompt {len(request.prompt)} tokens; {count} texts, {tokens} tokens in {seconds:.1f} s, "
-            f"{tokens / seconds:.1f} tokens/s; peak memory {human_bytes(peak)}",
+            f"{tokens / seconds:.1f} tokens/s; peak memory of MLX's arrays {human_bytes(peak)}",
             style="dim",
         )
     if incomplete is not None:

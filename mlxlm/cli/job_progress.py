@@ -51,7 +51,7 @@ class JobProgress:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         return (
             f"{results}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
-            f"{self.tokens / self.seconds:.1f} tokens/s; peak memory {human_bytes(self.peak_memory)}"
+            f"{self.tokens / self.seconds:.1f} tokens/s; peak memory of MLX's arrays {human_bytes(self.peak_memory)}"
         )
 
     def line(self) -> str:

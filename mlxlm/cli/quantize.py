@@ -36,7 +36,7 @@ _CALIBRATION_TEXT = (
     "data, else built in]"
 )
 _EVAL_TEXT = (
-    "Text to evaluate on, its first 8192 tokens.  [default: a run's validation data, a part of --calibration-text, "
+    "Text to evaluate on, its first 4096 tokens.  [default: a run's validation data, a part of --calibration-text, "
     "else built in]"
 )
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxlm.utils.errors import one_line
-from mlxlm.utils.formatting import human_bytes, printable
+from mlxlm.utils.formatting import human_bytes, human_seconds, printable
 from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
@@ -133,11 +133,24 @@ def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], No
 def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar for each phase; yields `progress(phase, done, total)`. The phase "writing" counts bytes.
 
-    If stderr is not a terminal, prints each phase that takes longer than two seconds.
+    If stderr is not a terminal, prints each phase that takes longer than two seconds, and then a line per minute.
     """
+
+    def at(phase: str, done: int, total: int) -> str:
+        return f"{human_bytes(done)} of {human_bytes(total)}" if phase == "writing" else f"{done} of {total}"
+
     if not console.is_terminal:
-        printers: dict[str, Callable[[int], None]] = {}
-        yield lambda phase, done, total: printers.setdefault(phase, _say_once_after(2.0, phase))(done)
+        phases: dict[str, tuple[float, float]] = {}  # when each began, and when its next line is due
+
+        def print_line(phase: str, done: int, total: int) -> None:
+            now = time.monotonic()
+            start, due = phases.setdefault(phase, (now, now + 2.0))
+            if now >= due:
+                phases[phase] = start, now + 60.0
+                left = human_seconds((now - start) * (total - done) / done) if done else "unknown time"
+                say(f"{phase}: {at(phase, done, total)}, {left} left")
+
+        yield print_line
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[at]}")
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
@@ -146,8 +159,7 @@ def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
         def show(phase: str, done: int, total: int) -> None:
             if phase != bar.tasks[0].description:
                 bar.reset(task, total=total)
-            at = f"{human_bytes(done)} of {human_bytes(total)}" if phase == "writing" else f"{done} of {total}"
-            bar.update(task, completed=done, total=total, description=phase, at=at)
+            bar.update(task, completed=done, total=total, description=phase, at=at(phase, done, total))
 
         yield show
 

@@ -161,7 +161,7 @@ def print_forecast(run: Run) -> None:
     if entry := entry_before_start(run.log_file, "forecast", _FORECAST):
         render.say(
             f"predicted from three steps: {human_seconds(entry['seconds'])} with validation, and "
-            f"{human_bytes(entry['memory'])} of memory at the peak"
+            f"{human_bytes(entry['memory'])} of MLX's arrays at the peak"
         )
 
 

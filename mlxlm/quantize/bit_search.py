@@ -18,6 +18,7 @@ from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationP
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 4  # of the rounding errors that are measured
+PROBE_SCALE = 0.25  # of these errors: together they must be small enough for the second order
 NUM_PROBES = 16
 PROBE_TOKENS = 128  # of each
 _MIN_COST = 1e-9  # nats per token: matrices without a measurable cost get more bits, too, if there is room
@@ -47,7 +48,7 @@ def sensitivities(
     """Estimate the KL divergence that each matrix costs.
 
     To second order the KL divergence is sᵀMs / 2, if the rounding error of matrix i is scaled by s_i. Its gradient at
-    random signs s gives all s_i (Ms)_i, whose mean is M_ii: Hutchinson's estimator of a diagonal, as HAWQ-V2 (Dong et
+    random signs s gives all (Ms)_i / s_i, whose mean is M_ii: Hutchinson's estimator of a diagonal, as HAWQ-V2 (Dong et
     al. 2020, arXiv:1911.03852) uses for the trace of the Hessian. So a few runs measure all matrices, instead of one
     run each. The cost of other bits is extrapolated from the squared error of the weights.
 
@@ -77,8 +78,8 @@ def sensitivities(
     starts = np.linspace(0, windows.size - length, NUM_PROBES).astype(int)
     costs = np.empty((NUM_PROBES, len(rounding)))
     for row, start in zip(costs, starts, strict=True):
-        signs = rng.choice([-1.0, 1.0], len(rounding))
-        row[:] = signs * probe.gradient(windows.reshape(-1)[None, start : start + length], signs) / 2
+        scales = rng.choice([-PROBE_SCALE, PROBE_SCALE], len(rounding))
+        row[:] = probe.gradient(windows.reshape(-1)[None, start : start + length], scales) / (2 * scales)
         progress(f"probe at {start}")
     # Other matrices' errors make a mean uncertain; a cost below its standard error would be a guess.
     cost = np.maximum(costs.mean(axis=0), costs.std(axis=0) / NUM_PROBES**0.5)
@@ -118,10 +119,10 @@ class _Probe:
                 layer = get_submodule(model, module)
                 self._parts.setdefault(block, []).append((index, layer, layer.weight, change))
 
-    def gradient(self, tokens: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    def gradient(self, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
         tokens = mx.array(tokens)
-        source = mx.softmax(self._logits(tokens, mx.zeros(len(signs))), axis=-1)
+        source = mx.softmax(self._logits(tokens, mx.zeros(len(scales))), axis=-1)
         mx.eval(source)
 
         def cross_entropy(scales: mx.array) -> mx.array:
@@ -129,7 +130,7 @@ class _Probe:
             return (mx.logsumexp(logits, axis=-1) - (source * logits).sum(axis=-1)).sum()
 
         try:
-            return np.array(mx.grad(cross_entropy)(mx.array(signs, mx.float32)), np.float64) / tokens.size
+            return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
         finally:
             for parts in self._parts.values():
                 for _, layer, weight, _ in parts:

@@ -68,9 +68,10 @@ def decode_speeds(
     before: Checkpoint, after: Checkpoint, prompt: Sequence[int]
 ) -> tuple[float | None, float | None, str | None]:
     """Tokens per second of two models after `prompt`, the median of some turns, and a note; None if not measured."""
-    bytes_per_weight = 8 if ON_CPU else 3  # of both models
+    if ON_CPU:
+        return None, None, "not measured: on a CPU all weights are computed in float32, whatever their bits"
     room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
-    if bytes_per_weight * before.config.parameter_count() > room:
+    if 3 * before.config.parameter_count() > room:  # bytes of both models
         return None, None, "not measured: the two models don't fit in memory together"
     count = min(_MAX_NEW_TOKENS, context - len(prompt))
     if count < 2:
@@ -80,9 +81,8 @@ def decode_speeds(
     for turn in range(1 + _TURNS):
         for rate, model in zip(rates, models, strict=True):
             rate.append(_rate(model, prompt, count, SECONDS if turn else 0.0))
-    note = "on a CPU all weights are computed in float32, so quantization doesn't change the speed" if ON_CPU else None
     speed_before, speed_after = (statistics.median(rate[1:]) for rate in rates)
-    return speed_before, speed_after, note
+    return speed_before, speed_after, None
 
 
 def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -> float:

@@ -26,7 +26,7 @@ from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source
 from mlxlm.quantize.text import EvalText, read_texts
 from mlxlm.quantize.verify import checksum, cross_check_mlx_lm, verify
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists
 from mlxlm.utils.json_files import write_json
 

@@ -21,7 +21,7 @@ from mlxlm.utils.errors import DataError, MlxlmError, TokenizerError
 
 WINDOW_TOKENS = 512  # of a calibration window, less if the model's context is shorter
 CALIBRATION_TOKENS = 16_384  # several times a layer's width; GPTQ's paper takes 262,144, too many for a CPU
-EVAL_TOKENS = 8_192
+EVAL_TOKENS = 4_096  # two runs of the model over 1.5 times as many take longest of a quantization on a CPU
 _MIN_WINDOW = 16  # tokens
 _SPREAD = 16  # calibration windows are spread over up to this many times their tokens
 _CHARS_PER_TOKEN = 4  # about

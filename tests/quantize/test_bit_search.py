@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.convert.compare import kl_divergence
+from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search
+from mlxlm.quantize.awq import get_submodule
+from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import Format, uniform
 from mlxlm.utils.errors import ConfigError
 
@@ -34,6 +40,26 @@ def test_sensitivities_fall_with_bits_and_are_positive(model):
     for cost in bit_search.sensitivities(checkpoint, plan, windows).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
         assert values == sorted(values, reverse=True) and values[-1] > 0
+
+
+def test_estimated_costs_are_those_of_single_matrices(model):
+    """Each matrix alone is rounded, and the KL divergence computed; on average over matrices the estimate is right."""
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    windows = np.random.default_rng(0).integers(20, 300, (16, 32)).astype(np.int32)
+    estimated = bit_search.sensitivities(checkpoint, plan, windows)
+    decoder = load_model(model)[0]
+    source = log_softmax(decoder(mx.array(windows)).astype(mx.float32))
+    ratios = []
+    for matrix in plan.matrices:
+        layer = get_submodule(decoder, matrix.modules[0])
+        kept = layer.weight
+        layer.weight = dequantized(quantize_rtn(kept, plan.format_of(matrix)), plan.format_of(matrix))
+        changed = log_softmax(decoder(mx.array(windows)).astype(mx.float32))
+        layer.weight = kept
+        exact = kl_divergence(source, changed).sum(axis=-1).mean().item()
+        ratios.append(estimated[matrix.name][plan.format_of(matrix)] / exact)
+    assert np.exp(np.mean(np.log(ratios))) == pytest.approx(1, abs=0.3) and 0.2 < min(ratios) <= max(ratios) < 5
 
 
 def test_fit_to_kl_measures_no_plan_twice(model):

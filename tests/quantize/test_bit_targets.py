@@ -14,7 +14,7 @@ def sensitivities_measured_once(monkeypatch):
     """Searches in the same model and text share their measurements, which take longest."""
 
     def cached(checkpoint, plan, windows, progress):
-        key = (checkpoint.path, windows.tobytes(), bit_search._Probe.kl_divergence)
+        key = (checkpoint.path, windows.tobytes(), bit_search._Probe.gradient)
         if key not in measured:
             measured[key] = measure(checkpoint, plan, windows, progress)
         return measured[key]
@@ -63,6 +63,13 @@ def test_max_kl_with_few_candidates_on_disk(model, tmp_path, texts, monkeypatch)
 
 
 def test_matrices_without_cost_get_the_remaining_bytes(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.kl_divergence", lambda probe, module: 0.0)
+    monkeypatch.setattr("mlxlm.quantize.bit_search._Probe.gradient", lambda probe, tokens, scales: 0 * scales)
     report = quantize(model, tmp_path / "out", max_size=10**9, calibration_text=texts[0], evaluate=False)
     assert set(report.bits.values()) == {8}
+
+
+def test_sizes_alone_refuse_a_target_before_anything_is_measured(model, tmp_path, texts, monkeypatch):
+    monkeypatch.setattr(bit_search, "sensitivities", None)
+    for target in ({"target_bpw": 1.5}, {"max_size": 1000}):
+        with pytest.raises(ConfigError, match="can't be reached"):
+            quantize(model, tmp_path / "out", calibration_text=texts[0], evaluate=False, **target)

@@ -34,9 +34,7 @@ def summary_line(result: GenerationResult, bytes_per_token: BytesPerToken | str)
     parts = [f"{len(result.tokens)} tokens", f"first after {timings.time_to_first_token:.2f} s"]
     if speed := timings.tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
-        if isinstance(bytes_per_token, BytesPerToken) and (
-            limit := bandwidth.bandwidth_for(bytes_per_token, speed)
-        ):
+        if isinstance(bytes_per_token, BytesPerToken) and (limit := bandwidth.bandwidth_for(bytes_per_token, speed)):
             parts.append(f"{bytes_per_token.total * speed / limit:.0%} of memory bandwidth")
     return ", ".join(parts)
 
@@ -63,7 +61,7 @@ def report_lines(chat: Chat, bytes_per_token: BytesPerToken | str) -> list[str]:
     if bytes_per_token and timings.tokens_per_second:
         lines += _bandwidth_lines(bytes_per_token, timings.tokens_per_second)
     peak = human_bytes(timings.peak_memory_bytes)
-    return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of key-value cache, {peak} at the peak"]
+    return [*lines, f"memory: {human_bytes(stats.cache_bytes)} of key-value cache; {peak} of MLX's arrays at the peak"]
 
 
 def _bandwidth_lines(bytes_per_token: BytesPerToken | str, speed: float) -> list[str]:
