@@ -215,7 +215,8 @@ def _print_statistics(result: GenerationResult) -> None:
     say(
         f"prompt {result.prompt_tokens} tokens{cached}, {t.prompt_tokens_per_second:.1f} tokens/s; "
         f"first token after {t.time_to_first_token:.2f} s; answer {len(result.tokens)} tokens, {decode}; "
-        f"finish reason {result.finish_reason}; seed {result.seed}; peak memory of MLX's arrays {human_bytes(t.peak_memory_bytes)}",
+        f"finish reason {result.finish_reason}; seed {result.seed}; "
+        f"peak memory of MLX's arrays {human_bytes(t.peak_memory_bytes)}",
         style="dim",
     )
     if (stats := result.speculation) is not None:

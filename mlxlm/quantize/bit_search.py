@@ -56,7 +56,7 @@ def sensitivities(
         checkpoint: A model in 16 bits.
         plan: The matrices and their mode and group size.
         windows: Tokens, int `[N, T]`.
-        progress: Called with the name of each matrix whose rounding errors are known, then of each of `NUM_PROBES` runs.
+        progress: Called with the name of each matrix that was rounded, then of each of `NUM_PROBES` runs.
 
     Raises:
         CheckpointError: The model doesn't fit in memory with its rounding errors.
