@@ -121,20 +121,16 @@ class _Probe:
 
     def gradient(self, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
-        tokens = mx.array(tokens)
-        source = mx.softmax(self._logits(tokens, mx.zeros(len(scales))), axis=-1)
+        ids = mx.array(tokens)
+        source = mx.softmax(self._logits(ids, mx.zeros(len(scales))), axis=-1)
         mx.eval(source)
 
         def cross_entropy(scales: mx.array) -> mx.array:
-            logits = self._logits(tokens, scales)
+            logits = self._logits(ids, scales)
             return (mx.logsumexp(logits, axis=-1) - (source * logits).sum(axis=-1)).sum()
 
-        try:
-            return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
-        finally:
-            for parts in self._parts.values():
-                for _, layer, weight, _ in parts:
-                    layer.weight = weight
+        # A sum: the gradient of a mean would underflow in float16.
+        return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
 
     def _logits(self, tokens: mx.array, scales: mx.array) -> mx.array:
         """Logits in float32. Each block is computed again for the gradient, so that one is in memory at a time."""

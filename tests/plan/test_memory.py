@@ -80,6 +80,16 @@ def test_options_that_save_memory():
     assert total(ema_decay=0.99) == total() + 4 * config.parameter_count()
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "measured"), [("0.3m", 256, 48.8e6), ("1m", 512, 154.3e6), ("5m", 512, 340.3e6)]
+)
+def test_gradient_checkpointing_on_two_cores(monkeypatch, name, length, measured):
+    """Peaks that were measured with 8 sequences."""
+    monkeypatch.setattr("mlxlm.plan.training.num_batch_shards", lambda batch_size: 2)
+    training = Training(batch_size=8, max_seq_length=length, grad_checkpoint=True, device="cpu", attention="plain")
+    assert training_memory(load_preset(name), training).total == pytest.approx(measured, rel=0.2)
+
+
 def test_each_core_has_its_own_gradients(monkeypatch):
     from mlxlm.plan import training as module
 
