@@ -114,7 +114,7 @@ def test_rope_theta_of_old_and_new_transformers():
     ("change", "phrase"),
     [
         ({"rope_scaling": 5}, "rope_scaling is 5, it must be an object"),
-        ({"rope_scaling": {"rope_type": 5}}, "rope_type is 5, it must be a string"),
+        ({"rope_parameters": {"rope_type": 5}}, "rope_type is 5, it must be a string"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "whose rope_theta 50.0 would be lost"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}}}, "layer types that aren't in use"),
     ],
