@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn, tree_unflatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.quantize.awq import get_submodule
@@ -61,7 +61,7 @@ def sensitivities(
     Raises:
         CheckpointError: The model doesn't fit in memory with its rounding errors.
     """
-    needed = 6 * checkpoint.config.parameter_count()
+    needed = 8 * checkpoint.config.parameter_count()
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
             f"the search for bits keeps the whole model in memory, which takes {needed / 1e9:.1f} GB",
@@ -92,17 +92,39 @@ def sensitivities(
 
 
 def _rounding_errors(model: nn.Module, matrix: Matrix, base: Format) -> tuple[dict[Format, float], list[mx.array]]:
-    """The squared rounding error in each format, and the rounding errors of each module in PROBE_BITS, in 16 bits."""
+    """The squared rounding error in each format, and the rounding errors of each module in PROBE_BITS."""
     squared: dict[Format, float] = {}
     weights = [get_submodule(model, name).weight for name in matrix.modules]
     for bits in BITS:
         chosen = replace(base, bits=bits)
-        changes = [dequantized(quantize_rtn(weight, chosen), chosen) - weight for weight in weights]
-        squared[chosen] = sum(mx.square(change).sum().item() for change in changes)
+        errors = [dequantized(quantize_rtn(weight, chosen), chosen) - weight for weight in weights]
+        squared[chosen] = sum(mx.square(error).sum().item() for error in errors)
         if bits == PROBE_BITS:
-            rounding = [change.astype(mx.bfloat16) for change in changes]
+            rounding = [error.astype(weight.dtype) for error, weight in zip(errors, weights, strict=True)]
             mx.eval(rounding)
     return squared, rounding
+
+
+class _Perturbed(nn.Module):
+    """A linear layer or an embedding with a rounding error that is scaled by `scales[0][index]`."""
+
+    def __init__(self, layer: nn.Module, error: mx.array, index: int, scales: list[mx.array | None]):
+        super().__init__()
+        # Underscores: not parameters. The error is a second product, so that no array of the weight's size is made.
+        self._layer, self._error, self._index, self._scales = layer, error, index, scales
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if isinstance(self._layer, nn.Linear):
+            return self._perturb(self._layer(x), lambda: x @ self._error.T)
+        return self._perturb(self._layer(x), lambda: self._error[x])
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._perturb(self._layer.as_linear(x), lambda: x @ self._error.T)
+
+    def _perturb(self, output: mx.array, error: Callable[[], mx.array]) -> mx.array:
+        if (scales := self._scales[0]) is None:
+            return output
+        return output + scales[self._index].astype(output.dtype) * error()
 
 
 class _Probe:
@@ -112,17 +134,18 @@ class _Probe:
         self, model: nn.Module, modules: Mapping[str, tuple[str, ...]], rounding: Mapping[str, list[mx.array]]
     ):
         self._model = model
-        self._parts: dict[str, list[tuple[int, nn.Module, mx.array, mx.array]]] = {}  # by block, "" for the others
-        for index, (name, changes) in enumerate(rounding.items()):
-            for module, change in zip(modules[name], changes, strict=True):
-                block = module.split(".")[2] if module.startswith("model.layers.") else ""
-                layer = get_submodule(model, module)
-                self._parts.setdefault(block, []).append((index, layer, layer.weight, change))
+        self._scales: list[mx.array | None] = [None]
+        perturbed = [
+            (module, _Perturbed(get_submodule(model, module), error, index, self._scales))
+            for index, (name, errors) in enumerate(rounding.items())
+            for module, error in zip(modules[name], errors, strict=True)
+        ]
+        model.update_modules(tree_unflatten(perturbed))
 
     def gradient(self, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
         ids = mx.array(tokens)
-        source = mx.softmax(self._logits(ids, mx.zeros(len(scales))), axis=-1)
+        source = mx.softmax(self._logits(ids, None), axis=-1)
         mx.eval(source)
 
         def cross_entropy(scales: mx.array) -> mx.array:
@@ -132,27 +155,9 @@ class _Probe:
         # A sum: the gradient of a mean would underflow in float16.
         return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
 
-    def _logits(self, tokens: mx.array, scales: mx.array) -> mx.array:
-        """Logits in float32. Each block is computed again for the gradient, so that one is in memory at a time."""
-        model = self._model
-        self._scale("", scales)
-        hidden = _merge(model.model.embed(tokens), None)
-        for index, block in enumerate(model.layers):
-
-            def run(hidden: mx.array, scales: mx.array, index: int = index, block: nn.Module = block) -> mx.array:
-                self._scale(str(index), scales)
-                return _merge(*block(hidden, None))
-
-            hidden = mx.checkpoint(run)(hidden, scales)
-        return model.head(model.model.final_norm(hidden, None)).astype(mx.float32)
-
-    def _scale(self, block: str, scales: mx.array) -> None:
-        for index, layer, weight, change in self._parts.get(block, ()):
-            layer.weight = weight + (scales[index] * change).astype(weight.dtype)
-
-
-def _merge(residual: mx.array, hidden: mx.array | None) -> mx.array:
-    return residual if hidden is None else residual + hidden
+    def _logits(self, ids: mx.array, scales: mx.array | None) -> mx.array:
+        self._scales[0] = scales
+        return self._model(ids).astype(mx.float32)
 
 
 def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[QuantizationPlan, list[BitUpgrade]]:
