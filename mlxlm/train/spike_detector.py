@@ -7,11 +7,11 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-_RECENT, _WINDOW = 20, 100  # losses
+_WINDOW, _RECENT, _TOO_MANY = 100, 20, 15  # losses
 
 
 class SpikeDetector:
-    """Compares the median of the last 20 losses with a limit: the lowest median of 100 losses so far, and a margin.
+    """Finds 15 of the last 20 losses above a limit: the lowest median of 100 losses so far, and a margin.
 
     The margin is `threshold`, or twice the distance from the median of these 100 losses to their 90th percentile if
     that is more: with a batch size of 1, losses differ by more than a nat. (The median absolute deviation is too small
@@ -39,9 +39,8 @@ class SpikeDetector:
         self._losses.append(loss)
         if self._limit is None:
             self._limit = max(loss, self._uniform_loss) + self._threshold
-        if self._exceeds(self._limit):
-            steps = min(_RECENT, len(self._losses))
-            return f"the loss rose to {self._recent:.2f} (median of {steps} steps), above {self._limit:.2f}"
+        if self._threshold and (count := self._count_above(self._limit)) >= _TOO_MANY:
+            return f"the loss rose to {loss:.2f}: {count} of the last {_RECENT} steps are above {self._limit:.2f}"
         if len(self._losses) == _WINDOW:
             middle, high = median(self._losses), sorted(self._losses)[int(0.9 * _WINDOW)]
             self._limit = min(self._limit, middle + max(self._threshold, 2 * (high - middle)))
@@ -49,17 +48,15 @@ class SpikeDetector:
 
     @property
     def healthy(self) -> bool:
-        """Whether the loss is clearly below the limit: a checkpoint saved now is a good one."""
-        return self._limit is None or not self._exceeds(self._limit - self._threshold / 2)
+        """Whether most losses are clearly below the limit: a checkpoint saved now is a good one."""
+        if self._limit is None or not self._threshold:
+            return True
+        return self._count_above(self._limit - self._threshold / 2) < _RECENT / 2
 
     @property
     def state(self) -> dict[str, Any]:
         """The state, as JSON values."""
         return {"losses": list(self._losses), "limit": self._limit}
 
-    @property
-    def _recent(self) -> float:
-        return median(list(self._losses)[-_RECENT:])
-
-    def _exceeds(self, limit: float) -> bool:
-        return self._threshold > 0 and len(self._losses) >= _RECENT // 2 and self._recent > limit
+    def _count_above(self, limit: float) -> int:
+        return sum(loss > limit for loss in list(self._losses)[-_RECENT:])

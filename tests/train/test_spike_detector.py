@@ -33,14 +33,14 @@ def stopped_at(losses, detector=None):
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_are_not_stopped(name):
-    """Of 1,000 runs of each kind, none is; here are three."""
+    """Of 2,000 runs of each kind, none is; here are three."""
     rng = np.random.default_rng(0)
     assert [stopped_at(HEALTHY[name](rng).tolist()) for _ in range(3)] == [None] * 3
 
 
 @pytest.mark.parametrize(
     ("rise", "earliest", "latest"),
-    [(lambda step: 2.0, 5, 20), (lambda step: 0.1 * step, 10, 40), (lambda step: 0.01 * step, 80, 200)],
+    [(lambda step: 3.0, 14, 25), (lambda step: 0.1 * step, 10, 50), (lambda step: 0.01 * step, 80, 250)],
     ids=["jump", "fast", "slow"],
 )
 def test_diverging_runs_are_stopped_soon(rise, earliest, latest):
@@ -53,9 +53,9 @@ def test_diverging_runs_are_stopped_soon(rise, earliest, latest):
 
 def test_a_run_that_diverges_at_once_is_stopped():
     """It has no lower loss to compare with. Above a uniform distribution's only the first losses of some models are."""
-    assert stopped_at([7.0, 7.1] + [50_000.0] * 20) == 10
+    assert stopped_at([7.0, 7.1] + [50_000.0] * 20) == 17
     assert stopped_at([12.0] * 50 + [6.0] * 50) is None
-    assert stopped_at([7.0] + [9.0] * 4 + [6.0] * 50) is None
+    assert stopped_at([7.0] + [9.0] * 14 + [6.0] * 50) is None
 
 
 def test_a_resumed_run_is_stopped_at_the_same_step():
