@@ -10,8 +10,9 @@ from typing import Any
 
 from mlxlm.checkpoint.gguf.architecture import ROPE_TYPES, TOP_MODULES, Architecture
 from mlxlm.checkpoint.gguf.metadata import MetadataReader
+from mlxlm.checkpoint.gguf.rope import read_rope_parameters
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import SLIDING
+from mlxlm.config.components import FULL, SLIDING
 
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
@@ -113,11 +114,12 @@ def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
     sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
     layers, hidden, heads, head_dim = map(keys.count, sizes)
     window = keys.count("attention.sliding_window", 0)
+    sliding_rope = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
     return {
         "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
         "sliding_window": window or keys.count("context_length"),
         "sliding_window_pattern": keys.count("attention.sliding_window_pattern", 6) if window else 1,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "rope_parameters": {FULL: read_rope_parameters(keys, head_dim), SLIDING: sliding_rope},
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "hidden_activation": "gelu_pytorch_tanh",
     }

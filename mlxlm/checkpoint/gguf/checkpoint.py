@@ -35,7 +35,7 @@ def open_gguf(path: Path | str) -> AnyCheckpoint:
     architecture = get_architecture(keys)
     values = read_hf_config(keys, architecture)
     reason = unsupported_feature(values)
-    sizes = {**values, "model_type": "llama"} if reason else values
+    sizes = {**values, "model_type": "llama", "rope_parameters": None} if reason else values
     config = config_from_hf(sizes, source=str(header.path))
     tensors = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
     if architecture.norm_offset:
