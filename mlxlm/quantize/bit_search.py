@@ -19,7 +19,8 @@ from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 4  # of the rounding errors that are measured
 PROBE_SCALE = 0.25  # of these errors: together they must be small enough for the second order
-NUM_PROBES = 16
+# KL with 8 and with 16 of a model of 0.3M parameters: 0.254 and 0.263 at 4.5 bits, 0.067 and 0.064 at 5.5.
+NUM_PROBES = 8
 PROBE_TOKENS = 128  # of each
 _MIN_COST = 1e-9  # nats per token: matrices without a measurable cost get more bits, too, if there is room
 _NUM_SIZES = 128  # candidates for a bound on the KL divergence
