@@ -12,6 +12,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn, tree_unflatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.convert.verify import Progress
 from mlxlm.quantize.awq import get_submodule
 from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
 from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
@@ -44,7 +45,7 @@ def sensitivities(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
     windows: np.ndarray,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Progress = lambda phase, done, total: None,
 ) -> Sensitivities:
     """Estimate the KL divergence that each matrix costs.
 
@@ -57,7 +58,7 @@ def sensitivities(
         checkpoint: A model in 16 bits.
         plan: The matrices and their mode and group size.
         windows: Tokens, int `[N, T]`.
-        progress: Called with the name of each matrix that was rounded, then of each of `NUM_PROBES` runs.
+        progress: Called as `progress(phase, done, total)`: matrices that were rounded, then runs.
 
     Raises:
         CheckpointError: The model doesn't fit in memory with its rounding errors.
@@ -70,18 +71,18 @@ def sensitivities(
         )
     model, _ = load_checkpoint(checkpoint)
     squared, rounding = {}, {}
-    for matrix in plan.matrices:
+    for done, matrix in enumerate(plan.matrices, start=1):
         if (base := plan.format_of(matrix)) is not None:
             squared[matrix.name], rounding[matrix.name] = _rounding_errors(model, matrix, base)
-            progress(matrix.name)
+        progress("rounding each matrix", done, len(plan.matrices))
     probe = _Probe(model, {m.name: m.modules for m in plan.matrices if m.name in rounding}, rounding)
     rng, length = np.random.default_rng(0), min(PROBE_TOKENS, windows.shape[1])
     starts = np.linspace(0, windows.size - length, NUM_PROBES).astype(int)
     costs = np.empty((NUM_PROBES, len(rounding)))
-    for row, start in zip(costs, starts, strict=True):
+    for done, (row, start) in enumerate(zip(costs, starts, strict=True), start=1):
         scales = rng.choice([-PROBE_SCALE, PROBE_SCALE], len(rounding))
         row[:] = probe.gradient(windows.reshape(-1)[None, start : start + length], scales) / (2 * scales)
-        progress(f"probe at {start}")
+        progress("measuring what rounding costs", done, NUM_PROBES)
     # Other matrices' errors make a mean uncertain; a cost below its standard error would be a guess.
     cost = np.maximum(costs.mean(axis=0), costs.std(axis=0) / NUM_PROBES**0.5)
     found: dict[str, dict[Format, float]] = {}

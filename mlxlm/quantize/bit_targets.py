@@ -16,7 +16,7 @@ from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize import bit_search
 from mlxlm.quantize.evaluation import compare_with_source
 from mlxlm.quantize.lazy_quantize import lazy_quantize
-from mlxlm.quantize.methods import Job, QuantizedTensors, progress_counter, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
@@ -33,9 +33,8 @@ def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[Quanti
     """
     source, settings = job.source, job.settings
     _check_reachable(source, bit_search.smallest_plan(plan), settings)  # before minutes of measurements
-    total = sum(plan.format_of(matrix) is not None for matrix in plan.matrices) + bit_search.NUM_PROBES
-    counter = progress_counter(job.progress, "measuring what each matrix costs", total)
-    sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, job.texts.calibration_windows, counter)
+    windows = job.texts.calibration_windows
+    sensitivities = bit_search.sensitivities(source.checkpoint_16bit, plan, windows, job.progress)
     if settings.max_kl is not None:
         return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
     if settings.target_bpw is not None:
