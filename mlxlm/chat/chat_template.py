@@ -26,8 +26,9 @@ from mlxlm.chat.plain_text import PLAIN, PlainTextEncoder
 from mlxlm.chat.reasoning import open_think_tag
 from mlxlm.chat.tool_formats import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer.tokenizer import check_length
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
-from mlxlm.utils.errors import TextTooLongError, TokenizerError
+from mlxlm.utils.errors import TokenizerError
 
 MODEL = "model"
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
@@ -240,8 +241,7 @@ class ChatTemplate:
         """Encode rendered text that `Placeholders.split` has split. `continues`: other text comes before it."""
         ids: list[int] = []
         for piece, next_piece in zip_longest(pieces, pieces[1:], fillvalue=""):
-            if len(ids) > 1.5 * max_length:
-                raise TextTooLongError(max_length)
+            check_length(ids, max_length)
             if piece in placeholders.ids:
                 ids += placeholders.ids[piece]
                 continue

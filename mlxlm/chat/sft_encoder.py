@@ -14,7 +14,7 @@ from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.chat_template import ChatTemplate, chat_encoder
 from mlxlm.chat.messages import Message
 from mlxlm.chat.placeholders import Placeholders
-from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
+from mlxlm.data import CHAT_TEMPLATE, Chunk, Document, check_role
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError
 
@@ -82,8 +82,8 @@ class SFTEncoder:
             messages = [Message.from_dict(message) for message in document.messages]
         except TokenizerError as error:
             raise DataError(f"{document.location}: {error.message}", error.hint) from None
-        for role in (message.role for message in messages if message.role not in _ROLES):
-            raise DataError(f"{document.location}: role '{role}' is not known", f"one of {', '.join(_ROLES)}")
+        for message in messages:
+            check_role(message.role, document.location, _ROLES)
         last = max((n for n, message in enumerate(messages) if _is_learned(message)), default=None)
         if last is None:
             weights = " with the weight 1" if any(message.role == "assistant" for message in messages) else ""

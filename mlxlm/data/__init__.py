@@ -9,7 +9,7 @@ from mlxlm.data.prefetch import prefetch
 from mlxlm.data.prepare import prepare, training_texts
 from mlxlm.data.sources import read_documents, read_texts, total_bytes
 from mlxlm.data.text import Document
-from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk
+from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk, check_role
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -23,6 +23,7 @@ __all__ = [
     "SplitInfo",
     "TokenDataset",
     "TrainBatches",
+    "check_role",
     "read_documents",
     "prepare",
     "prefetch",

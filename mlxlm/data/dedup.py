@@ -46,8 +46,10 @@ class DuplicateFilter:
                 for piece in document.pieces:
                     buffer.add(piece)
                     size += _update(piece, minhash, digest)
+                if document.messages is not None:
+                    fields = [document.messages, document.tools]
+                    digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
                 for message in document.messages or ():
-                    digest.update(json.dumps([message, document.tools], sort_keys=True, default=str).encode())
                     size += _update(message["content"], minhash, digest)
                     minhash.add(" ")
                 duplicate = self._index.add(minhash.signature(digest.digest()), digest.digest())

@@ -83,8 +83,10 @@ def csv_documents(
 
 
 def _check_utf8(text: str, location: str) -> None:
-    if any("\udc80" <= c <= "\udcff" for c in text):
-        raise DataError(f"{location} is not UTF-8 text", "iconv, which converts other encodings")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{location} is not UTF-8 text", "iconv, which converts other encodings") from None
 
 
 def find_text_column(names: Sequence[str], table: str, text_column: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -110,11 +110,16 @@ def _parts(document: Document, tokenizer: Tokenizer) -> Iterator[_Part]:
         yield _Part([], "", eos, loss_mask=None if document.messages is None else False)
 
 
+def check_role(role: str, location: str, roles: Collection[str] = ROLES) -> None:
+    """Raise DataError if a message has none of these roles; the message names `location`."""
+    if role not in roles:
+        raise DataError(f"{location}: role '{role}' is not known", f"one of {', '.join(roles)}")
+
+
 def check_conversation(document: Document) -> None:
     """Raise DataError if `document` is a conversation with something that `CHAT_TEMPLATE` doesn't show."""
     for message in document.messages or ():
-        if message["role"] not in ROLES:
-            raise DataError(f"{document.location}: role '{message['role']}' is not known", f"one of {', '.join(ROLES)}")
+        check_role(message["role"], document.location)
     if document.tools or any(message.get("tool_calls") for message in document.messages or ()):
         hint = "mlxlm finetune, which shows them as a chat does"
         raise DataError(f"{document.location} has tools or tool calls, which only fine-tuning can learn", hint)

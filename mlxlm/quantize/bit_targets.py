@@ -86,11 +86,12 @@ def _bytes_of_matrices(source: Source, plan: QuantizationPlan, target_bpw: float
 def _plan_for_size(
     source: Source, plan: QuantizationPlan, sensitivities: bit_search.Sensitivities, max_size: int
 ) -> QuantizationPlan:
-    smallest = larger = bit_search.smallest_plan(plan)
+    smallest = bit_search.smallest_plan(plan)
+    rest = _other_bytes(source, smallest)
     for _ in range(3):  # the size of the metadata depends on the plan, a little
-        room = max_size - _other_bytes(source, larger)
-        larger = bit_search.fit_to_size(plan, sensitivities, max(smallest.nbytes(), room))
-        if larger.nbytes() + _other_bytes(source, larger) <= max_size:
+        larger = bit_search.fit_to_size(plan, sensitivities, max(smallest.nbytes(), max_size - rest))
+        rest = _other_bytes(source, larger)
+        if larger.nbytes() + rest <= max_size:
             return larger
     return smallest
 

@@ -114,7 +114,7 @@ class ServedModel:
         Args:
             encode: Called with `max_length`, `args` and `options`.
             args: See `encode`.
-            at_least: Allow so many tokens for any context, for endpoints that only count them.
+            at_least: Minimum of the limit, for endpoints that only count tokens.
             options: See `encode`.
 
         Raises:

@@ -156,8 +156,7 @@ class Tokenizer:
 
         size = _CHARACTERS_PER_TOKEN * (max_length + 1)
         while size < len(text):
-            if len(encode(text[:size])) > 1.5 * max_length:  # the cut only changes the tokens next to it
-                raise TextTooLongError(max_length)
+            check_length(encode(text[:size]), max_length)
             size *= 2
         return encode(text)
 
@@ -255,6 +254,15 @@ class Tokenizer:
                 content = self._decoder.token_bytes(token)
             self._bytes[int(id)] = content
         return content
+
+
+def check_length(ids: Sequence[int], max_length: int) -> None:
+    """Raise TextTooLongError if the beginning of a text has far more than `max_length` tokens.
+
+    Half of them are a margin: where a text is cut, the tokens next to the cut differ.
+    """
+    if len(ids) > 1.5 * max_length:
+        raise TextTooLongError(max_length)
 
 
 def _share_vocabulary(runtime: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
