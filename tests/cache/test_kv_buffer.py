@@ -36,3 +36,13 @@ def test_writing_a_position_takes_one_kernel_per_array(quantization):
     written = buffer.with_position(mx.array([4], mx.int32), token).arrays
     names = operations(written)
     assert names.count("ScatterAxis") == len(buffer.arrays) and "DynamicSliceUpdate" not in names
+
+
+@pytest.mark.skipif(ON_CPU, reason="a CPU writes faster with slice_update")
+def test_rows_that_begin_with_half_a_pair_are_not_scattered():
+    """With head dim 64 in groups of 64, a row of scales has one element of 16 bits; ScatterAxis stores pairs."""
+    buffer, token = buffer_and_token(64, (8, 64))
+    packed, scales, biases = buffer.with_position(mx.array([4], mx.int32), token).arrays
+    assert "ScatterAxis" in operations([packed])
+    for part in (scales, biases):
+        assert "DynamicSliceUpdate" in operations([part]) and "ScatterAxis" not in operations([part])

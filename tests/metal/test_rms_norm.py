@@ -110,6 +110,11 @@ def test_rows_in_registers_and_longer_ones(metal, N):
     check_add_norm(x, residual, weight, dh, dy)
 
 
+def test_long_rows_are_normalized_after_rounding_the_sum(metal):
+    """In bfloat16, so that the norm of the sum before rounding is not within the tolerance."""
+    check_add_norm(*make((2,), 16385, DTYPES[2]))
+
+
 @pytest.mark.parametrize("N", [12, 600, 8200])
 def test_teams_with_many_rows(metal, monkeypatch, N):
     """Few teams, as with thousands of rows, so that each has up to 16 or 32 rows, and some one less."""
