@@ -83,4 +83,6 @@ class ChatModel:
     ) -> TextStream:
         """Start the answer to `prompt`, a question after `earlier` messages."""
         question = common_prefix_length(prompt, self.prompt(earlier, "")) if self._drops_tokens else None
+        if options.seed is not None:
+            options = options.with_seed(options.seed)  # deterministic answers read the whole conversation again
         return self.engine.submit(Request(prompt, options, self.eos_token_ids, question), on_prefill=on_prefill)

@@ -108,8 +108,10 @@ def generate(
     from mlxlm.generation import Engine, Request
     from mlxlm.generation.engine import BATCH_SIZE
 
-    request = Request(ids, lm.generation_options(**given_options(options)), eos_token_ids)
-    cache_file = flags["prompt_cache_file"]
+    options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
+    if options.seed is not None and (speculation is not None or cache_file is not None):
+        options = options.with_seed(options.seed)  # neither is used for a deterministic text
+    request = Request(ids, options, eos_token_ids)
     engine = Engine(
         lm,
         kv=kv,
@@ -156,6 +158,8 @@ def _check_flags(
                 raise click.UsageError(f"{flag(name)} needs {needed}")
     if speculative and not one_text:
         raise click.UsageError("--draft-model or --prompt-lookup needs a single text, not --jsonl or --num-samples")
+    if options.deterministic and (speculative or flags["prompt_cache_file"] is not None):
+        raise click.UsageError("--deterministic excludes --draft-model, --prompt-lookup and --prompt-cache-file")
     if options.logprobs is not None and not (flags["as_json"] or jsonl is not None):
         raise click.UsageError("--logprobs needs --json or --jsonl")
 

@@ -44,6 +44,10 @@ _XTC_PROBABILITY = (
     "[default: 0.0]"
 )
 _XTC_THRESHOLD = "XTC: drop all tokens at least this likely, except the least likely of them.  [default: 0.1]"
+_DETERMINISTIC = (
+    "On a GPU, read and decode the text by itself, so that its rounding doesn't depend on other texts.  "
+    "[default: if a seed is given]"
+)
 _LOGIT_BIAS = "Add BIAS to the logit of the token ID. Repeatable."
 _REPETITION_PENALTY = "Divide or multiply the logits of recent tokens by this; 1 disables it.  [default: 1.0]"
 _CONTEXT_SIZE = "How many recent tokens --repetition-penalty applies to.  [default: 64]"
@@ -63,6 +67,7 @@ SAMPLING_OPTIONS = (
     _stopping("--stop", str, "Stop before this text. Repeatable.", multiple=True, metavar="TEXT"),
     _sampling("-t --temp --temperature temperature", float, _TEMPERATURE),
     _sampling("--seed", int, "Random seed. The same seed gives the same text.  [default: random]"),
+    _sampling("--deterministic/--no-deterministic", bool, _DETERMINISTIC, default=None),
     _sampling("--top-k", int, "Sample from the K most likely tokens; 0 disables it.  [default: 0]"),
     _sampling("--top-p", float, _TOP_P),
     _sampling("--min-p", float, _MIN_P),
@@ -91,8 +96,10 @@ _KV_KEEP = "With --max-kv-size: never drop the first N tokens (attention sinks).
 _KV_BITS = (
     "Quantize the key-value cache to 8 or 4 bits; 8,4 or none,4 sets keys and values separately.  [default: none]"
 )
-_DRAFT_MODEL = "Speculative decoding: this small model proposes tokens. Same text, faster."
-_PROMPT_LOOKUP = "Speculative decoding: propose what followed the same tokens earlier. Same text, faster."
+_DRAFT_MODEL = "Speculative decoding: this small model proposes tokens. Faster, and the same text up to rounding."
+_PROMPT_LOOKUP = (
+    "Speculative decoding: propose what followed the same tokens earlier. Faster, and the same text up to rounding."
+)
 
 # What to try if a constrained text is incomplete, by its finish_reason.
 CONSTRAINT_HINTS: dict[str | None, str] = {

@@ -73,7 +73,8 @@ class Engine:
 
     Texts are decoded together: they begin and end at any time, and a long prompt is read in chunks between the steps of
     the others. A prompt that begins like an earlier text is read from where they differ. The text of a request depends
-    on nothing but the request. All computation happens on one thread of the process, which all engines share.
+    on nothing but the request; on a GPU only if it is `deterministic`. All computation happens on one thread of the
+    process, which all engines share.
 
     Args:
         lm: The model.
@@ -152,7 +153,7 @@ class Engine:
                 f"a prompt of at most {limit} tokens, or a quantized key-value cache",
             )
         if request.options.seed is None:
-            request = replace(request, options=replace(request.options, seed=random_seed()))
+            request = replace(request, options=request.options.with_seed(random_seed()))
         channel = Channel(request)
         with self._lock:
             if self._closed:

@@ -16,7 +16,9 @@ from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties
 
 # Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
-_PER_TEXT = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "logit_bias", "max_tokens", "stop")
+_PER_TEXT = (
+    "seed", "deterministic", "logprobs", "json_schema", "regex", "choice", "grammar", "logit_bias", "max_tokens", "stop"
+)  # fmt: skip
 _SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
 
 

@@ -47,6 +47,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dry_allowed_length": _WINDOW,
     "dry_penalty_last_n": _WINDOW,
     "seed": (_integer(0, 2**64 - 1, none=True), "a whole number from 0 to 2^64 - 1"),
+    "deterministic": (lambda value: value is None or isinstance(value, bool), "true or false"),
     "logprobs": (
         _integer(0, MAX_LOGPROBS, none=True),
         f"0 for the chosen token's, or up to {MAX_LOGPROBS} of the most likely",

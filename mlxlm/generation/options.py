@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
 from mlxlm.generation.option_checks import (
@@ -52,6 +52,9 @@ class GenerationOptions:
         xtc_probability: How often all tokens of at least `xtc_threshold` probability but the least likely are removed.
         xtc_threshold: See `xtc_probability`.
         seed: Equal seeds give equal texts. None draws one, which the result reports.
+        deterministic: The text depends on nothing but its request. On a CPU every text does. On a GPU, where rounding
+            depends on what is computed together, such a text is read and decoded by itself, without the prefix cache
+            and speculative decoding. None: if the request has a seed of its own, not a drawn or derived one.
         logprobs: 0 reports the log-probability of every sampled token, n also the n most likely tokens; None neither.
             They are those of the model, before all of the above.
         max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
@@ -84,6 +87,7 @@ class GenerationOptions:
     grammar: str | None = None
     logprobs: int | None = None
     seed: int | None = None
+    deterministic: bool | None = None
     max_tokens: int | None = 256
     stop: tuple[str, ...] = ()
 
@@ -126,6 +130,15 @@ class GenerationOptions:
     def constraint(self) -> str | None:
         """The name of the option that constrains the text (json_schema, regex, choice or grammar), or None."""
         return next(iter(self._constraints()), None)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """`deterministic`, or its default."""
+        return self.seed is not None if self.deterministic is None else self.deterministic
+
+    def with_seed(self, seed: int) -> Self:
+        """These options with a seed that was drawn or derived, which alone doesn't make a text deterministic."""
+        return replace(self, seed=seed, deterministic=bool(self.deterministic))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise GenerationError for a logit_bias or logprobs beyond a vocabulary of this size."""
@@ -197,6 +210,7 @@ class OptionArguments(TypedDict, total=False):
     grammar: str | None
     logprobs: int | None
     seed: int | None
+    deterministic: bool | None
     max_tokens: int | None
     stop: str | Sequence[str]
 

@@ -75,12 +75,15 @@ class Prefill:
                         row.set_num_cached(len(ids))
                 yield members, caches
 
-    def read_alone(self, row: Row) -> Generator[None, None, Context]:
-        """Read the prompt of one row; yields after each chunk, and returns the context that holds it."""
+    def read_alone(self, row: Row, isolated: bool = False) -> Generator[None, None, Context]:
+        """Read the prompt of one row; yields after each chunk, and returns the context that holds it.
+
+        `isolated` reads all of it in chunks of a fixed size: keys and values of other chunks differ by rounding.
+        """
         ids = row.text.ids[:-1]
         context = Context(self._model, self._kv, self._step)
         group = context.has_long_factors(len(row.text.ids))
-        n = self._prefix_cache.match(ids, group)
+        n = 0 if isolated else self._prefix_cache.match(ids, group)
         self._log_match(ids, n, group)
         if n:
             context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
@@ -88,18 +91,20 @@ class Prefill:
         row.set_num_cached(n)
         snapshot_at = row.text.snapshot_at if context.drops_tokens else None
         if snapshot_at is not None and len(context) < snapshot_at < len(ids):
-            yield from self._read_chunks(context, ids[len(context) : snapshot_at], row)
+            yield from self._read_chunks(context, ids[len(context) : snapshot_at], row, isolated)
             self._prefix_cache.insert(context.ids, context.caches, group)
             yield
-        yield from self._read_chunks(context, ids[len(context) :], row)
+        yield from self._read_chunks(context, ids[len(context) :], row, isolated)
         if ids:
             self._prefix_cache.insert(ids, context.caches, group)
         return context
 
-    def _read_chunks(self, context: Context, ids: Sequence[int], row: Row | None = None) -> Iterator[None]:
+    def _read_chunks(
+        self, context: Context, ids: Sequence[int], row: Row | None = None, isolated: bool = False
+    ) -> Iterator[None]:
         """Read `ids`; yields after each chunk but the last."""
         while ids:
-            size = min(PREFILL_STEP_SIZE, self._max_chunk_tokens(len(context)))
+            size = PREFILL_STEP_SIZE if isolated else min(PREFILL_STEP_SIZE, self._max_chunk_tokens(len(context)))
             context.read(ids[:size])
             ids = ids[size:]
             if row is not None:

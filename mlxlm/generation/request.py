@@ -34,8 +34,7 @@ class Request:
 
     def sample(self, id: str, number: int) -> Request:
         """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
-        seed = derive_seed(self.options.seed or 0, id, number)
-        return replace(self, options=replace(self.options, seed=seed))
+        return replace(self, options=self.options.with_seed(derive_seed(self.options.seed or 0, id, number)))
 
     def compile_grammar(self, lm: LoadedModel) -> Grammar | None:
         """Compile the constraint of the options, if there is one. Raises GenerationError as `Grammar.compile`."""

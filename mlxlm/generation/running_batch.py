@@ -11,7 +11,6 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at
-from mlxlm.generation.rounding import Margins
 from mlxlm.generation.sampling import SamplerSnapshot, sample_with_certainty
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.generation.text_stream import Channel
@@ -75,7 +74,7 @@ class _Draw:
 
     Attributes:
         tokens: int32 `[B]`.
-        certain: Whether rounding can't change them, bool `[B]`; None if a row was computed alone.
+        certain: Whether rounding can't change them, bool `[B]`; None if a row was computed alone, or without a margin.
         snapshots: The state of each row's sampler before the draw.
     """
 
@@ -113,19 +112,19 @@ class RunningBatch:
     As in `generate_tokens`, step t+1 is dispatched before the tokens of step t are read. A finished row keeps
     computing, and its tokens are dropped, until `remove_finished` removes it, which copies the caches of all others.
 
-    Logits of several rows differ in their last bits from those of one row. Where that could change the drawn token, a
-    step of that row alone decides: so a text is the one that its request gives alone.
+    Logits of several rows differ in their last bits from those of one row. With a margin, where that could change the
+    drawn token, a step of that row alone decides: so a text is the one that its request gives alone.
     """
 
-    def __init__(self, step: DecodeStep, context_length: int, margins: Margins):
+    def __init__(self, step: DecodeStep, context_length: int, margin: float | None):
         """Start without rows.
 
         Args:
             step: The model's decoding step.
             context_length: The number of positions of the model.
-            margins: Twice what rounding can change a logit by, per dtype of the logits.
+            margin: As for `sample_with_certainty`.
         """
-        self._step, self._context_length, self._margins = step, context_length, margins
+        self._step, self._context_length, self._margin = step, context_length, margin
         self.rows: list[Row] = []
         self._caches: list[Any] = []
         self._drawn = _Draw(mx.zeros(0, mx.int32), None, [])
@@ -328,7 +327,7 @@ class RunningBatch:
             snapshots[i] = sampler.snapshot()
         everyone = len(active) == len(self.rows)
         indices = mx.array(active)
-        margin = self._margins[logits.dtype] if len(self.rows) > 1 else None
+        margin = self._margin if len(self.rows) > 1 else None
         tokens, certain = sample_with_certainty(samplers, logits if everyone else logits[indices], margin)
         if not everyone:
             tokens = mx.put_along_axis(mx.zeros(len(self.rows), mx.int32), indices, tokens, axis=0)

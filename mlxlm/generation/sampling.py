@@ -122,7 +122,7 @@ class Sampler:
         self._penalty_row, self.step = snapshot
         self._logprobs.clear()
 
-    def verify_draft(self, logits: mx.array, draft: mx.array, margin: float) -> tuple[mx.array, mx.array]:
+    def verify_draft(self, logits: mx.array, draft: mx.array, margin: float | None) -> tuple[mx.array, mx.array | None]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
         `draft` is read only with a constraint.
@@ -133,7 +133,7 @@ class Sampler:
             margin: As for `sample_with_certainty`.
 
         Returns:
-            The tokens, int32 `[k + 1]`, and whether they are certain, bool `[k + 1]`.
+            The tokens, int32 `[k + 1]`, and whether they are certain, bool `[k + 1]`; None if `margin` is None.
         """
         penalty_rows = self._penalty_rows(logits.shape[-1], draft)
         bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())

@@ -18,13 +18,14 @@ from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.prefill import Group, Prefill
-from mlxlm.generation.rounding import margins_for
+from mlxlm.generation.rounding import margin_for
 from mlxlm.generation.row_queue import take_similar
 from mlxlm.generation.running_batch import Row, RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.utils.errors import GenerationError
 
-MAX_SINGLE_ROWS = 4  # texts that are decoded one by one in turn: speculative ones, and of models without batches
+# Texts that are decoded one by one in turn: speculative and deterministic ones, and of models without batches.
+MAX_SINGLE_ROWS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Scheduler:
         memory: KVMemory,
         speculation: SpeculativeDecoder | None,
     ):
-        self._lm, self._kv, self._speculation = lm, kv, speculation
+        self._lm, self._kv, self._speculation, self._margin = lm, kv, speculation, margin_for(kv)
         self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
         self._prefix_cache, self._memory = prefix_cache, memory
         self._drops_tokens = Context(lm.model, kv).drops_tokens
@@ -136,8 +137,12 @@ class Scheduler:
         self._end_work()
 
     def _new_batches(self) -> Batches:
-        context_length, margins = self._lm.config.max_position_embeddings, margins_for(self._kv)
-        return Batches(partial(RunningBatch, self._step, context_length, margins), self._memory)
+        context_length = self._lm.config.max_position_embeddings
+        return Batches(partial(RunningBatch, self._step, context_length, self._margin), self._memory)
+
+    def _is_isolated(self, row: Row) -> bool:
+        """Whether a text must be read and decoded by itself to be the one that its request gives alone."""
+        return self._margin is None and row.text.deterministic
 
     def _running(self) -> list[Row]:
         return [*self._batches.rows, *self._reading_rows(), *(s.row for s in self._singles if not s.row.finished)]
@@ -206,10 +211,18 @@ class Scheduler:
 
     def _admit(self) -> None:
         num_running, num_active = len(self._running()), self.num_active
-        count = _num_admitted(len(self.waiting), self._max_rows - num_active, self._max_rows)
+        room = MAX_SINGLE_ROWS - sum(self._is_isolated(row) for row in self._running() if not row.channel.paused)
+        ready: list[Row] = []
+        blocked: list[Row] = []
+        for row in self.waiting:
+            isolated = self._is_isolated(row)
+            room -= isolated
+            (blocked if isolated and room < 0 else ready).append(row)
+        count = _num_admitted(len(ready), self._max_rows - num_active, self._max_rows)
         if not count:
             return
-        rows, self.waiting = take_similar(self.waiting, count)
+        rows, ready = take_similar(ready, count)
+        self.waiting = [*ready, *blocked]
         while rows and not self._fits(rows) and (num_running or len(rows) > 1):
             self.waiting.insert(0, rows.pop())
         single = not self._lm.supports_batching
@@ -218,8 +231,9 @@ class Scheduler:
         together = []
         for row in rows:
             row.text.start()
-            if single or row.text.snapshot_at is not None and self._drops_tokens:
-                self._reading.append(_Reading([row], self._read_single(row, single)))
+            by_itself = single or self._is_isolated(row)
+            if by_itself or row.text.snapshot_at is not None and self._drops_tokens:
+                self._reading.append(_Reading([row], self._read_single(row, by_itself)))
             else:
                 together.append(row)
         if len(together) == 1:
@@ -229,7 +243,7 @@ class Scheduler:
 
     def _read_single(self, row: Row, single: bool) -> Iterator[Group | None]:
         """Read the prompt of one row, and decode the text by itself or in the batch."""
-        context = yield from self._prefill.read_alone(row)
+        context = yield from self._prefill.read_alone(row, self._is_isolated(row))
         if single:
             self._begin_single(row, context)
         else:
@@ -274,7 +288,7 @@ class Scheduler:
     def _begin_single(self, row: Row, context: Context) -> None:
         text = row.text
         self._count_prompt(row)
-        if self._speculation is None:
+        if self._speculation is None or self._is_isolated(row):
             tokens = generate_tokens(context, text.ids, text.sampler, text.remaining)
         else:
             tokens = self._speculation.generate_tokens(context, text.ids, text.sampler, text.remaining)

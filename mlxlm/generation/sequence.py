@@ -26,6 +26,7 @@ class TokenSequence:
         snapshot_at: As in `Request`.
         sampler: Draws the tokens.
         seed: The seed of the sampler.
+        deterministic: Whether the text depends on nothing but its request.
         limit: The maximum number of tokens.
         num_cached: How many tokens of the prompt didn't have to be read.
         speculation: The statistics of speculative decoding, if it is used.
@@ -41,6 +42,7 @@ class TokenSequence:
         self.prompt, options, self.snapshot_at = list(request.prompt), request.options, request.snapshot_at
         room = request.check(lm, kv)
         self.seed = random_seed() if options.seed is None else options.seed
+        self.deterministic = options.is_deterministic
         self.limit = room if options.max_tokens is None else min(room, options.max_tokens)
         self.num_cached = 0
         self.speculation: SpeculationStats | None = None

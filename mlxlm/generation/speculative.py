@@ -19,7 +19,7 @@ from mlxlm.generation.draft_length import DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.result import SpeculationStats
-from mlxlm.generation.rounding import margins_for
+from mlxlm.generation.rounding import margin_for
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -33,8 +33,8 @@ class SpeculativeDecoder:
     A pass over k + 1 tokens costs little more than one over a single token, since the weights are read once either way.
     The model samples at every position with its own options and noise, and a drafted token is accepted if it equals the
     sampled one (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"). So
-    every token, greedy or sampled, is the one of plain decoding. Where rounding could change it, a plain step decides:
-    see `sample_with_certainty`, and `MARGINS` and `QUANTIZED_MARGINS`.
+    every token, greedy or sampled, is the one of plain decoding, up to rounding. On a CPU, where rounding could change
+    it, a plain step decides: see `sample_with_certainty` and `margin_for`.
 
     How many tokens are drafted, and whether any, depends on measured times: see `DraftLengthController`. A drafter
     without cost (prompt lookup) is also compared with plain steps, and drafts only if its last guess was right.
@@ -96,15 +96,15 @@ class _Round:
         last_token: The last token.
         draft: `[k]`.
         logits: `[k + 1, V]`.
-        sampled: The sampled tokens and whether they are certain, `[k + 1]` each; None if the sampler needs the last
-            token.
+        sampled: The sampled tokens, and whether they are certain or None, `[k + 1]` each; None if the sampler needs the
+            last token.
         timed: Whether its time counts: not if the drafter had a long text to read first.
     """
 
     last_token: int
     draft: mx.array
     logits: mx.array
-    sampled: tuple[mx.array, mx.array] | None
+    sampled: tuple[mx.array, mx.array | None] | None
     timed: bool
 
 
@@ -120,7 +120,7 @@ class _Text:
         self, context: Context, sampler: Sampler, draft_length: DraftLengthController, stats: SpeculationStats
     ):
         self._context, self._sampler, self._draft_length, self._stats = context, sampler, draft_length, stats
-        self._margins = margins_for(context.kv)
+        self._margin = margin_for(context.kv)
         self._cache_length = 0  # tokens that the caches have read
         self._max_length = _max_speculative_length(context.model)
         self._read_time: float | None = None
@@ -199,8 +199,8 @@ class _Text:
         self._cache_length += tokens.size
         return self._context.model(tokens[None], cache=self._context.caches)[0]
 
-    def _verify(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array]:
-        return self._sampler.verify_draft(logits, draft, self._margins[logits.dtype])
+    def _verify(self, logits: mx.array, draft: mx.array) -> tuple[mx.array, mx.array | None]:
+        return self._sampler.verify_draft(logits, draft, self._margin)
 
     def _next_draft_length(self) -> int:
         """How many tokens the next draft may have."""
@@ -247,7 +247,8 @@ class _Text:
 
     def _collect_round(self, round: _Round) -> tuple[list[int], _PlainStep | None]:
         result = round.sampled or async_eval(self._verify(round.logits, round.draft))
-        draft, sampled, certain = round.draft.tolist(), result[0].tolist(), result[1].tolist()
+        draft, sampled = round.draft.tolist(), result[0].tolist()
+        certain = [True] * len(sampled) if result[1] is None else result[1].tolist()
         num_accepted = 0
         while num_accepted < len(draft) and draft[num_accepted] == sampled[num_accepted]:
             num_accepted += 1

@@ -92,6 +92,7 @@ class SamplingFields(Fields):
     dry_sequence_breakers: Strings | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=_MAX_ENTRIES)
     seed: int | None = None
+    deterministic: bool | None = None
     json_schema: Schema = None
     regex: str | None = None
     choice: list[str] | None = Field(None, max_length=_MAX_ENTRIES)

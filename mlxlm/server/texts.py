@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from time import monotonic
 
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, QueueFullError, Request, TextStream
@@ -26,7 +25,7 @@ def sample_requests(
 ) -> list[Request]:
     """`n` requests for each prompt, with a different seed each. A single request keeps the seed of the options."""
     if options.seed is None:
-        options = replace(options, seed=random_seed())
+        options = options.with_seed(random_seed())
     requests = [Request(prompt, options, eos_token_ids) for prompt in prompts]
     if len(prompts) * n == 1:
         return requests

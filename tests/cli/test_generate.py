@@ -122,6 +122,8 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "x", "--draft-model", ""], 1, "the model name is empty"),
         (["-p", "x", "--draft-model", "y", "--prompt-lookup"], 2, "either --draft-model or --prompt-lookup"),
         (["-p", "x", "--prompt-lookup", "--num-samples", "2"], 2, "--prompt-lookup needs a single text"),
+        (["-p", "x", "--prompt-lookup", "--deterministic"], 2, "--deterministic excludes --draft-model"),
+        (["-p", "x", "--prompt-cache-file", "y", "--deterministic"], 2, "--deterministic excludes"),
         (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
         (["-p", "x", "--system-prompt", "y"], 2, "--system-prompt needs --chat"),
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
@@ -207,6 +209,15 @@ def test_a_prompt_cache(run, folder, tmp_path):
     assert answer == text(other)[1] and 0 < cached < tokens - 1
     assert text(other, "--prompt-cache-file", cache)[2] == len(load(folder).tokenizer.encode(other)) - 1
     assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+
+
+def test_a_seed_turns_neither_speculation_nor_the_prompt_cache_off(run, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxlm.generation.scheduler.margin_for", lambda kv: None)  # as on a GPU
+    arguments = [folder, "-p", "The quick brown fox", "-n", "5", "--seed", "3", "--json"]
+    assert json.loads(run(*arguments, "--prompt-lookup")[1])["speculation"] is not None
+    cache = ["--prompt-cache-file", str(tmp_path / "cache.safetensors")]
+    fresh, again = (json.loads(run(*arguments, *cache)[1]) for _ in range(2))
+    assert fresh["cached_tokens"] == 0 < again["cached_tokens"] and again["text"] == fresh["text"]
 
 
 def test_a_prompt_cache_is_saved_before_decoding(run, folder, tmp_path):

@@ -55,6 +55,7 @@ def test_every_option_sets_its_field(shell, tmp_path):
         "logit_bias": {3: -1.0, 4: 2.0},
         "logprobs": 2,
         "seed": 8,
+        "deterministic": True,
         "max_tokens": 5,
         "stop": ("a", "b"),
     }
@@ -62,7 +63,8 @@ def test_every_option_sets_its_field(shell, tmp_path):
     arguments = []
     for name, value in given.items():
         for one in texts.get(name, value if isinstance(value, tuple) else [value]):
-            arguments += [OPTION_NAMES.get(name, "--" + name.replace("_", "-")), str(one)]
+            option = OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
+            arguments += [option] if one is True else [option, str(one)]
     assert shell(*arguments) == GenerationOptions(**given)
     assert shell("--json-schema", str(schema)) == GenerationOptions(json_schema='{"type": "null"}')
     assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'
@@ -72,7 +74,7 @@ def test_every_option_sets_its_field(shell, tmp_path):
     assert shell("--grammar", str(schema.parent / "lark")).grammar == "start: yes\nyes: 'a'"
     assert shell("--grammar", '// c\n start [lazy]: "a"').grammar == '// c\n start [lazy]: "a"'
     assert set(given) | {"json_schema", "regex", "choice", "grammar"} == {f.name for f in fields(GenerationOptions)}
-    assert shell() == GenerationOptions()
+    assert shell("--no-deterministic") == GenerationOptions(deterministic=False) != shell() == GenerationOptions()
 
 
 def test_unreadable_schemas(shell, tmp_path):

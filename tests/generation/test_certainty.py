@@ -59,7 +59,7 @@ SUBTRACTED_BY_HISTORY = {"presence_penalty", "frequency_penalty", "repetition_co
     f"dry_{name}" for name in ("multiplier", "base", "allowed_length", "penalty_last_n", "sequence_breakers")
 }
 CONSTRAINTS = {"json_schema", "regex", "choice", "grammar"}  # masks, which no logit changes
-NOT_SAMPLING = {"seed", "logprobs", "max_tokens", "stop"}
+NOT_SAMPLING = {"seed", "deterministic", "logprobs", "max_tokens", "stop"}
 
 
 def test_every_option_is_in_these_tests():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, device_thread
 from mlxlm.generation.drafters import DraftModel, PromptLookup
@@ -25,8 +25,8 @@ SYSTEM = [rng.randrange(300) for _ in range(40)]
 
 def request(prompt, max_tokens=20, **options):
     """One that never ends by an end token."""
-    options = GenerationOptions.of(**{"temperature": 1.0, "seed": 3, **options}, max_tokens=max_tokens)
-    return Request(prompt, options, frozenset())
+    options = {"temperature": 1.0, "seed": 3, "deterministic": False, **options, "max_tokens": max_tokens}
+    return Request(prompt, GenerationOptions.of(**options), frozenset())
 
 
 def settle(engine):
@@ -259,7 +259,7 @@ def test_every_text_is_the_one_generated_alone(imprecise, batch_size, count, mon
     )
     engine = Engine(imprecise, batch_size=batch_size)
     assert_all_as_alone(imprecise, engine, count, batch_size)
-    assert decided_alone or batch_size <= 8
+    assert decided_alone or batch_size <= 8 or not ON_CPU
 
 
 def test_every_text_is_the_one_generated_alone_with_quantized_caches(imprecise):

@@ -29,6 +29,7 @@ def test_all_problems_are_reported_at_once():
         "dry_allowed_length": 0,
         "dry_penalty_last_n": 2**40,
         "seed": -1,
+        "deterministic": 1,
         "logprobs": -1,
         "max_tokens": 0,
         "regex": "",

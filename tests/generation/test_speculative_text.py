@@ -30,7 +30,8 @@ def soft(lm):
 
 def text(lm, speculation, kv=None, prompt=PROMPT, **options):
     engine = Engine(lm, kv=kv, speculation=speculation, prefix_cache_bytes=0)
-    stream = engine.submit(Request(prompt, GenerationOptions.of(**options)))
+    options = GenerationOptions.of(deterministic=False, **options)  # others have no drafts on a GPU
+    stream = engine.submit(Request(prompt, options))
     return list(stream), stream.result()
 
 
@@ -74,8 +75,8 @@ def test_text_and_logprobs_are_those_without_speculation(soft, name, kind):
             assert ours.token == theirs.token
             assert ours.logprob == pytest.approx(theirs.logprob, abs=0.02)
         if not isinstance(drafter, PromptLookup):
-            # Whatever typical sampling draws could be changed by rounding.
-            assert (speculation.stats.accepted > 0) == ("typical" not in name)
+            # Whatever typical sampling draws could be changed by rounding, which is only tested on a CPU.
+            assert (speculation.stats.accepted > 0) == ("typical" not in name or not ON_CPU)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(mx.float16, "full"), (mx.bfloat16, "full"), (mx.bfloat16, "8 bits")])

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
+from mlxlm.generation import GenerationOptions
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
+from mlxlm.server.texts import sample_requests
 from tests.server.conftest import HELLO, events
 
 
@@ -68,6 +70,12 @@ def test_samples_differ_and_depend_on_the_seed(chat):
     streamed = chat(stream=True, **fields)
     assert [text_of(streamed, index=n) for n in range(3)] == texts
     assert chat(**fields)["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize(("options", "n", "wanted"), [({}, 1, False), ({"seed": 7}, 1, True), ({"seed": 7}, 2, False)])
+def test_a_single_text_with_a_seed_is_deterministic(options, n, wanted):
+    requests = sample_requests([[5]], GenerationOptions(**options), frozenset(), n)
+    assert {request.options.is_deterministic for request in requests} == {wanted}
 
 
 def test_a_seed_is_random_unless_given(chat):

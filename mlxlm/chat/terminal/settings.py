@@ -106,6 +106,8 @@ def _parse(name: str, text: str) -> Any:
     kind = str(_FIELDS[name].type)
     if "None" in kind and text == "none":
         return None
+    if kind.startswith("bool"):
+        return {"on": True, "true": True, "off": False, "false": False}.get(text, text)
     if kind.startswith(("tuple", "Mapping")):
         try:
             return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in _split_words(text))

@@ -16,6 +16,7 @@ def test_settings(lm):
         ("temperature", "0.5", 0.5), ("top-k", "3", 3), ("max_tokens", "none", None), ("max_tokens", "9", 9),
         ("stop", "END 'two words' \\n", ("END", "two words", "\n")), ("logit_bias", "5=-2 6=1.5", {5: -2.0, 6: 1.5}),
         ("temperature", "default", 0.7), ("max_tokens", "default", None), ("stop", "default", ()), ("seed", "11", 11),
+        ("deterministic", "on", True), ("deterministic", "false", False), ("deterministic", "none", None),
     ):  # fmt: skip
         set_setting(settings, chat, name, text)
         assert getattr(chat.options, name.replace("-", "_")) == expected
@@ -33,7 +34,15 @@ def test_settings(lm):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("temperature", "hot"), ("top_p", "2"), ("stop", "'open"), ("reasoning", "loud"), ("colour", "red")]
+    "name, text",
+    [
+        ("temperature", "hot"),
+        ("top_p", "2"),
+        ("stop", "'open"),
+        ("deterministic", "maybe"),
+        ("reasoning", "loud"),
+        ("colour", "red"),
+    ],  # fmt: skip
 )
 def test_settings_that_cannot_work_change_nothing(lm, name, text):
     chat, settings = Chat(lm, seed=7), Settings()

@@ -61,7 +61,7 @@ def test_a_prompt(read, lm):
     (row,) = read({"prompt": "The quick"})
     assert (row.task.id, row.task.line, row.number, row.task.num_samples) == (5, 5, 0, 1)
     assert row.request.prompt == lm.tokenizer.encode("The quick")
-    assert row.request.options == replace(DEFAULTS, seed=derive_seed(0, "5", 0))
+    assert row.request.options == DEFAULTS.with_seed(derive_seed(0, "5", 0))
     assert row.request.eos_token_ids is None
 
 
@@ -112,6 +112,15 @@ def test_seeds(read):
     assert seeds({"id": 3, "prompt": "x", "seed": 8}) == [8]
     assert seeds({"id": 3, "prompt": "x", "seed": 8, "num_samples": 2}) == [derive_seed(8, "3", n) for n in (0, 1)]
     assert seeds({"id": 3, "prompt": "x", "seed": None}) == [derive_seed(0, "3", 0)]
+
+
+def test_a_request_with_its_own_seed_is_deterministic(read):
+    def deterministic(**request):
+        return {row.request.options.is_deterministic for row in read({"prompt": "x", **request})}
+
+    assert deterministic(seed=8) == deterministic(deterministic=True) == {True}
+    for others in ({}, {"seed": 8, "num_samples": 2}, {"seed": 8, "deterministic": False}):
+        assert deterministic(**others) == {False}
 
 
 def test_finished_samples_are_skipped(read):
