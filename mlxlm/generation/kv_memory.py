@@ -10,7 +10,7 @@ from mlxlm.generation.loaded_model import LoadedModel
 
 _SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the rest is for all others
 _OTHER_BYTES = 512 << 20  # of the working set on Metal, for the screen and what other programs show
-# Layers whose activations exist at once: MLX dispatches up to ten tasks ahead. Measured on a CPU, 2.5 of 2 to 32 layers.
+# Layers whose activations exist at once: MLX dispatches up to ten tasks ahead. Measured on a CPU: 2.5 of 2 to 32.
 _LAYERS_AT_ONCE = 3
 _MIN_BYTES = 256 << 20
 _HEADROOM = 256  # tokens for which a text needs room to begin with
