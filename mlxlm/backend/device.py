@@ -14,6 +14,11 @@ def split_memory_between(num_processes: int) -> None:
     _num_processes = num_processes
 
 
+def emulates_bfloat16() -> bool:
+    """Whether the device computes bfloat16 in software, as the GPUs of M1 and M2 do (families G13 and G14)."""
+    return mx.metal.is_available() and mx.device_info()["architecture"].startswith(("applegpu_g13", "applegpu_g14"))
+
+
 def device_memory() -> int | None:
     """Bytes that a model may use on the default device, or None if a GPU doesn't tell.
 

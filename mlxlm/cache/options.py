@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import GenerationError
 
 KV_BITS = (8, 4)
 _BITS_BY_NAME = {"none": None, **{str(bits): bits for bits in KV_BITS}}
-PREFILL_STEP_SIZE = 512  # tokens; bounds the memory of a prompt's attention scores, [H, 512, S] per layer
+# Tokens of a prompt in one forward pass. On a CPU, 512 bound the memory of attention's scores, [H, 512, S] per layer. A
+# GPU has none in memory, and larger products use it better: mlx_lm has 2,048, too.
+CPU_PREFILL_STEP_SIZE = 512
+PREFILL_STEP_SIZE = CPU_PREFILL_STEP_SIZE if ON_CPU else 2048
 NUM_SINK_TOKENS = 4  # enough attention sinks according to Xiao et al. 2023, "StreamingLLM"
 
 

@@ -83,6 +83,17 @@ def mean_attended_keys(c: ModelConfig, length: int) -> float:
     return sum(mean(window) for window in _windows(c))
 
 
+def layer_activations(c: ModelConfig) -> int:
+    """Number of values per token that the operations of a layer produce.
+
+    The residual before either sublayer and its norms; queries, keys, values and attention's output; gate, up and their
+    product.
+    """
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    inner = (3 if c.mlp_gated else 2) * c.intermediate_size
+    return (2 + len(c.layer_norms.names)) * c.hidden_size + 2 * queries + 2 * keys + inner
+
+
 def kv_cache_values(c: ModelConfig, context_length: int) -> int:
     """Number of values in the key-value cache of one sequence.
 

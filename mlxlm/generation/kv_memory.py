@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.cache import KVOptions
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.config import ModelConfig, counts
 from mlxlm.generation.loaded_model import LoadedModel
 
-_SHARE = 0.75  # of the memory, for weights, keys and values; the rest is for activations and other programs
+_SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the rest is for all others
+_OTHER_BYTES = 512 << 20  # of the working set on Metal, for the screen and what other programs show
+# Layers whose activations exist at once: MLX dispatches up to ten tasks ahead. Measured on a CPU: 2.5 of 2 to 32.
+_LAYERS_AT_ONCE = 3
 _MIN_BYTES = 256 << 20
 _HEADROOM = 256  # tokens for which a text needs room to begin with
-_UNKNOWN_BYTES_PER_TOKEN = 1 << 17  # of models that mlx_lm runs: as for 8B parameters with grouped-query attention
+# Of models that mlx_lm runs, as for 8B parameters with grouped-query attention: keys and values, and activations.
+_UNKNOWN_BYTES_PER_TOKEN, _UNKNOWN_ACTIVATION_BYTES = 1 << 17, 1 << 18
 
 
 def default_max_kv_bytes(lm: LoadedModel) -> int:
-    """What three quarters of the memory leave beside the weights."""
-    total = platform.total_memory()
+    """What the memory has beside the weights, on Metal also beside the activations of a chunk of a prompt.
+
+    On Metal it is the working set that macOS recommends, of which other programs need some; elsewhere three quarters of
+    the memory.
+    """
     if mx.metal.is_available():
-        total = min(total, int(mx.device_info()["max_recommended_working_set_size"] / _SHARE))
-    return max(_MIN_BYTES, int(_SHARE * total) - lm.weight_bytes)
+        working_set: int = mx.device_info()["max_recommended_working_set_size"]
+        room = working_set - _OTHER_BYTES - prefill_bytes(lm)
+    else:
+        room = int(_SHARE * platform.total_memory())
+    return max(_MIN_BYTES, room - lm.weight_bytes)
+
+
+def prefill_bytes(lm: LoadedModel) -> int:
+    """Bytes of activations while a chunk of a prompt is read.
+
+    Attention's scores are not among them, which no kernel on a GPU has in memory.
+    """
+    per_token = _UNKNOWN_ACTIVATION_BYTES
+    if isinstance(lm.config, ModelConfig):
+        per_token = counts.layer_activations(lm.config) * _itemsize(lm)
+    return _LAYERS_AT_ONCE * PREFILL_STEP_SIZE * per_token
 
 
 class KVMemory:
@@ -36,7 +57,7 @@ class KVMemory:
         """For a model, and its caches of the options `kv`."""
         self._config, self._kv, self.max_bytes = lm.config, kv, max_bytes
         self.weight_bytes = lm.weight_bytes
-        self._itemsize = max((array.itemsize for array in lm.weights if array.ndim == 1), default=4)  # of norms
+        self._itemsize = _itemsize(lm)
 
     def bytes_for(self, num_tokens: int, num_rows: int = 1) -> int:
         """Bytes of `num_rows` texts, the longest of which has `num_tokens` tokens."""
@@ -59,3 +80,8 @@ class KVMemory:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.reserved_bytes(middle) <= self.max_bytes else (low, middle - 1)
         return low
+
+
+def _itemsize(lm: LoadedModel) -> int:
+    """Bytes of an activation: those of a norm's weight, which isn't quantized."""
+    return max((array.itemsize for array in lm.weights if array.ndim == 1), default=4)

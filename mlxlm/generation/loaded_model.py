@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import checkpoint, tokenizer
-from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten
+from mlxlm.backend import device
+from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint.locations import locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.checkpoint.resolve import find_catalog_entry
@@ -17,6 +18,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import CheckpointError
+
+_SAMPLE = "The answer is 42: def f(x): return [x, 2 * x]\n\nEs ist so. Il pleut. こんにちは, мир!\n"
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ def eval_weights(model: Any) -> None:
 def load(path: Path | str) -> LoadedModel:
     """Load a model and its tokenizer.
 
+    Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough.
+
     Args:
         path: See `open_checkpoint`.
 
@@ -93,8 +98,29 @@ def load(path: Path | str) -> LoadedModel:
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
+    if device.emulates_bfloat16() and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
+        model, config = checkpoint.load_checkpoint(source)
     eval_weights(model)
     return LoadedModel(model, text_tokenizer, config, Path(path), read_generation_config(source, str(path)))
+
+
+def convert_to_float16(model: nn.Module, tokens: Sequence[int]) -> bool:
+    """Convert weights from bfloat16 to float16.
+
+    Args:
+        model: The model.
+        tokens: Of a text to try the result on.
+
+    Returns:
+        Whether the weights and the logits of the text are finite. If not, the model is of no use any more.
+    """
+    parameters = tree_flatten(model.parameters())
+    converted = [(name, x.astype(mx.float16)) for name, x in parameters if x.dtype == mx.bfloat16]
+    if not converted:
+        return True
+    model.update(tree_unflatten(converted))
+    arrays = [x for _, x in converted] + [model(mx.array([tokens]))]
+    return mx.stack([mx.isfinite(x).all() for x in arrays]).all().item()
 
 
 def read_generation_config(source: checkpoint.AnyCheckpoint, name: str) -> GenerationConfig:

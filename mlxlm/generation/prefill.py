@@ -42,7 +42,7 @@ class Prefill:
         self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep, is_busy: Callable[[], bool]
     ):
         self._lm, self._model, self._kv, self._prefix_cache, self._step = lm, lm.model, kv, prefix_cache, step
-        self._is_busy = is_busy
+        self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
 
     def read(self, rows: Sequence[Row]) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
@@ -114,7 +114,9 @@ class Prefill:
 
     def _max_chunk_tokens(self, num_read: int) -> int:
         """The maximum number of tokens of all rows in one forward pass, after `num_read` tokens of each row."""
-        return chunk_size(self._lm.config, num_read) if self._is_busy() else MAX_BATCH_TOKENS
+        if not self._is_busy():
+            return MAX_BATCH_TOKENS
+        return chunk_size(self._lm.config, self._weight_bytes, num_read)
 
     def _log_match(self, ids: Sequence[int], n: int, group: bool) -> None:
         """Log how much of a prompt is in the cache, and where it leaves the text that begins most like it."""

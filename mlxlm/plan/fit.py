@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.cache.options import CPU_PREFILL_STEP_SIZE
 from mlxlm.checkpoint.catalog import CatalogEntry, catalog
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_from_hf
@@ -43,7 +43,7 @@ def chat_fit(config: ModelConfig, machine: Machine) -> Fit:
     needed = inference_memory(config, serving)
     memory = needed.weights + 2 * needed.cache + _PROCESS_BYTES
     if serving.device == "cpu":
-        memory += _SCORE_ARRAYS * 4 * config.num_attention_heads * PREFILL_STEP_SIZE * serving.context_length
+        memory += _SCORE_ARRAYS * 4 * config.num_attention_heads * CPU_PREFILL_STEP_SIZE * serving.context_length
     comfortable = machine.memory is None or memory <= _COMFORTABLE * machine.memory
     return Fit(memory, memory <= usable_memory(machine.memory), comfortable)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm.config import ModelConfig
+from mlxlm.config import ModelConfig, counts
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
@@ -126,15 +126,9 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
 def layer_bytes(config: ModelConfig, training: Training) -> int:
     """Return the bytes of activations that a layer keeps per token until its gradient is taken.
 
-    The residual before either sublayer and its norms; queries, keys, values and attention's output; the softmax's
-    result; gate, up and their product.
+    Those of `counts.layer_activations`, and the softmax's result.
     """
-    size, hidden = DTYPES[training.dtype], config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    inner = (3 if config.mlp_gated else 2) * config.intermediate_size
-    numbers = (2 + len(config.layer_norms.names)) * hidden + 2 * queries + 2 * keys + inner
-    return size * numbers + _softmax_bytes(config, training)
+    return DTYPES[training.dtype] * counts.layer_activations(config) + _softmax_bytes(config, training)
 
 
 def _softmax_bytes(config: ModelConfig, training: Training) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.cache import KVOptions
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, device_thread
 from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.running_batch import RunningBatch
@@ -70,16 +70,17 @@ def test_a_waiting_text_is_cancelled(lm):
 
 
 def test_a_text_is_cancelled_while_its_prompt_is_read(lm):
-    model = recording(lm, max_position_embeddings=4096)
+    chunk = PREFILL_STEP_SIZE
+    model = recording(lm, max_position_embeddings=4 * chunk)
     engine = Engine(model)
     pause = model.model.pause_at(1)
-    stream = engine.submit(request([7] * 2000))
+    stream = engine.submit(request([7] * (3 * chunk)))
     with pause:
-        assert engine.stats.running == 1 and stream.num_read == 512
+        assert engine.stats.running == 1 and stream.num_read == chunk
         stream.cancel()
     settle(engine)
-    assert model.model.calls == [(1, 512)] * 2 and engine.stats.kv_bytes == 0
-    assert stream.result().tokens == [] and stream.result().prompt_tokens == 2000
+    assert model.model.calls == [(1, chunk)] * 2 and engine.stats.kv_bytes == 0
+    assert stream.result().tokens == [] and stream.result().prompt_tokens == 3 * chunk
 
 
 def test_one_of_several_prompts_is_cancelled_while_they_are_read(lm):

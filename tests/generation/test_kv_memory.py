@@ -1,13 +1,17 @@
 """Memory of keys and values: how much texts need, and what happens if there is too little."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from mlxlm.cache import KVOptions
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
+from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation.drafters import PromptLookup
-from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes
+from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes, prefill_bytes
 from mlxlm.generation.running_batch import RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -50,7 +54,33 @@ def test_max_tokens_is_the_largest_number_that_fits(lm):
         n = memory.max_tokens()
         assert n == 0 or memory.reserved_bytes(n) <= max_bytes
         assert memory.reserved_bytes(n + 1) > max_bytes
-    assert default_max_kv_bytes(lm) > 1 << 20
+
+
+@pytest.mark.parametrize("weight_bytes", [0, 1 << 30, 1 << 50])
+def test_the_default_leaves_room_for_weights_activations_and_others(weight_bytes):
+    norm = mx.zeros(1, mx.float16)
+    lm = SimpleNamespace(config=load_preset("1b"), weights=[norm], weight_bytes=weight_bytes)
+    room = 0.75 * platform.total_memory()
+    if mx.metal.is_available():
+        room = mx.device_info()["max_recommended_working_set_size"] - (512 << 20) - prefill_bytes(lm)
+        assert 3 < prefill_bytes(lm) / (PREFILL_STEP_SIZE * 2 * 3 * lm.config.intermediate_size) < 6
+    assert default_max_kv_bytes(lm) == max(256 << 20, int(room) - weight_bytes)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a simulated GPU computes attention as a CPU does")
+def test_activations_of_a_chunk_are_as_many_as_were_counted(lm):
+    config = lm.config.with_changes(
+        hidden_size=256, intermediate_size=2048, num_attention_heads=1, num_key_value_heads=1, head_dim=256,
+        max_position_embeddings=PREFILL_STEP_SIZE,
+    )  # fmt: skip
+    model = Decoder(config)
+    model.init_weights(seed=1)
+    mx.eval(model.parameters())
+    context, before = Context(model), mx.get_active_memory()
+    mx.reset_peak_memory()
+    context.read([7] * PREFILL_STEP_SIZE)
+    taken = mx.get_peak_memory() - before - sum(cache.nbytes for cache in context.caches)
+    assert 0.6 < taken / prefill_bytes(replace(lm, model=model, config=config)) < 1
 
 
 def test_a_prompt_that_can_not_fit_is_refused(lm):

@@ -5,7 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
+from mlxlm.families import load_preset
 from mlxlm.generation import Engine, GenerationOptions, Request
 from mlxlm.generation.chunk_size import MIN_CHUNK_TOKENS, _token_cost, chunk_size
 from tests.generation.recording_model import recording
@@ -98,20 +100,37 @@ def test_long_prompts_are_read_between_steps(lm):
     sizes = [columns for _, columns in model.model.calls]
     chunks = [i for i, size in enumerate(sizes) if size > 1]
     assert all(after - before > 1 for before, after in pairwise(chunks)), "a step between any two chunks"
-    assert len(chunks) >= 8 and sizes[chunks[0]] == 512 > sizes[chunks[2]] >= sizes[chunks[6]]
+    first = chunk_size(model.config, model.weight_bytes, 0)
+    assert len(chunks) >= 2 * 1000 / first and sizes[chunks[0]] == min(first, 1000)
+    if ON_CPU:
+        assert len(chunks) >= 8 and sizes[chunks[0]] > sizes[chunks[2]] >= sizes[chunks[6]]
     assert result.tokens == alone(model, request([5, 6], 60)).tokens
     for one, result in zip(long, found, strict=True):
         same(result, alone(model, one))
 
 
+@pytest.mark.skipif(not ON_CPU, reason="a GPU has other chunks")
 @pytest.mark.parametrize("num_read", [0, 100, 1000, 10_000, 1_000_000])
 def test_all_chunks_take_about_as_long(lm, num_read):
     def cost(first, count):
         return sum(_token_cost(lm.config, n) for n in range(first, first + count))
 
-    size = chunk_size(lm.config, num_read)
-    assert size == MIN_CHUNK_TOKENS or 0.7 < cost(num_read, size) / cost(0, chunk_size(lm.config, 0)) < 1.1
-    assert chunk_size(object(), num_read) == chunk_size(lm.config, 0) == PREFILL_STEP_SIZE
+    size = chunk_size(lm.config, lm.weight_bytes, num_read)
+    assert size == MIN_CHUNK_TOKENS or 0.7 < cost(num_read, size) / cost(0, 512) < 1.1
+    assert chunk_size(object(), 0, num_read) == chunk_size(lm.config, lm.weight_bytes, 0) == PREFILL_STEP_SIZE == 512
+
+
+@pytest.mark.skipif(ON_CPU, reason="chunks of a GPU")
+@pytest.mark.parametrize("bytes_per_parameter", [0.5625, 2, 4, 64])
+def test_a_chunk_takes_about_as_long_as_a_step_on_a_gpu(bytes_per_parameter, simulated_gpu):
+    """Of 10.4 TFLOP/s and 0.4 TB/s, an M1 Max's, and of an H200's; a step reads the weights."""
+    config = load_preset("1b")
+    weight_bytes = int(bytes_per_parameter * config.parameter_count())
+    flops, bandwidth = (10.4e12, 0.4e12) if simulated_gpu.device.backend == "metal" else (989e12, 4.8e12)
+    for num_read in (0, 1000, 30_000):
+        size = chunk_size(config, weight_bytes, num_read)
+        ratio = size * _token_cost(config, num_read) / flops / (weight_bytes / bandwidth)
+        assert 0.8 < ratio < 1.3 or (size == MIN_CHUNK_TOKENS and ratio > 1) or (size == 2048 and ratio < 1)
 
 
 def test_a_prompt_that_fails_to_be_read_fails_alone(lm):
