@@ -94,12 +94,6 @@ def _check_cases(case: Case) -> tuple[Case, ...]:
     return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
-def _preferred_add_paths(case: Case) -> tuple[tuple[str, ...], str]:
-    if case.size("rows") == _ROWS[0]:
-        return ("mlx", "metal"), "few rows: MLX's own unless measured"
-    return ("metal", "mlx"), "MLX needs two passes"
-
-
 NORM = Operation(
     "rms_norm",
     {"mlx": mx.fast.rms_norm, "metal": rms_norm_metal},
@@ -111,7 +105,7 @@ NORM = Operation(
 ADD_NORM = Operation(
     "add_rms_norm",
     {"mlx": _add_rms_norm_mlx, "metal": add_rms_norm_metal},
-    _preferred_add_paths,
+    lambda case: (("metal", "mlx"), "MLX needs two launches and reads the sum again"),
     _sample_inputs,
     _check_cases,
     differentiable=(0, 1, 2),
