@@ -40,6 +40,10 @@ std::string arguments(const Primitive& primitive) {
   std::string name = primitive.name();
   if (name == "Transpose")
     return list(static_cast<const Transpose&>(primitive).state());
+  if (name == "ExpandDims")
+    return list(static_cast<const ExpandDims&>(primitive).state());
+  if (name == "Squeeze")
+    return list(static_cast<const Squeeze&>(primitive).state());
   if (name == "Slice")
     return list(std::get<2>(static_cast<const Slice&>(primitive).state())); // steps
   if (name == "Sum" || name == "Prod" || name == "Min" || name == "Max" || name == "And" || name == "Or")
