@@ -307,7 +307,7 @@ def _matmul(name: str, inputs: list[Array], shape: list[int]) -> tuple[int, int]
     if name == "Matmul" and M == N == batch == 1 and a.row_contiguous and b.row_contiguous:
         return 3, 0  # dot_product: the products, their sum, and a cast
     splits = batch == 1 and ceil(M / 16) * ceil(N / 16) <= (2048 if _size() in "sd" else 1024)
-    splits = splits and K >= max(M, N, 128) and _generation() < 17 and min(M, N) > 1
+    splits = splits and max(M, N, 128) <= K and _generation() < 17 and min(M, N) > 1
     return 2 if splits else 1, copies
 
 
