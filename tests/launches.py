@@ -87,13 +87,18 @@ class Array(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements have no gaps between them, in whichever order."""
+        """Whether the buffer has no gaps: elements may be in any order, and repeated by a broadcast."""
         end = 1
-        for stride, n in sorted((s, n) for n, s in zip(self.shape, self.layout.strides, strict=True) if n > 1):
+        for stride, n in sorted((s, n) for n, s in zip(self.shape, self.layout.strides, strict=True) if n > 1 and s):
             if stride != end:
                 return False
             end = stride * n
         return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is contiguous without a broadcast."""
+        return self.contiguous and all(n == 1 or s for n, s in zip(self.shape, self.layout.strides, strict=True))
 
     @property
     def last_contiguous(self) -> bool:
@@ -120,28 +125,35 @@ def recording() -> Iterator[None]:
 
 
 def count_launches(*outputs: Any) -> Counter[str]:
-    """Count the kernels by operation that compute these trees of arrays.
+    """Count the kernels by operation that compute these trees of arrays; "copy" for copies of an operation's inputs.
 
     Whatever the graph begins with must have been evaluated, else its launches are counted, too.
     """
-    counts: Counter[str] = Counter()
-    for name, number in operations(*outputs):
-        counts[name] += number
+    counts, _ = _follow(_describe([x for _, x in tree_flatten(outputs) if isinstance(x, mx.array)]))
     return +counts
 
 
-def operations(*outputs: Any) -> Iterator[tuple[str, int]]:
-    """Yield each operation of a graph and its launches, in an order of evaluation."""
-    nodes = _describe([x for _, x in tree_flatten(outputs) if isinstance(x, mx.array)])
+def strides(x: mx.array) -> tuple[int, ...]:
+    """The strides that an array has, or will have."""
+    nodes = _describe([x])
+    _, arrays = _follow(nodes)
+    last = nodes[-1]
+    return arrays[last["leaf"]["id"] if "leaf" in last else last["outputs"][0]["id"]].layout.strides
+
+
+def _follow(nodes: list[dict[str, Any]]) -> tuple[Counter[str], dict[int, Array]]:
+    """Follow a graph in an order of evaluation. Return the launches by operation, and the arrays by id."""
+    described = [x for node in nodes for x in ([node["leaf"]] if "leaf" in node else node["outputs"])]
     users = Counter(i for node in nodes for i in node.get("inputs", ()))
+    kept = {x["id"] for x in described if x["references"] > users[x["id"]]}  # by more than this graph
+    counts: Counter[str] = Counter()
     arrays: dict[int, Array] = {}
     texts: dict[int, str] = {}
-    kept: set[int] = set()  # held by more than the operations of this graph
     owners: dict[int, int] = {}  # of the buffers of views
-    for node in nodes:
-        for described in [node["leaf"]] if "leaf" in node else node["outputs"]:
-            if described["references"] > users[described["id"]]:
-                kept.add(described["id"])
+
+    def donatable(i: int) -> bool:
+        return not any(users[x] or x in kept for x in (i, owners.get(i, i)))
+
     for node in nodes:
         if leaf := node.get("leaf"):
             arrays[leaf["id"]] = _array(leaf, _layout(leaf["shape"], leaf.get("strides")))
@@ -153,19 +165,16 @@ def operations(*outputs: Any) -> Iterator[tuple[str, int]]:
         if name == "Depends" and texts.get(ids[-1], "").startswith(PREFIX):
             name, *arguments = texts[ids[-1]].removeprefix(PREFIX).split()
             ids = ids[len(results) : -1]
-        inputs = [arrays[i] for i in ids]
-        donatable = [
-            not users[i] and not users[owners.get(i, i)] and kept.isdisjoint((i, owners.get(i, i))) for i in ids
-        ]
-        for result in reversed(results):
-            layout, kernels, copies = _evaluate(name, arguments, inputs, donatable, result["shape"], result["itemsize"])
+        inputs, donated = [arrays[i] for i in ids], [donatable(i) for i in ids]
+        for result in results:
+            layout, kernels, copies = _evaluate(name, arguments, inputs, donated, result["shape"], result["itemsize"])
             arrays[result["id"]] = _array(result, layout)
             if inputs and not kernels + copies:
                 arrays[result["id"]] = arrays[result["id"]]._replace(buffer=inputs[0].buffer)
                 owners[result["id"]] = owners.get(ids[0], ids[0])
         if prod(results[0]["shape"]):
-            yield name, kernels
-            yield "copy", copies
+            counts.update({name: kernels, "copy": copies})
+    return counts, arrays
 
 
 def _array(described: dict[str, Any], layout: np.ndarray) -> Array:
@@ -187,15 +196,16 @@ def _evaluate(
     if name in VIEWS:
         return _view(name, arguments, x, shape), 0, 0
     if name in RESHAPES:  # copy.cpp: reshape_gpu
-        try:
-            return x.layout.reshape(shape, copy=False), 0, 0
-        except ValueError:
-            return rows, 0, 1
+        strides = _reshaped_strides(x, shape)
+        return _layout(shape, strides), 0, int(strides is None)
     if name in ELEMENTWISE or name == "Compiled":  # common/compiled.cpp: compiled_allocate_outputs
-        sized = [a for a in inputs if a.layout.size > 1]
-        alike = len({(a.shape, a.layout.strides) for a in sized}) == 1 and sized[0].contiguous
-        alike = alike or all(a.row_contiguous for a in sized)
-        keeps = sized and alike and all(list(a.shape) == shape for a in sized)
+        sized = [a for a in inputs if (a.shape if name == "Compiled" else any(a.layout.strides) and a.layout.size > 1)]
+        keeps = bool(sized) and all(list(a.shape) == shape for a in sized)
+        if len(sized) == 1:
+            keeps = keeps and sized[0].contiguous
+        else:
+            flags = [a.layout.flags for a in sized]
+            keeps = keeps and (all(f.c_contiguous for f in flags) or all(f.f_contiguous for f in flags))
         return (sized[0].layout if keeps else rows), 1, 0
     if name in SINGLE:
         return rows, 1, 0
@@ -217,9 +227,9 @@ def _evaluate(
     if name in ("Scatter", "ScatterAxis"):  # indexing.cpp
         return rows, 1, _unless_donated(x, donatable[0], x.row_contiguous)
     if name == "SliceUpdate":  # indexing.cpp
-        return rows, 1, _unless_donated(x, donatable[0], x.contiguous)
+        return rows, 1, _unless_donated(x, donatable[0], x.is_whole)
     if name == "DynamicSliceUpdate":  # gpu/primitives.cpp; slicing.cpp: compute_dynamic_offset is a kernel
-        return rows, 2, _unless_donated(x, donatable[0], x.contiguous)
+        return rows, 2, _unless_donated(x, donatable[0], x.is_whole)
     if name == "DynamicSlice":
         return rows, 2, 0
     if name == "SearchSorted":  # sort.cpp
@@ -267,6 +277,35 @@ def _view(name: str, arguments: list[int], x: Array | None, shape: list[int]) ->
     return _layout(shape, strides)
 
 
+def _reshaped_strides(x: Array, shape: list[int]) -> list[int] | None:
+    """`prepare_reshape` in common/common.cpp: the strides of a view of this shape, None if it must be a copy.
+
+    Leading axes of size 1 are left out as in MLX 0.32.4.
+    """
+    if x.row_contiguous:
+        return list(_layout(shape).strides)
+    groups: list[list[int]] = []  # sizes and strides of axes that follow each other in memory
+    for n, stride in zip(x.shape, x.layout.strides, strict=True):
+        if n == 1:
+            continue
+        if groups and groups[-1][1] == n * stride:
+            groups[-1] = [groups[-1][0] * n, stride]
+        else:
+            groups.append([n, stride])
+    strides: list[int] = []
+    for n in shape:
+        if groups and groups[0][0] % n == 0:
+            groups[0][0] //= n
+            strides.append(groups[0][0] * groups[0][1])
+            if groups[0][0] == 1:
+                del groups[0]
+        elif n == 1:
+            strides.append(strides[-1])
+        else:
+            return None
+    return strides
+
+
 def _unless_donated(x: Array, donatable: bool, keeps_layout: bool) -> int:
     """`copy_gpu` in copy.cpp: the copies before a result is written into an input that nobody else needs."""
     return 0 if donatable and keeps_layout and x.layout.size > 1 else 1
@@ -285,7 +324,7 @@ def _reduce(x: Array, axes: list[int], results: int) -> tuple[int, int]:
     """
     if x.layout.size == results:
         return 1, 0
-    if len(axes) == x.layout.ndim and x.contiguous:  # all_reduce_dispatch
+    if len(axes) == x.layout.ndim and x.is_whole:  # all_reduce_dispatch
         return 1 if x.layout.size <= 4096 else 2, 0
     axes = [axis for axis in axes if x.shape[axis] > 1]
     if min(x.layout.strides[axis] for axis in axes) == 1:  # row_reduce_general_dispatch
