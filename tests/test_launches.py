@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from tests.launches import count_launches, strides
+from tests.launches import count_launches, recording, strides
 
 VOCAB = 128_256
 
@@ -86,6 +86,75 @@ GRAPHS = {
 def test_graphs_with_known_launches(name):
     build, expected = GRAPHS[name]
     assert count_launches(build()) == expected
+
+
+def heads(H, S, D=64):
+    return evaluated(1, H, S, D, dtype=mx.bfloat16)
+
+
+def attention(S, D=64):
+    return mx.fast.scaled_dot_product_attention(heads(8, 1, D), heads(2, S, D), heads(2, S, D), scale=1.0)
+
+
+def rope(x, dims):
+    return mx.fast.rope(x, dims, traditional=False, base=1e4, scale=1.0, offset=3)
+
+
+def quantized(M, N=2048, K=2048, bits=4):
+    w, scales = evaluated(N, K * bits // 32, dtype=mx.uint32), evaluated(N, K // 64, dtype=mx.bfloat16)
+    return mx.quantized_matmul(evaluated(M, K, dtype=mx.bfloat16), w, scales, scales, bits=bits)
+
+
+ON_METAL = {
+    # metal/normalization.cpp: looped above 4,096, in one kernel
+    "RMSNorm": (lambda: mx.fast.rms_norm(evaluated(1, 8192), evaluated(8192), 1e-5), {"RMSNorm": 1}),
+    "RMSNorm of a transpose": (
+        lambda: mx.fast.rms_norm(MATRIX.T, evaluated(8), 1e-5),
+        {"RMSNorm": 1, "copy": 1},
+    ),
+    "compiled RMSNorm": (
+        lambda: mx.compile(lambda x, w: 2 * mx.fast.rms_norm(x + 1, w, 1e-5) + 1)(MATRIX, evaluated(6)),
+        {"Compiled": 2, "RMSNorm": 1},
+    ),
+    # metal/rope.cpp: a part of the dimensions is rotated in a copy
+    "RoPE": (lambda: rope(CUBE, 4), {"RoPE": 1}),
+    "RoPE of some dimensions": (lambda: rope(CUBE, 2), {"RoPE": 1, "copy": 1}),
+    "RoPE of some dimensions of a result": (lambda: rope(CUBE * 2, 2), {"RoPE": 1, "Multiply": 1}),
+    "RoPE of transposed heads": (lambda: rope(evaluated(2, 5, 4, 64).swapaxes(1, 2), 64), {"RoPE": 1}),
+    # metal/scaled_dot_product_attention.cpp
+    "attention": (lambda: attention(1023), {"ScaledDotProductAttention": 1}),
+    "attention, long": (lambda: attention(4096), {"ScaledDotProductAttention": 2}),
+    # metal/quantized.cpp: dispatch_qmv; qmm_splitk has a sum
+    "quantized product": (lambda: quantized(1), {"QuantizedMatmul": 1}),
+    "quantized product of many rows": (lambda: quantized(64), {"QuantizedMatmul": 2}),
+    "quantize": (lambda: mx.quantize(evaluated(4, 64)), {"Quantize": 1}),
+    "dequantize": (
+        lambda: mx.dequantize(evaluated(4, 8, dtype=mx.uint32), evaluated(4, 1), evaluated(4, 1)),
+        {"Quantize": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_METAL)
+def test_functions_that_have_a_kernel_on_a_gpu(simulated_gpu, name):
+    if simulated_gpu.device.backend != "metal":
+        pytest.skip("Metal's launches")
+    build, expected = ON_METAL[name]
+    with recording():
+        assert count_launches(build()) == expected
+
+
+def test_attention_in_two_passes_begins_earlier_on_large_gpus(simulated_gpu):
+    with recording():
+        passes = count_launches(attention(1024))
+    assert passes.total() == (2 if simulated_gpu.device.name == "Apple M2 Max" else 1)
+
+
+def test_functions_compute_when_nothing_is_recorded(simulated_gpu):
+    with recording():
+        zeros = mx.fast.rms_norm(mx.ones((1, 4)), mx.ones(4), 1e-5)
+    ones = mx.fast.rms_norm(mx.ones((1, 4)), mx.ones(4), 1e-5)
+    assert not zeros.any() and mx.allclose(ones, mx.ones((1, 4)), atol=1e-4)
 
 
 VIEWS = st.lists(
