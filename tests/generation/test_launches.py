@@ -11,10 +11,10 @@ LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
 QUANTIZED = {"key_bits": 4, "value_bits": 4}
 LAYERS = {  # of a layer, and of all that is outside of the layers
-    "llama": (LLAMA, {}, 13, 8),
-    "llama, quantized cache": (LLAMA, QUANTIZED, 24, 10),
-    "qwen 3": (QWEN3, {}, 17, 8),
-    "qwen 3, quantized cache": (QWEN3, QUANTIZED, 24, 10),
+    "llama": (LLAMA, {}, 11, 8),
+    "llama, quantized cache": (LLAMA, QUANTIZED, 22, 10),
+    "qwen 3": (QWEN3, {}, 11, 8),
+    "qwen 3, quantized cache": (QWEN3, QUANTIZED, 18, 10),
 }
 SAMPLERS = {  # of a token, with a vocabulary of 128k
     "greedy": ({"temperature": 0.0}, 10),
