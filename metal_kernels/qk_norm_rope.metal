@@ -2,10 +2,10 @@
 // their first 2 * HALF dimensions, for one position per row. With x_1 and x_2 the halves of these dimensions:
 //   y_1 = x_1 * cos(theta) - x_2 * sin(theta), y_2 = x_1 * sin(theta) + x_2 * cos(theta)
 //
-// inputs    x [B, H + 2K, 1, D]: queries, keys and values, which are not read
-//           query_weight, key_weight [D] of any floating type, read only with NORM
+// inputs    x [B, H + 2K, 1, D]: queries, keys and values, which are not read, of any floating type
+//           query_weight, key_weight [D] of any floating type, read with NORM
 //           positions [B] int32, read if HALF > 0
-//           wavelengths [HALF] float32, read only with WAVELENGTHS: theta_i = position / wavelengths[i]
+//           wavelengths [HALF] float32, read with WAVELENGTHS: theta_i = position / wavelengths[i]
 //           base float32 scalar: otherwise theta_i = position * 2^(-base * i / HALF)
 //           eps float32 scalar
 // outputs   queries [B, H, 1, D] and keys [B, K, 1, D] of type T

@@ -1,4 +1,7 @@
-"""RMSNorm and rotary position embeddings of queries and keys in a decoding step, where launches cost more than bytes."""
+"""RMSNorm and rotary position embeddings (RoPE) of the queries and keys of a decoding step.
+
+They have few bytes, so on a GPU the number of launches decides.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,7 @@ _KERNEL = MetalKernel(
 _SIMD = 32  # threads of a SIMD group
 _SEVERAL = 8  # rows of the case of more than one
 
-Norms = tuple[mx.array, mx.array]  # weights of queries and of keys
-Angles = mx.array | tuple[mx.array, mx.array]  # positions, or cosines and sines
+_Norms = tuple[mx.array, mx.array]
 
 
 class RoPE(NamedTuple):
@@ -42,28 +44,28 @@ class RoPE(NamedTuple):
 
 
 def qk_norm_rope(
-    x: mx.array, heads: int, norms: Norms | None, eps: float, rope: RoPE | None, angles: Angles | None
+    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Split a fused projection into heads; normalize and rotate queries and keys.
 
     Args:
         x: `[B, H + 2·H_kv, 1, D]`: queries, keys and values of one position per row, float32, float16 or bfloat16.
         heads: H.
-        norms: Weights `[D]` of the RMSNorm of each head of the queries and of the keys, in x's dtype.
+        norms: Weights `[D]` of the RMSNorm of each head of the queries and of the keys.
         eps: Added to the mean square.
         rope: The rotation, if there is one.
         angles: Positions int32 `[B]`. On a CPU also cosines and sines, see `RotaryEmbedding.angles`.
 
     Returns:
-        Queries `[B, H, 1, D]`, and keys and values `[B, H_kv, 1, D]`.
+        Queries `[B, H, 1, D]`, and keys and values `[B, H_kv, 1, D]`. Queries and keys have the dtype that x and norms
+        promote to.
 
     Raises:
         ValueError: Dtypes are invalid.
     """
-    dtypes = {x.dtype, *(weight.dtype for weight in norms or ())}
-    if len(dtypes) > 1 or x.dtype not in DTYPE_NAMES:
-        names = " and ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"queries, keys and the weights of their norms must be float32, float16 or bfloat16: {names}")
+    for array in (x, *(norms or ())):
+        if array.dtype not in DTYPE_NAMES:
+            raise ValueError(f"queries, keys and norms must be float32, float16 or bfloat16, not {array.dtype}")
     if norms is None and rope is None:
         return _qk_norm_rope_mlx(x, heads, norms, eps, rope, angles)
     B, total, _, D = x.shape
@@ -75,7 +77,7 @@ def qk_norm_rope(
 
 
 def _qk_norm_rope_mlx(
-    x: mx.array, heads: int, norms: Norms | None, eps: float, rope: RoPE | None, angles: Angles | None
+    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
     both = (x.shape[1] + heads) // 2
     rotated, values = x[:, :both], x[:, both:]
@@ -99,11 +101,12 @@ def _rotate(x: mx.array, rope: RoPE, angles: Any) -> mx.array:
 
 
 def _qk_norm_rope_metal(
-    x: mx.array, heads: int, norms: Norms | None, eps: float, rope: RoPE | None, angles: Any
+    x: mx.array, heads: int, norms: _Norms | None, eps: float, rope: RoPE | None, angles: Any
 ) -> tuple[mx.array, mx.array, mx.array]:
     B, total, _, D = x.shape
     kv_heads = (total - heads) // 2
     query_weight, key_weight = norms or (x, x)  # an array that isn't read stands in for what is missing
+    dtype = mx.result_type(x, query_weight, key_weight)
     dims, base, wavelengths = rope or (0, None, None)
     queries, keys = _KERNEL(
         inputs=[
@@ -113,12 +116,12 @@ def _qk_norm_rope_metal(
             scalar(math.log2(base or 1.0), mx.float32), scalar(eps, mx.float32),
         ],
         template={
-            "T": x.dtype, "D": D, "H": heads, "K": kv_heads, "HALF": dims // 2, "NORM": norms is not None,
+            "T": dtype, "D": D, "H": heads, "K": kv_heads, "HALF": dims // 2, "NORM": norms is not None,
             "WAVELENGTHS": wavelengths is not None,
         },
         grid=(_SIMD, heads + kv_heads, B),
         threadgroup=(_SIMD, 1, 1),
-        outputs=[((B, heads, 1, D), x.dtype), ((B, kv_heads, 1, D), x.dtype)],
+        outputs=[((B, heads, 1, D), dtype), ((B, kv_heads, 1, D), dtype)],
     )  # fmt: skip
     return queries, keys, x[:, heads + kv_heads :]
 
@@ -153,10 +156,9 @@ def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     seeds = mx.random.split(mx.random.key(0), 4)
     x = mx.random.normal((rows, H + 2 * K, 1, D), key=seeds[0]).astype(dtype)
     norms = tuple((1 + 0.3 * mx.random.normal((D,), key=seed)).astype(dtype) for seed in seeds[1:3])
-    base, wavelengths = 10_000.0, None
+    rope = RoPE(dims, 10_000.0, None) if dims else None
     if "wavelengths" in case.features:
-        base, wavelengths = None, mx.exp(mx.random.uniform(0, 9, (dims // 2,), key=seeds[3]))
-    rope = RoPE(dims, base, wavelengths) if dims else None
+        rope = RoPE(dims, None, mx.exp(mx.random.uniform(0, 9, (dims // 2,), key=seeds[3])))
     positions = 37 * mx.arange(rows, dtype=mx.int32) + 5
     return [x, H, norms if "norm" in case.features else None, 1e-6, rope, positions], {}
 

@@ -47,12 +47,12 @@ def check(x, heads, norms, eps, rope, positions):
         theta = (np.array(positions, np.float32)[:, None] * frequencies.astype(np.float32))[:, None, None].astype(float)
     parts = (queries, oracle.as64(x[:, :heads])), (keys, oracle.as64(x[:, heads : heads + kv_heads]))
     for (found, wanted), weight in zip(parts, norms or (None, None), strict=True):
-        assert found.dtype == x.dtype and found.shape == wanted.shape
+        assert found.dtype == mx.result_type(x, *(norms or ())) and found.shape == wanted.shape
         wanted = wanted if weight is None else oracle.rms_norm(wanted, oracle.as64(weight), eps)
         first, second, others = np.split(np.abs(wanted), [theta.shape[-1], 2 * theta.shape[-1]], axis=-1)
-        turned = (first + second) * (TOLERANCE[x.dtype] + ANGLE_TOLERANCE * theta)
-        tolerance = np.concatenate([turned, turned, others * TOLERANCE[x.dtype]], axis=-1)
-        tolerance += TINY if x.dtype == mx.float16 else 1e-30
+        turned = (first + second) * (TOLERANCE[found.dtype] + ANGLE_TOLERANCE * theta)
+        tolerance = np.concatenate([turned, turned, others * TOLERANCE[found.dtype]], axis=-1)
+        tolerance += TINY if found.dtype == mx.float16 else 1e-30
         error = np.abs(oracle.as64(found) - oracle.rope(wanted, theta))
         assert (error <= tolerance).all(), f"{(error / tolerance).max()} x the tolerance"
 
@@ -60,7 +60,8 @@ def check(x, heads, norms, eps, rope, positions):
 # Each combination of dtype, sizes and flags is a kernel to compile.
 kinds = st.sampled_from([
     (32, 32, mx.float32), (64, 64, mx.bfloat16), (80, 20, mx.float16), (80, 80, mx.float32), (96, 0, mx.bfloat16),
-    (128, 128, mx.bfloat16), (128, 64, mx.float16), (128, 126, mx.float32), (256, 256, mx.float16), (256, 64, mx.float32),
+    (128, 128, mx.bfloat16), (128, 64, mx.float16), (128, 126, mx.float32), (256, 256, mx.float16),
+    (256, 64, mx.float32),
 ])  # fmt: skip
 
 
@@ -86,6 +87,12 @@ def test_any_strides(metal):
     for strided in (rows, heads_last):
         assert mx.array_equal(strided, x)
         check(strided, *others)
+
+
+@pytest.mark.parametrize("dtypes", [(mx.bfloat16, mx.float32), (mx.float32, mx.float16)])
+def test_norms_of_another_dtype(metal, dtypes):
+    x, heads, norms, *others = make(2, 4, 2, 64, 32, dtypes[0])
+    check(x, heads, tuple(weight.astype(dtypes[1]) for weight in norms), *others)
 
 
 def test_extremes(metal):
