@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["llama3.2-1b", "qwen3-4b"], metavar="MODEL")
-    parser.add_argument("--bits", type=int, default=4, help="of the weights")
+    parser.add_argument("--bits", type=int, default=4, help="of the weights, 16 for bfloat16")
     parser.add_argument("--context", type=int, default=500, help="tokens in the cache")
     options = parser.parse_args()
     rows, result = [], {}
@@ -89,14 +89,14 @@ def measure(config: ModelConfig, bits: int, context: int) -> dict[str, Any]:
     ours = partial(launches.decode_launches, context=context, bits=bits)
     forward = [step(config, ours), step(config, partial(mlx_lm_launches, context=context, bits=bits))]
     sampler = {name: [ours_draw(config, values), mlx_lm_draw(config, values)] for name, values in SETTINGS.items()}
-    serving = Serving(bits=bits, group_size=64, context_length=context, device="metal")
+    serving = Serving(bits=bits, group_size=64 if bits < 16 else None, context_length=context, device="metal")
     nbytes = inference_memory(config, serving).bytes_per_step
     totals = [
         sum(counts["layer"].values()) * config.num_hidden_layers + sum(counts["rest"].values()) for counts in forward
     ]
     speeds = {
         machine.name: {
-            name: [1 / seconds(nbytes, totals[i] + sampler[name][i], machine.bandwidth) for i in (0, 1)]
+            name: [round(1 / seconds(nbytes, totals[i] + sampler[name][i], machine.bandwidth), 1) for i in (0, 1)]
             for name in ("greedy", "top-p")
         }
         for machine in MACHINES.values() if machine.device_type == "metal"

@@ -453,8 +453,9 @@ def step_launches(step: Callable[[mx.array], mx.array], caches: list[Any]) -> Co
 
 
 def set_zero_weights(model: nn.Module, bits: int) -> None:
-    """Quantize a model, and let its weights be zeros, evaluated, in bfloat16."""
-    nn.quantize(model, bits=bits)
+    """Quantize a model, unless `bits` is 16, and let its weights be zeros, evaluated, in bfloat16."""
+    if bits < 16:
+        nn.quantize(model, bits=bits)
     dtypes = {mx.float32: mx.bfloat16}
     model.update(tree_map(lambda x: mx.zeros(x.shape, dtypes.get(x.dtype, x.dtype)), model.parameters()))
     mx.eval(model.parameters())
