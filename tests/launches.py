@@ -431,24 +431,26 @@ def sampler_launches(options: GenerationOptions, vocab_size: int, rows: int = 1)
     return counts
 
 
-def decode_launches(config: ModelConfig, kv: KVOptions = DEFAULT, context: int = 500, bits: int = 4) -> Counter[str]:
-    """Count the launches of a decoding step of one row, to the logits and the new keys and values."""
+def decode_launches(
+    config: ModelConfig, kv: KVOptions = DEFAULT, context: int = 500, bits: int = 4, rows: int = 1
+) -> Counter[str]:
+    """Count the launches of a decoding step, to the logits and the new keys and values."""
     model = Decoder(config)
     set_zero_weights(model, bits)
     step, caches = DecodeStep(model.eval()), make_cache(model, kv)
-    keys = mx.zeros((1, config.num_key_value_heads, context, config.head_dim), mx.bfloat16)
+    keys = mx.zeros((rows, config.num_key_value_heads, context, config.head_dim), mx.bfloat16)
     for layer_cache in caches:
         layer_cache.update_and_fetch(keys, keys)
-    return step_launches(lambda token: step(token, caches), caches)
+    return step_launches(lambda tokens: step(tokens, caches), caches, rows)
 
 
-def step_launches(step: Callable[[mx.array], mx.array], caches: list[Any]) -> Counter[str]:
-    """Count the launches of `step(token)`, which returns logits and appends to the caches."""
+def step_launches(step: Callable[[mx.array], mx.array], caches: list[Any], rows: int = 1) -> Counter[str]:
+    """Count the launches of `step(tokens)`, which returns logits and appends to the caches."""
     with recording():
-        for _ in range(2):  # the first makes room in the caches
-            token = mx.array([[5]])
+        for _ in range(2 if rows == 1 else 5):  # the first makes room in the caches, the fourth of a batch is compiled
+            tokens = mx.array([[5]] * rows)
             mx.eval([x.state for x in caches])
-            counts = count_launches(step(token), [x.state for x in caches])
+            counts = count_launches(step(tokens), [x.state for x in caches])
     return counts
 
 

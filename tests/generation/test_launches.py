@@ -10,11 +10,13 @@ from tests.launches import decode_launches, sampler_launches
 LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
 QUANTIZED = {"key_bits": 4, "value_bits": 4}
-LAYERS = {  # of a layer, and of all that is outside of the layers
-    "llama": (LLAMA, {}, 11, 8),
-    "llama, quantized cache": (LLAMA, QUANTIZED, 22, 10),
-    "qwen 3": (QWEN3, {}, 11, 8),
-    "qwen 3, quantized cache": (QWEN3, QUANTIZED, 18, 10),
+LAYERS = {  # rows; launches of a layer, and of all that is outside of the layers
+    "llama": (LLAMA, {}, 1, 11, 8),
+    "llama, quantized cache": (LLAMA, QUANTIZED, 1, 22, 10),
+    "llama, batch": (LLAMA, {}, 8, 11, 9),
+    "qwen 3": (QWEN3, {}, 1, 11, 8),
+    "qwen 3, quantized cache": (QWEN3, QUANTIZED, 1, 18, 10),
+    "qwen 3, batch": (QWEN3, {}, 8, 11, 9),
 }
 SAMPLERS = {  # of a token, with a vocabulary of 128k
     "greedy": ({"temperature": 0.0}, 10),
@@ -47,10 +49,12 @@ def on_metal(simulated_gpu):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_launches_of_a_decoding_step(name):
-    sizes, cache, layer, rest = LAYERS[name]
+    sizes, cache, rows, layer, rest = LAYERS[name]
     counts = [
         decode_launches(
-            ModelConfig(**sizes, num_hidden_layers=layers, intermediate_size=512, vocab_size=512), KVOptions(**cache)
+            ModelConfig(**sizes, num_hidden_layers=layers, intermediate_size=512, vocab_size=512),
+            KVOptions(**cache),
+            rows=rows,
         )
         for layers in (1, 2)
     ]
