@@ -46,9 +46,14 @@ from tests import launches  # noqa: E402
 BANDWIDTH_SHARE, SECONDS_PER_LAUNCH = 0.498 / 0.546, 3.3e-6
 PARTS = {
     "projections": ("QuantizedMatmul", "Matmul"),
-    "norms": ("RMSNorm", "LayerNorm"),
-    "RoPE": ("RoPE",),
-    "attention": ("ScaledDotProductAttention", "CustomKernel"),
+    "norms": ("RMSNorm", "LayerNorm", "add_rms_norm"),
+    "RoPE": ("RoPE", "qk_norm_rope"),
+    "attention": (
+        "ScaledDotProductAttention",
+        "attention_decode",
+        "attention_decode_quantized",
+        "attention_decode_combine",
+    ),
     "cache writes": ("ScatterAxis", "SliceUpdate", "DynamicSliceUpdate"),
     "feed-forward, element-wise": ("Compiled", "Multiply", "Sigmoid"),
     "residual additions": ("Add",),

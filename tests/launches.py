@@ -125,7 +125,9 @@ def recording() -> Iterator[None]:
 
 
 def count_launches(*outputs: Any) -> Counter[str]:
-    """Count the kernels by operation that compute these trees of arrays; "copy" for copies of an operation's inputs.
+    """Count the kernels by operation that compute these trees of arrays, those of `metal_kernels/` by name.
+
+    "copy" stands for copies of an operation's inputs.
 
     Whatever the graph begins with must have been evaluated, else its launches are counted, too.
     """
@@ -173,7 +175,7 @@ def _follow(nodes: list[dict[str, Any]]) -> tuple[Counter[str], dict[int, Array]
                 arrays[result["id"]] = arrays[result["id"]]._replace(buffer=inputs[0].buffer)
                 owners[result["id"]] = owners.get(ids[0], ids[0])
         if prod(results[0]["shape"]):
-            counts.update({name: kernels, "copy": copies})
+            counts.update({arguments[0] if name == "CustomKernel" else name: kernels, "copy": copies})
     return counts, arrays
 
 
