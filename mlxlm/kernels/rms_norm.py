@@ -51,7 +51,10 @@ def add_rms_norm(x: mx.array, residual: mx.array, weight: mx.array, eps: float) 
     """
     if residual.shape != x.shape or residual.dtype not in DTYPE_NAMES:
         raise ValueError(f"residual is {residual.shape} {residual.dtype}, but x is {x.shape} {x.dtype}")
-    return ADD_NORM.implementation(_case(ADD_NORM, x, weight, residual))(x, residual, weight, eps)
+    case = _case(ADD_NORM, x, weight, residual)
+    if not x.size:  # a kernel needs a thread
+        return _add_rms_norm_mlx(x, residual, weight, eps)
+    return ADD_NORM.implementation(case)(x, residual, weight, eps)
 
 
 def _add_rms_norm_mlx(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
