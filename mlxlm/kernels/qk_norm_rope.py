@@ -127,27 +127,10 @@ def _qk_norm_rope_metal(
 
 
 def _preferred_paths(case: Case) -> tuple[tuple[str, ...], str]:
-    """The path with fewer launches: see `mlx_launches`."""
-    launches = mlx_launches(case)
-    if launches > 1:
-        return ("metal", "mlx"), f"MLX needs {launches} launches"
-    return ("mlx", "metal"), "MLX's own"
-
-
-def mlx_launches(case: Case) -> int:
-    """Count the kernels of MLX 0.32's operations on Metal, with the copies for what they don't accept.
-
-    The concatenation of the normalized heads is two copies. The queries and keys of several rows are no contiguous part
-    of the projection: each norm copies them, or the rotation does, and attention copies the queries. A rotation of some
-    dimensions copies all, unless it can write to its input.
-    """
-    several, D, dims = case.size("rows") > 1, case.size("D"), case.size("dims")
-    launches = 1 if several else 0
-    if "norm" in case.features:
-        launches += 4 + 2 * several
-    if dims:
-        launches += 1 + ("norm" not in case.features and (several or dims < D))
-    return launches
+    """The path with fewer launches: `metal_kernels/README.md` counts those of MLX's operations."""
+    if case.size("rows") == 1 and case.size("dims") == case.size("D") and "norm" not in case.features:
+        return ("mlx", "metal"), "MLX's own"
+    return ("metal", "mlx"), "MLX needs several launches"
 
 
 def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:

@@ -47,7 +47,7 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
 def generation_cases(
     model: Decoder, length: int, kv: KVOptions | None = None, pads: tuple[int, ...] = (0,)
 ) -> dict[Case, Operation]:
-    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step, fused and not.
+    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step, with and without fused projections.
 
     `pads` is the left padding of each row.
     """
@@ -64,8 +64,7 @@ def generation_cases(
         for layer in model.layers:
             attention = layer.self_attn
             projected = mx.zeros((len(pads), (attention.heads + 2 * attention.kv_heads) * attention.head_dim), dtype)
-            positions = mx.zeros((len(pads),), mx.int32)
-            attention.split_and_rotate(projected, positions)
+            attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 
     return _traced(run)
 
