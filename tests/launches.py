@@ -9,8 +9,7 @@ How many kernels an operation launches is read from its `eval_gpu` in MLX 0.32.2
 `mlx/backend/gpu`, whose files are named below. Some depend on the layout of the inputs; so the layouts are followed
 through the graph, as NumPy arrays with the same strides that have no memory of their own.
 
-Not counted: copies that MLX makes of scalars and offsets on the CPU, which are no launches, and what is evaluated while
-the graph is built.
+Not counted: what is evaluated while the graph is built.
 """
 
 from __future__ import annotations
@@ -466,8 +465,11 @@ def set_zero_weights(model: nn.Module, bits: int) -> None:
 
 
 def _describe(outputs: list[mx.array]) -> list[dict[str, Any]]:
-    addresses = (ctypes.c_void_p * len(outputs))(*map(id, outputs))
-    return [json.loads(line) for line in _library().describe_graph(addresses, len(outputs)).splitlines()]
+    # nanobind's objects have, behind the header of every Python object, the offset of the C++ object as an int32.
+    offsets = (ctypes.c_int32.from_address(id(x) + object.__basicsize__).value for x in outputs)
+    addresses = [id(x) + offset for x, offset in zip(outputs, offsets, strict=True)]
+    text = _library().describe_graph((ctypes.c_void_p * len(addresses))(*addresses), len(addresses))
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @cache
@@ -476,15 +478,8 @@ def _library() -> ctypes.CDLL:
     (folder,) = mlx.__path__
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "graph.so")
-        command = [
-            "c++",
-            "-std=c++20",
-            "-shared",
-            "-fPIC",
-            f"-I{folder}/include",
-            Path(__file__).with_name("graph.cpp"),
-        ]
-        command += ["-o", path, f"-L{folder}/lib", "-lmlx", f"-Wl,-rpath,{folder}/lib"]
+        flags = f"-std=c++20 -shared -fPIC -I{folder}/include -L{folder}/lib -lmlx -Wl,-rpath,{folder}/lib".split()
+        command = ["c++", Path(__file__).with_name("graph.cpp"), *flags, "-o", path]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(path))
     library.describe_graph.restype = ctypes.c_char_p
