@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
 from mlxlm.kernels.flash_attention import tiled_attention  # noqa: E402
+from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE, RoPE  # noqa: E402
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
 from tests import oracle  # noqa: E402
 from tests.metal import harness  # noqa: E402
@@ -96,6 +97,7 @@ def cases() -> dict[str, Callable]:
         named[f"rms_norm_grad {size}"] = partial(norm_grad, rows, N)
         named[f"add_rms_norm {size}"] = partial(add_norm, rows, N, False)
         named[f"add_rms_norm {size}, over the two operations apart"] = partial(add_norm, rows, N, True)
+    named["qk_norm_rope D=128 H=32 K=8"] = normed_heads
     for D, S, G, T in ((64, 4096, 1, 1), (64, 4096, 4, 1), (80, 2048, 4, 1), (128, 2048, 8, 1), (128, 1024, 8, 8)):
         named[f"attention_decode D={D} S={S} G={G} T={T}"] = partial(decode, D, S, G, T)
     for bits, group in ((8, 64), (8, 32), (4, 64), (4, 32)):
@@ -125,6 +127,17 @@ def add_norm(rows, N, apart, dtype):
     wanted = [oracle.as64(x + r), oracle.rms_norm(oracle.as64(x + r), oracle.as64(w), EPS)]
     least = nbytes(x, r, w, h, y)
     return error([h, y], wanted), launches, least + h.nbytes if apart else least
+
+
+def normed_heads(dtype):
+    D, H, K = 128, 32, 8
+    x, q, k = random((1, H + 2 * K, 1, D), dtype, 0), random((D,), dtype, 1), random((D,), dtype, 2)
+    arguments = x, H, (q, k), EPS, RoPE(D, 10_000.0, None), mx.array([7], mx.int32)
+    (queries, keys), launches = run(lambda: QK_NORM_ROPE.paths["metal"](*arguments)[:2], "qk_norm_rope")
+    theta = 7 * 10_000.0 ** (-np.arange(0, D, 2) / D)
+    parts = (x[:, :H], q), (x[:, H : H + K], k)
+    wanted = [oracle.rope(oracle.rms_norm(oracle.as64(x), oracle.as64(w), EPS), theta) for x, w in parts]
+    return error([queries, keys], wanted), launches, 2 * nbytes(queries, keys) + nbytes(q, k)
 
 
 def decode(D, S, G, T, dtype):

@@ -76,3 +76,11 @@ def attention_grad(q, k, v, scale, do, window=None, segment_ids=None):
         return x.reshape(B, kv_heads, groups, S, D).sum(2)
 
     return scale * ds @ keys, per_key_head(dk), per_key_head(dv)
+
+
+def rope(x, theta):
+    """Rotate the first dimensions of x `[..., D]` by theta `[..., dims / 2]`, in pairs of one of each half."""
+    half = theta.shape[-1]
+    first, second, others = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cosines, sines = np.cos(theta), np.sin(theta)
+    return np.concatenate([first * cosines - second * sines, first * sines + second * cosines, others], axis=-1)

@@ -8,12 +8,15 @@ from typing import Any
 PRESETS = ("0.3m", "1m", "5m", "15m", "50m", "110m", "280m", "1b")
 BUNDLED_MODEL = "small-world"
 
-# What presets don't have, but models of `families/` do: other head dims, a sliding window, a soft cap, ALiBi.
+# What presets don't have, but models of `families/` do: other head dims, a sliding window, a soft cap, ALiBi, norms of
+# queries and keys, RoPE of a part of the dimensions and with other wavelengths.
 _HEAD_DIMS: tuple[dict[str, Any], ...] = tuple({"head_dim": dim} for dim in (48, 80, 96, 112, 128, 256))
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"sliding_window": 100},
     {"attn_logit_softcapping": 30.0},
     {"positions": "alibi"},
+    {"qk_norm": "head"},
+    {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     {"head_dim": 80, "sliding_window": 100, "attn_logit_softcapping": 30.0},
 )
 
@@ -77,7 +80,10 @@ GPU = Sizes(
         KernelModel("15m", "float32"),
         *_variants("bfloat16", _HEAD_DIMS + _OPTIONS),
     ),
-    benchmark_models=tuple(KernelModel(name, "bfloat16") for name in ("15m", "110m", "1b")),
+    benchmark_models=(
+        *(KernelModel(name, "bfloat16") for name in ("15m", "110m", "1b")),
+        KernelModel("1b", "bfloat16", {"qk_norm": "head"}),
+    ),
     repeats=5,
     # From 1,024 tokens on, attention has a kernel of its own for training.
     training=("15m", {"vocab_size": 1024}),

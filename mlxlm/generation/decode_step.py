@@ -186,23 +186,24 @@ class LayerStep:
         """Return key position minus query position, int32 `[S]`."""
         return self._once("distances", lambda: self._indices() - self._shared.ends[self._group])
 
-    def mask(self, window: int | None) -> mx.array:
-        """Return which keys each row sees, bool `[B, 1, 1, S]`."""
+    def mask(self, window: int | None, heads: int = 1) -> mx.array:
+        """Return which keys each row sees, bool `[B, heads, 1, S]`."""
 
         def compute() -> mx.array:
             indices, end = self._indices(), self._shared.ends[self._group]
             visible = (indices <= end) & (indices >= self._shared.starts[self._group][:, None])
             if window is not None:
                 visible = visible & (indices > end - window)
-            return visible[:, None, None]
+            visible = visible[:, None, None]
+            return visible if heads == 1 else mx.contiguous(mx.repeat(visible, heads, axis=1))
 
-        return self._once("mask", compute, window)
+        return self._once("mask", compute, window, heads)
 
     def _indices(self) -> mx.array:
         return mx.arange(self._first, self._last, dtype=mx.int32)
 
-    def _once(self, name: str, compute: Callable[[], mx.array], window: int | None = None) -> mx.array:
-        return self._shared.once((name, self._group, self._first, self._last, window), compute)
+    def _once(self, name: str, compute: Callable[[], mx.array], *arguments: int | None) -> mx.array:
+        return self._shared.once((name, self._group, self._first, self._last, *arguments), compute)
 
 
 class _Positions:

@@ -10,11 +10,13 @@ from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
+from mlxlm.kernels.qk_norm_rope import RoPE, qk_norm_rope
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 
 __all__ = [
     "QuantizedKV",
+    "RoPE",
     "add_rms_norm",
     "attention",
     "cross_entropy",
@@ -24,6 +26,7 @@ __all__ = [
     "log_softmax",
     "masked_attention",
     "prepare_masked_attention",
+    "qk_norm_rope",
     "rms_norm",
     "swiglu",
     "use_kernels",

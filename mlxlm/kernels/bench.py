@@ -138,7 +138,7 @@ def narrow(case: Case) -> Case:
 
     A window is reduced in proportion.
     """
-    if "K" not in case.names:
+    if "T" not in case.names:
         return case
     narrow = case.with_sizes(H=case.size("H") // case.size("K"), K=1)
     if "S" in case.names:

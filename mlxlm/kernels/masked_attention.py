@@ -27,8 +27,8 @@ class VisibleKeys(Protocol):
     def distances(self) -> mx.array:
         """Key position minus query position, int32 `[S]`."""
 
-    def mask(self, window: int | None) -> mx.array:
-        """The keys in the range and the window, bool `[B, 1, 1, S]`."""
+    def mask(self, window: int | None, heads: int = 1) -> mx.array:
+        """The keys in the range and the window, bool `[B, heads, 1, S]`."""
 
 
 def prepare_masked_attention(
@@ -92,9 +92,12 @@ def masked_attention(
         form = {name: case.size(name) for name in case.names if name in ("group_size", "key_bits", "value_bits")}
         arrays = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
         return kernel(queries, *arrays, scale, ranges=visible.ranges, **options, **form)
-    mask, many = visible.mask(window), ON_CPU and B * H * S >= MANY_SCORES
+    many = ON_CPU and B * H * S >= MANY_SCORES
     if operation is DECODE and not many and softcap is None and slopes is None:
+        # In each layer, MLX's kernel would copy a mask of several rows that isn't there for each head.
+        mask = visible.mask(window, 1 if ON_CPU or B == 1 else H)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    mask = visible.mask(window)
     shape: tuple[int, ...] = B, K, H // K, D
     if isinstance(keys, mx.array) and isinstance(values, mx.array):
         # One product per query head: for one row, BLAS reads the keys at the memory's speed.

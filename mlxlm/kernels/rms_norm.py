@@ -51,7 +51,10 @@ def add_rms_norm(x: mx.array, residual: mx.array, weight: mx.array, eps: float) 
     """
     if residual.shape != x.shape or residual.dtype not in DTYPE_NAMES:
         raise ValueError(f"residual is {residual.shape} {residual.dtype}, but x is {x.shape} {x.dtype}")
-    return ADD_NORM.implementation(_case(ADD_NORM, x, weight, residual))(x, residual, weight, eps)
+    case = _case(ADD_NORM, x, weight, residual)
+    if not x.size:  # a kernel needs a thread
+        return _add_rms_norm_mlx(x, residual, weight, eps)
+    return ADD_NORM.implementation(case)(x, residual, weight, eps)
 
 
 def _add_rms_norm_mlx(x: mx.array, residual: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
@@ -94,12 +97,6 @@ def _check_cases(case: Case) -> tuple[Case, ...]:
     return case.with_sizes(rows=1), case.with_sizes(rows=301)
 
 
-def _preferred_add_paths(case: Case) -> tuple[tuple[str, ...], str]:
-    if case.size("rows") == _ROWS[0]:
-        return ("mlx", "metal"), "few rows: MLX's own unless measured"
-    return ("metal", "mlx"), "MLX needs two passes"
-
-
 NORM = Operation(
     "rms_norm",
     {"mlx": mx.fast.rms_norm, "metal": rms_norm_metal},
@@ -111,7 +108,7 @@ NORM = Operation(
 ADD_NORM = Operation(
     "add_rms_norm",
     {"mlx": _add_rms_norm_mlx, "metal": add_rms_norm_metal},
-    _preferred_add_paths,
+    lambda case: (("metal", "mlx"), "MLX needs two launches and reads the sum again"),
     _sample_inputs,
     _check_cases,
     differentiable=(0, 1, 2),

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import attention, masked_attention
+from mlxlm.kernels import attention, masked_attention, qk_norm_rope
 from mlxlm.model.fused_linear import FusedLinear
 from mlxlm.model.linear import Linear
 from mlxlm.model.norms import RMSNorm
@@ -65,25 +65,34 @@ class Attention(nn.Module):
         Returns:
             `[B, hidden]`.
         """
-        B, H, K, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
-        projected = self._project(x)
-        if self.qk_norm == "projection":
-            queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
-            projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
-        projected = projected.reshape(B, H + 2 * K, 1, D)
-        rotated, values = projected[:, : H + K], projected[:, H + K :]
-        if self.qk_norm == "head":
-            rotated = mx.concatenate([self.q_norm(rotated[:, :H]), self.k_norm(rotated[:, H:])], axis=1)
-        if self.rope is not None:
-            rotated = self.rope.rotate_at(rotated, cache.angles(self.rope, x.dtype))
-        queries, keys = rotated[:, :H], rotated[:, H:]
-        if self.rope is not None and self.rope.query_scale is not None:
-            queries = queries * self.rope.query_scale.astype(x.dtype)
+        angles = None if self.rope is None else cache.angles(self.rope, x.dtype)
+        queries, keys, values = self.split_and_rotate(self._project(x), angles)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
             queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
         )
-        return self._project_out(out.reshape(B, H * D))
+        return self._project_out(out.reshape(x.shape[0], self.heads * self.head_dim))
+
+    def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the queries, keys and values of one position per row, normalized and rotated.
+
+        Args:
+            projected: `[B, (H + 2·H_kv) · D]`.
+            angles: The result of `RotaryEmbedding.angles`, if there are rotary embeddings.
+
+        Returns:
+            Queries `[B, H, 1, D]`, and keys and values `[B, H_kv, 1, D]`.
+        """
+        H, K, D = self.heads, self.kv_heads, self.head_dim
+        if self.qk_norm == "projection":
+            queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
+            projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+        norms, eps = None, 0.0
+        if self.qk_norm == "head":
+            norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        rope, scale = (None, None) if self.rope is None else (self.rope.fixed, self.rope.query_scale)
+        queries, keys, values = qk_norm_rope(projected.reshape(-1, H + 2 * K, 1, D), H, norms, eps, rope, angles)
+        return queries if scale is None else queries * scale.astype(queries.dtype), keys, values
 
     def __call__(self, x: mx.array, cache: Any = None, segment_ids: mx.array | None = None) -> mx.array:
         """Apply attention.

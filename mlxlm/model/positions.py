@@ -9,6 +9,7 @@ import numpy as np
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths
+from mlxlm.kernels import RoPE
 from mlxlm.utils.errors import GenerationError
 
 
@@ -35,7 +36,7 @@ class RotaryEmbedding:
         if self.rope_type == "longrope":
             self.long_wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling, long=True))
         self.varies = self.rope_type in ("dynamic", "longrope")
-        self._fixed = (self.base, None) if self.wavelengths is None else (None, self.wavelengths)
+        self.fixed = RoPE(self.dims, self.base if self.wavelengths is None else None, self.wavelengths)
         self._frequencies: mx.array | None = None  # 1 / wavelengths, of all tokens
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
@@ -50,13 +51,13 @@ class RotaryEmbedding:
     def __call__(self, queries: mx.array, keys: mx.array, cache: Any = None) -> tuple[mx.array, mx.array]:
         """Rotate queries and keys `[B, H, T, D]` for the positions that follow those in the cache."""
         offset = 0 if cache is None else cache.offset
-        base, wavelengths = self._waves(offset, queries.shape[2], cache) if self.varies else self._fixed
+        rope = self._rope(offset, queries.shape[2], cache) if self.varies else self.fixed
         if self.query_scale is not None:
             queries = queries * self.query_scale.astype(queries.dtype)
-        return self._rotate(queries, offset, base, wavelengths), self._rotate(keys, offset, base, wavelengths)
+        return rope.rotate(queries, offset), rope.rotate(keys, offset)
 
     def angles(self, positions: mx.array, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
-        """Return what `rotate_at` needs for one token per row, at `positions` int32 `[B]`.
+        """Return what `qk_norm_rope` needs for one token per row, at `positions` int32 `[B]`.
 
         On a CPU, where MLX's RoPE computes cosines and sines anew in every call, these are cosines and sines.
         """
@@ -75,29 +76,14 @@ class RotaryEmbedding:
         shape = (-1, 1, 2, self.dims // 2)
         return mx.concatenate([cosines, cosines], 1).reshape(shape), mx.concatenate([-sines, sines], 1).reshape(shape)
 
-    def rotate_at(self, x: mx.array, angles: mx.array | tuple[mx.array, mx.array]) -> mx.array:
-        """Rotate x `[B, H, 1, D]` by the result of `angles`. Equal to the rotation of whole sequences."""
-        if isinstance(angles, mx.array):
-            return self._rotate(x, angles, *self._fixed)
-        cosines, sines = angles
-        B, H, _, D = x.shape
-        halves = x.reshape(B, H, 2, D // 2) if self.dims == D else x[..., : self.dims].reshape(B, H, 2, self.dims // 2)
-        rotated = (halves * cosines + halves[:, :, ::-1] * sines).reshape(B, H, 1, self.dims)
-        return rotated if self.dims == D else mx.concatenate([rotated, x[..., self.dims :]], axis=-1)
-
     def shift_keys(self, keys: mx.array, by: int, cache: Any = None) -> mx.array:
         """Rotate cached keys `[B, H, n, D]` for positions that are `by` later."""
-        base, wavelengths = self._waves(0, by, cache) if self.varies else self._fixed
+        rope = self._rope(0, by, cache) if self.varies else self.fixed
         B, H, n, D = keys.shape
-        return self._rotate(keys.reshape(B, H * n, 1, D), by, base, wavelengths).reshape(keys.shape)
+        return rope.rotate(keys.reshape(B, H * n, 1, D), by).reshape(keys.shape)
 
-    def _rotate(
-        self, x: mx.array, offset: int | mx.array, base: float | None, wavelengths: mx.array | None
-    ) -> mx.array:
-        return mx.fast.rope(x, self.dims, traditional=False, base=base, scale=1.0, offset=offset, freqs=wavelengths)
-
-    def _waves(self, offset: int | mx.array, count: int, cache: Any) -> tuple[float | None, mx.array | None]:
-        """Return base and wavelengths, one of which is None, for `count` tokens at `offset`.
+    def _rope(self, offset: int | mx.array, count: int, cache: Any) -> RoPE:
+        """Return the rotation for `count` tokens at `offset`.
 
         Raises:
             GenerationError: The sequences of the batch have different lengths and would need different ones.
@@ -111,10 +97,10 @@ class RotaryEmbedding:
         if cache is not None and cache.max_size is not None:  # the largest distance between a query and a key
             length = min(length, cache.max_size)
         if self.rope_type == "dynamic":
-            return self._grown_base(length), None
+            return RoPE(self.dims, self._grown_base(length), None)
         long = None if cache is None else cache.long_factors
         is_long = length > self.longrope_threshold if long is None else long
-        return (None, self.long_wavelengths) if is_long else self._fixed
+        return RoPE(self.dims, None, self.long_wavelengths) if is_long else self.fixed
 
     def _grown_base(self, length: int) -> float:
         """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""

@@ -47,7 +47,7 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
 def generation_cases(
     model: Decoder, length: int, kv: KVOptions | None = None, pads: tuple[int, ...] = (0,)
 ) -> dict[Case, Operation]:
-    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step.
+    """Trace the prefill of `length` - 1 tokens in chunks and one decoding step, with and without fused projections.
 
     `pads` is the left padding of each row.
     """
@@ -60,6 +60,11 @@ def generation_cases(
         sizes = [min(PREFILL_STEP_SIZE, length - 1 - start) for start in range(0, length - 1, PREFILL_STEP_SIZE)]
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
+        dtype = caches[0].buffers[0].dtype
+        for layer in model.layers:
+            attention = layer.self_attn
+            projected = mx.zeros((len(pads), (attention.heads + 2 * attention.kv_heads) * attention.head_dim), dtype)
+            attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 
     return _traced(run)
 

@@ -27,7 +27,7 @@ SIZES = {
 MODELS = {
     "llama": {},
     "qwen 2": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
-    "qwen 3": {"qk_norm": "head"},
+    "qwen 3": {"qk_norm": "head", "head_dim": 64},  # for which a GPU has MLX's attention
     "olmo 2": {"qk_norm": "projection", "norm_placement": "output"},
     "gemma 2": {
         "sliding_window": 9, "layer_types": ("sliding_attention", "full_attention"), "norm_placement": "both",
@@ -62,6 +62,9 @@ def make(**changes):
     for layer in model.layers:  # larger queries and keys than fresh ones: who is seen must matter
         layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
         layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
+        if layer.self_attn.qk_norm:  # fresh weights are all ones
+            weight = layer.self_attn.k_norm.weight
+            layer.self_attn.k_norm.weight = weight + mx.sin(mx.arange(weight.size))
     model.eval()
     return model
 
@@ -157,8 +160,9 @@ def test_ranges_are_the_keys_of_the_mask():
     step = LayerStep(shared, (0, 512, 768, 1024, None, None), [])
     positions = np.arange(512, 768)
     expected = np.stack([positions <= 701, (positions >= 612) & (positions <= 701)])
-    assert np.array_equal(np.array(step.mask(None))[:, 0, 0], expected)
-    assert np.array_equal(np.array(step.mask(20))[:, 0, 0], expected & (positions > 681))
+    for heads in (1, 3):
+        for row, window in ((expected, None), (expected & (positions > 681), 20)):
+            assert np.array_equal(np.array(step.mask(window, heads)), np.stack([row[:, None]] * heads, axis=1))
     inside = [(np.arange(256) >= first) & (np.arange(256) < end) for first, end in step.ranges.tolist()]
     assert np.array_equal(inside, expected)
     assert np.array_equal(np.array(step.distances), positions - 701)

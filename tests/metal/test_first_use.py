@@ -6,6 +6,7 @@ from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
 from mlxlm.utils.errors import PlatformError
 
@@ -22,6 +23,7 @@ CASES = [
     attend(PREFILL, "float16", 2048),
     attend(TRAINING, "float32", 2048, window=256),
     attend(TRAINING, "bfloat16", 2048, "segment_ids"),
+    (QK_NORM_ROPE, Case("qk_norm_rope", "bfloat16", ("D", "dims", "H", "K", "rows"), (80, 20, 4, 2, 8), ("norm",))),
 ]
 
 
@@ -43,6 +45,7 @@ BROKEN = {
     "parts of the keys not combined": ("attention_decode_combine", CASES[2], lambda out: [0 * out[0]]),
     "gradients of keys and values exchanged": ("attention_grad_key_value", CASES[5], lambda out: out[::-1]),
     "gradient of the weight of one team only": ("rms_norm_grad", CASES[0], lambda out: [out[0], out[1][:1]]),
+    "keys of another row": ("qk_norm_rope", CASES[7], lambda out: [out[0], out[1][::-1]]),
     "a kernel that does not compile": ("attention_forward", CASES[4], lambda out: 1 / 0),
 }
 

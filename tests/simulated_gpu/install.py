@@ -30,6 +30,7 @@ class SimulatedGPU:
         self.faults = Faults()
         self.wired_limit = 0
         self.launches: list[str] = []  # names of the kernels, in the order of their launches
+        self.recording = False  # whether graphs are only built, to count launches (tests/launches.py)
 
 
 current: SimulatedGPU | None = None

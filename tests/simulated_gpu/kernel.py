@@ -7,6 +7,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from tests.simulated_gpu.gpu_primitives import primitive
 from tests.simulated_gpu.install import SimulatedGPU
 
 
@@ -27,6 +28,10 @@ class SimulatedKernel:
         gpu.launches.append(self.name)
         gpu.faults.launch(self.name)
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+        if gpu.recording:
+            outputs = list(zip(output_shapes, output_dtypes, strict=True))
+            contiguous = self.options.get("ensure_row_contiguous", True)
+            return primitive(mx, "CustomKernel", arrays, outputs, self.name, contiguous)
         if gpu.kernels == "harness" and _evaluate(mx, arrays):
             outputs = self._harness(
                 inputs=arrays, template=template, output_shapes=output_shapes, output_dtypes=output_dtypes, **launch

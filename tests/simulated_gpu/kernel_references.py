@@ -40,6 +40,22 @@ def rms_norm_grad(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) 
     return [dx.astype(template["T"]), mx.pad(dw, [(0, teams - 1), (0, 0)])]
 
 
+def qk_norm_rope(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -> list[mx.array]:
+    """The heads of queries and keys, normalized and rotated."""
+    x, H, half = _float32(inputs["x"]), template["H"], template["HALF"]
+    parts = []
+    for part, weight in ((x[:, :H], "query_weight"), (x[:, H : H + template["K"]], "key_weight")):
+        if template["NORM"]:
+            part = part * _inverse_rms(part, inputs["eps"]) * _float32(inputs[weight])
+        if half:
+            waves = {"base": None, "freqs": inputs["wavelengths"]}
+            if not template["WAVELENGTHS"]:
+                waves = {"base": 2.0 ** inputs["base"].item(), "freqs": None}
+            part = mx.fast.rope(part, 2 * half, traditional=False, scale=1.0, offset=inputs["positions"], **waves)
+        parts.append(part.astype(template["T"]))
+    return parts
+
+
 def attention_decode(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -> list[mx.array]:
     """The attention of the last queries; with SPLIT, as the result of the first part of the keys."""
     keys, values = _float32(inputs["keys"]), _float32(inputs["values"])
@@ -171,6 +187,7 @@ REFERENCES = {
         rms_norm,
         add_rms_norm,
         rms_norm_grad,
+        qk_norm_rope,
         attention_decode,
         attention_decode_quantized,
         attention_decode_combine,

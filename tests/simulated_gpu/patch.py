@@ -6,6 +6,7 @@ from functools import wraps
 from types import ModuleType
 
 from tests.simulated_gpu.faults import WIRED_LIMIT_REFUSED
+from tests.simulated_gpu.gpu_primitives import replace_functions
 from tests.simulated_gpu.install import SimulatedGPU
 from tests.simulated_gpu.kernel import SimulatedKernel
 
@@ -67,6 +68,7 @@ def patch(mx: ModuleType, gpu: SimulatedGPU) -> None:
     mx.metal.is_available = lambda: on_metal
     mx.cuda.is_available = lambda: not on_metal
     mx.eval, mx.async_eval = evaluating(mx.eval), evaluating(mx.async_eval)
+    replace_functions(mx, gpu)
     if on_metal:
         mx.set_wired_limit = mx.metal.set_wired_limit = set_wired_limit
         mx.fast.metal_kernel = metal_kernel

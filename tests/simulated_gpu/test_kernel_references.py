@@ -3,8 +3,10 @@
 import pytest
 
 from mlxlm.backend.mlx import mx
+from mlxlm.kernels import dispatch
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention
 from mlxlm.kernels.flash_attention import attention_with_lse
+from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 from tests.oracle import as64
 from tests.simulated_gpu.kernel_references import REFERENCES
@@ -23,6 +25,14 @@ def norms(N, rows):
     cotangents = [dy, dy.astype(mx.float32)]
     more = mx.vjp(lambda *a: list(add_rms_norm_metal(*a, 1e-5)), [x, residual, weight], cotangents)
     return [*outputs, *gradients, *more[0], *more[1]]
+
+
+def heads(dims, *features):
+    sizes = 64, dims, 4, 2, 3
+    arguments, _ = QK_NORM_ROPE.sample_inputs(
+        dispatch.Case("qk_norm_rope", "bfloat16", ("D", "dims", "H", "K", "rows"), sizes, features)
+    )
+    return QK_NORM_ROPE.paths["metal"](*arguments)
 
 
 def decode(S, D=64, **options):
@@ -48,6 +58,9 @@ CASES = {
     "short rows": (lambda: norms(96, 70), {"rms_norm", "add_rms_norm", "rms_norm_grad"}),
     "long rows": (lambda: norms(1100, 3), {"rms_norm", "add_rms_norm", "rms_norm_grad"}),
     "longest rows": (lambda: norms(8200, 2), {"rms_norm", "add_rms_norm", "rms_norm_grad"}),
+    "rotated heads": (lambda: heads(64), {"qk_norm_rope"}),
+    "normalized heads": (lambda: heads(0, "norm"), {"qk_norm_rope"}),
+    "partly rotated heads": (lambda: heads(24, "norm", "wavelengths"), {"qk_norm_rope"}),
     "few keys": (lambda: decode(50), {"attention_decode"}),
     "many keys": (lambda: decode(3000, window=2500), {"attention_decode", "attention_decode_combine"}),
     "soft cap, ALiBi": (lambda: decode(90, softcap=5.0, slopes=mx.array([-0.5, -0.2, 0, -1])), {"attention_decode"}),
