@@ -15,7 +15,7 @@ from tests.simulated_gpu.devices import DEVICES
 
 GPU_TESTS = """
     simulated_gpu kernels test_launches.py
-    train/test_memory_limits.py generation/test_kv_memory.py plan/test_kernel_cases.py
+    train/test_memory_limits.py generation/test_kv_memory.py generation/test_loaded_model.py plan/test_kernel_cases.py
 """
 ALL_TESTS = f"""
     {GPU_TESTS} model cache plan backend
