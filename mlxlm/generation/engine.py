@@ -291,13 +291,12 @@ class Engine:
             if failure is not None and failure.results_lost:
                 device_thread.num_failures += 1
             self._scheduler.fail_all(failure or error)
-            self._drop_lost_results()
         with self._lock:
             self._scheduled = busy or bool(self._inbox)
             return self._scheduled
 
     def _drop_lost_results(self) -> None:
-        """After a failure of the device, in this engine or another: end all texts, and forget keys and values."""
+        """If the device has failed meanwhile, in this engine or another: end all texts, and forget keys and values."""
         if self._num_failures != device_thread.num_failures:
             self._num_failures = device_thread.num_failures
             what = "the GPU failed while it computed another text"
