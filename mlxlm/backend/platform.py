@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,18 @@ def on_battery() -> bool | None:
     except OSError:  # the driver was removed
         return None
     return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+def low_power_mode() -> bool | None:
+    """Whether a Mac is in Low Power Mode, which slows it down; None if it doesn't tell, and on other systems.
+
+    Macs that also have a High Power Mode print `powermode`, others `lowpowermode`; 1 is low.
+    """
+    if sys.platform != "darwin":
+        return None
+    settings = subprocess.run(["/usr/bin/pmset", "-g"], capture_output=True, text=True, check=False).stdout
+    mode = re.search(r"^\s*(?:low)?powermode\s+(\d)", settings, re.MULTILINE)
+    return None if mode is None else mode[1] == "1"
 
 
 def thermal_state() -> str | None:

@@ -12,7 +12,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, json_option, option
-from mlxlm.cli.run_options import pop_runtime_options, runtime_options
+from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     chosen_config,
@@ -64,7 +64,7 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
     runtime = pop_runtime_options(options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
     runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
-    errors, exit_code = train_sweep(comparison, runs, **runtime)
+    errors, exit_code = train_sweep(comparison, runs, arguments=command_arguments(), **runtime)
     results = comparison.results()
     notes = [*errors, *_notes(comparison, results)]
     if as_json:

@@ -21,6 +21,7 @@ from mlxlm import __version__
 from mlxlm.backend.error_text import describe_error
 from mlxlm.checkpoint import download
 from mlxlm.cli.completion import COMPLETION_VARIABLE, answer, install_option
+from mlxlm.cli.restart import Restart
 from mlxlm.utils.errors import MlxlmError, one_line
 
 if TYPE_CHECKING:
@@ -158,12 +159,16 @@ def _run(args: list[str] | None) -> int:
     try:
         if sys.stdout is None:
             raise MlxlmError("standard output is closed", "a file, or /dev/null")
-        with app.make_context("mlxlm", list(sys.argv[1:] if args is None else args)) as context:
+        args = sys.argv[1:] if args is None else args
+        with app.make_context("mlxlm", list(args)) as context:
             context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
+            context.meta["mlxlm.arguments"] = args
             download.show_progress = _show_download
             app.invoke(context)
         sys.stdout.flush()
         return 0
+    except Restart as restart:  # the context is closed: nothing of this process is left
+        restart.run()
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from mlxlm.backend.sleep import prevent_sleep
 from mlxlm.utils.errors import ArgumentError
 
 PATH = click.Path(path_type=Path)
@@ -89,6 +90,17 @@ def add_options(*options: Callable[..., Any]) -> Callable[..., Any]:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+
+
+def allow_sleep_option(section: str) -> Callable[..., Any]:
+    """`--allow-sleep`. Without it the machine stays awake until the command ends."""
+    text = "Let a Mac fall asleep meanwhile. By default only its display does."
+    return option(section, "--allow-sleep", bool, text, expose_value=False, callback=_stay_awake)
+
+
+def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep: bool) -> None:
+    if not allow_sleep and not context.resilient_parsing:
+        context.with_resource(prevent_sleep())
 
 
 def text_column_option(section: str, default: str = "text, or messages") -> Callable[..., Any]:

@@ -12,7 +12,16 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import EXISTING_PATH, PATH, SIZE, SectionedCommand, argument_errors_as_usage, json_option, option
+from mlxlm.cli.options import (
+    EXISTING_PATH,
+    PATH,
+    SIZE,
+    SectionedCommand,
+    allow_sleep_option,
+    argument_errors_as_usage,
+    json_option,
+    option,
+)
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
@@ -63,6 +72,7 @@ _output = partial(option, "Output")
 @_output("--no-evaluate", bool, "Don't compare the result with SOURCE.")
 @_output("--no-verify", bool, "Don't read the files again to check them.")
 @_output("--cross-check", bool, "Also run the output with mlx_lm, and compare its tokens.")
+@allow_sleep_option("Options")
 @json_option
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Quantize SOURCE for mlxlm and mlx_lm, and show what that costs.

@@ -14,7 +14,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import load_model
-from mlxlm.cli.options import PATH, SectionedCommand, is_given, on_bad_input_option, option
+from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, is_given, on_bad_input_option, option
 from mlxlm.cli.quickstart_answers import TEMPERATURE, Answers
 from mlxlm.cli.quickstart_text import CORPORA, SMALL_WORLD, Preview, held_out_prompts, write_corpus
 from mlxlm.cli.training_options import print_skipped
@@ -64,6 +64,7 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
 @option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
 @option("Training", "--minutes", float, "Time for tokenizer, data and training.", default=2.0)
 @on_bad_input_option("Training")
+@allow_sleep_option("Training")
 @option("Chat", "--no-chat", bool, "Don't start a chat.")
 def quickstart(
     files: tuple[str, ...],

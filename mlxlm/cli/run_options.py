@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, add_options, given_flags, option
+from mlxlm.cli.options import PATH, add_options, allow_sleep_option, flag, given_flags, is_given, option
 
 if TYPE_CHECKING:
     from mlxlm.config import ModelConfig
@@ -75,14 +75,17 @@ _ACTIONS = ["pause", "slow", "ignore"]
 _BATTERY = "On battery power: pause, train half of the time (slow), or ignore it."
 _HEAT = "While heat slows the machine down: pause, train half of the time (slow), or ignore it."
 _DUTY_CYCLE = "Train this percentage of the time, and rest between steps."
+_MICRO_BATCHES = "Compute the gradients of a batch in N parts, one after another, to save memory."
 _POWER, _TRACKERS = ("on_battery", "on_heat", "duty_cycle"), ("tensorboard", "wandb")
-RUNTIME_OPTIONS = (*_POWER, *_TRACKERS)  # names of the options of `runtime_options`
+RUNTIME_OPTIONS = (*_POWER, *_TRACKERS, "micro_batches")  # names of the options of `runtime_options`
 
-# These don't change the result, so they aren't settings of the run and may be given beside --resume.
+# These don't change the result (but for rounding), so they aren't settings of the run and may be given beside --resume.
 runtime_options = add_options(
     option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore"),
     option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore"),
     option("Power", "--duty-cycle", click.FloatRange(1, 100), _DUTY_CYCLE, default=100, metavar="PERCENT"),
+    allow_sleep_option("Power"),
+    option("Memory", "--micro-batches", click.IntRange(1), _MICRO_BATCHES),
     option("Logging", "--tensorboard", bool, "Also write TensorBoard event files to RUN/tensorboard."),
     option("Logging", "--wandb", str, "Also log to this Weights & Biases project.", metavar="PROJECT"),
 )
@@ -99,9 +102,24 @@ def pop_runtime_options(options: dict[str, Any]) -> dict[str, Any]:
     power = PowerPolicy(**{name: options.pop(name) for name in _POWER})
     trackers = {name: options.pop(name) for name in _TRACKERS}
     check_trackers(**trackers)
-    return {"power": power, **trackers}
+    return {"power": power, **trackers, "micro_batches": options.pop("micro_batches")}
+
+
+def runtime_arguments() -> list[str]:
+    """The runtime options on the command line except for --micro-batches, for a process that continues this command."""
+    context = click.get_current_context()
+    arguments = ["--debug"] if context.find_root().meta.get("mlxlm.debug") else []
+    for name in filter(is_given, (*_POWER, *_TRACKERS, "allow_sleep")):
+        value = context.params.get(name, True)
+        arguments += [flag(name)] if value is True else [flag(name), str(value)]
+    return arguments
 
 
 def command_start_time() -> float:
     """When this process started, on the monotonic clock: a time limit counts from here."""
     return click.get_current_context().meta["mlxlm.start_time"]
+
+
+def command_arguments() -> list[str]:
+    """The command line."""
+    return click.get_current_context().meta["mlxlm.arguments"]

@@ -11,7 +11,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, given_values, json_option, option
-from mlxlm.cli.run_options import RUNTIME_OPTIONS, pop_runtime_options, runtime_options
+from mlxlm.cli.run_options import RUNTIME_OPTIONS, command_arguments, pop_runtime_options, runtime_options
 from mlxlm.cli.training_options import (
     data_options,
     data_settings,
@@ -178,4 +178,4 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     def time_left(number: int) -> str:
         return f", about {human_seconds(grid.seconds_left(number) * 100 / runtime['power'].duty_cycle)} left"
 
-    return train_sweep(grid, runs, time_left, **runtime)
+    return train_sweep(grid, runs, time_left, arguments=command_arguments(), **runtime)

@@ -16,7 +16,7 @@ import click
 from mlxlm.backend import platform
 from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SIZE, SectionedCommand, is_given, option
+from mlxlm.cli.options import SIZE, SectionedCommand, allow_sleep_option, is_given, option
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import one_line
@@ -71,6 +71,7 @@ _other = partial(option, "Other")
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)
+@allow_sleep_option("Other")
 @_other("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
 @_other("--log-level", ["debug", "info", "warning", "error"], "What to log to standard error.", default="info")
 @_other("--shutdown-timeout", click.IntRange(0), _SHUTDOWN_TIMEOUT, default=30)

@@ -15,7 +15,10 @@ import click
 from rich.live import Live
 from rich.text import Text
 
+from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.cli import render
+from mlxlm.cli.restart import restart_after
+from mlxlm.cli.run_options import runtime_arguments
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
@@ -26,6 +29,7 @@ from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
 from mlxlm.train import (
     CheckpointNotSaved,
+    CheckpointSaved,
     Event,
     Finished,
     Paused,
@@ -41,7 +45,7 @@ from mlxlm.train import (
     train,
 )
 from mlxlm.train.run_data import PREPARATION_FRACTION
-from mlxlm.utils.errors import TrainingError
+from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
@@ -67,7 +71,12 @@ def stop_on_signal() -> StopRequest:
 
 
 def run_training(
-    run: Run, *, resume: bool = False, stop: StopRequest | None = None, **options: Any
+    run: Run,
+    *,
+    resume: bool = False,
+    stop: StopRequest | None = None,
+    arguments: Sequence[str] = (),
+    **options: Any,
 ) -> Finished | Stopped:
     """Train a run and show its progress.
 
@@ -75,19 +84,37 @@ def run_training(
         run: The run.
         resume: Whether the run may have checkpoints.
         stop: Tells the caller whether a stop was requested, which may come too late for this run.
+        arguments: The command line of a process that continues this command if the device fails; () for none.
         options: Further arguments of `mlxlm.train.train`.
 
     Returns:
         The last event of the run.
+
+    Raises:
+        Restart: The device has failed.
     """
     print_forecast(run)
     ending: Finished | Stopped | None = None
     num_processes = options["process_group"].size if "process_group" in options else 1
-    with (stop or stop_on_signal()).catch_signals() as should_stop, _display(num_processes) as show:
-        for event in train(run, load(run.path), resume=resume, should_stop=should_stop, **options):
-            show(event)
-            if isinstance(event, Finished | Stopped):
-                ending = event
+    stop, micro_batches, progress = stop or stop_on_signal(), 1, False
+    try:
+        with stop.catch_signals(), _display(num_processes) as show:
+            for event in train(run, load(run.path), resume=resume, should_stop=stop, **options):
+                show(event)
+                if isinstance(event, Started):
+                    micro_batches = event.micro_batches
+                elif isinstance(event, CheckpointSaved):
+                    progress = True
+                elif isinstance(event, Finished | Stopped):
+                    ending = event
+    except DeviceError as error:
+        if not arguments or num_processes > 1 or stop.requested:
+            raise
+        step = max((checkpoint_step(checkpoint) for checkpoint in run.checkpoints()), default=0)
+        values = {"step": step, "micro_batches": micro_batches, "batch_size": run.settings.batch_size}
+        if restart := restart_after(error, arguments, **values, progress=progress):
+            raise restart from error
+        raise
     assert ending is not None  # every run ends with one of them
     return ending
 
@@ -95,7 +122,8 @@ def run_training(
 def run_and_summarize(run: Run, **options: Any) -> None:
     """Train a run, print its result and its path, and exit if it was stopped. For the arguments see `run_training`."""
     stop = stop_on_signal()
-    ending = run_training(run, stop=stop, **options)
+    arguments = [*shlex.split(run.resume_command)[1:], *runtime_arguments()]
+    ending = run_training(run, stop=stop, arguments=arguments, **options)
     print_summary(ending, run)
     render.result(str(run.path))
     if isinstance(ending, Stopped):
@@ -114,7 +142,7 @@ def train_sweep(
         sweep: The sweep that the runs belong to.
         runs: (name, function that makes or opens the run) of each.
         time_left: Returns what to print beside the number of a run, from 0.
-        options: Further arguments of `mlxlm.train.train`.
+        options: Further arguments of `run_training`.
 
     Returns:
         An error message for each run that failed, and the exit code of the command.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, SectionedCommand, option
+from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, option
 from mlxlm.utils.errors import MlxlmError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @option("Training", "--steps", click.IntRange(1, 200), "Compare the losses of the first N steps.", default=10)
 @option("Training", "--all", bool, "Train to the end, and compare the weights and the quantized model, too.")
 @option("Training", "--out", PATH, "Keep corpus and run in this new folder.  [default: a temporary one]")
+@allow_sleep_option("Training")
 def verify_receipt(model: str, steps: int, out: Path | None, **flags: bool) -> None:
     """Train the bundled MODEL again from its receipt.json, and compare.
 

@@ -59,6 +59,7 @@ def report_facts() -> dict[str, Any]:
         "wired_limit": _wired_limit(),
         "thermal_state": platform.thermal_state() or "unknown",
         "on_battery": platform.on_battery(),
+        "low_power_mode": platform.low_power_mode(),
         "python": sys.version.split()[0],
         "metal": mx.metal.is_available(),
         "cuda": mx.cuda.is_available(),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
+from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.running_batch import Row, RunningBatch
 
@@ -87,6 +88,7 @@ class Batches:
             try:
                 num_read += batch.step(on_finish) if batch.rows else 0
             except Exception as error:
+                raise_if_results_lost(error)
                 for row in batch.active_rows:
                     row.fail(error)
         self._remove_inactive()

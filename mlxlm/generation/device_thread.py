@@ -16,6 +16,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+num_failures = 0  # after which results of any engine may be lost, see `DeviceError.results_lost`
+
 _steps: SimpleQueue[Callable[[], bool]] = SimpleQueue()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None

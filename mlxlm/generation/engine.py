@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mlxlm.backend.error_text import device_error
 from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation import device_thread
@@ -24,7 +25,7 @@ from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.sequence import TokenSequence
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text_stream import Channel, TextStream
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import DeviceError, GenerationError
 from mlxlm.utils.formatting import human_bytes
 
 BATCH_SIZE = 32  # texts that are decoded together
@@ -131,6 +132,7 @@ class Engine:
         self._inbox: deque[Row] = deque()
         self._num_compiling = 0
         self._scheduled = self._closed = False
+        self._num_failures = device_thread.num_failures
 
     def submit(self, request: Request, *, on_prefill: Callable[[int], None] | None = None) -> TextStream:
         """Begin to generate a text, and return at once.
@@ -197,6 +199,7 @@ class Engine:
         """
 
         def save() -> bool:
+            self._drop_lost_results()
             context = Context(self.lm.model, self.kv)
             group = context.has_long_factors(len(ids))
             if n := self._prefix_cache.match(ids, group):
@@ -232,6 +235,7 @@ class Engine:
             row.fail(closed)
 
         def free() -> None:
+            self._drop_lost_results()
             self._scheduler.fail_all(closed)
             self._prefix_cache.flush()
             self._prefix_cache.clear()
@@ -277,17 +281,28 @@ class Engine:
         return False
 
     def _step(self) -> bool:
+        self._drop_lost_results()
         with self._lock:
             self._scheduler.waiting.extend(self._inbox)
             self._inbox.clear()
         try:
             busy = self._scheduler.step(self._resume)
         except BaseException as error:
-            self._scheduler.fail_all(error)
-            busy = False
+            failure, busy = device_error(error), False
+            if failure is not None and failure.results_lost:
+                device_thread.num_failures += 1
+            self._scheduler.fail_all(failure or error)
         with self._lock:
             self._scheduled = busy or bool(self._inbox)
             return self._scheduled
+
+    def _drop_lost_results(self) -> None:
+        """If the device has failed meanwhile, in this engine or another: end all texts, and forget keys and values."""
+        if self._num_failures != device_thread.num_failures:
+            self._num_failures = device_thread.num_failures
+            what = "the GPU failed while it computed another text"
+            self._scheduler.fail_all(DeviceError(what, "again", out_of_memory=False, results_lost=True))
+            self._prefix_cache.clear()
 
 
 def get_engine(

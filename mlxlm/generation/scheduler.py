@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.generation.batches import Batches
@@ -256,6 +257,7 @@ class Scheduler:
             self._reading.remove(reading)
             return
         except Exception as error:
+            raise_if_results_lost(error)
             for row in reading.rows:
                 row.fail(error)
             self._reading.remove(reading)
@@ -300,6 +302,7 @@ class Scheduler:
             try:
                 token = next(single.tokens)
             except Exception as error:
+                raise_if_results_lost(error)
                 single.row.fail(error)
             else:
                 self.num_generated += 1

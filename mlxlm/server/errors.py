@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxlm.backend.error_text import describe_error
+from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_line
 
 logger = logging.getLogger("mlxlm.server")
@@ -112,6 +112,9 @@ def to_api_error(error: Exception) -> ApiError:
         return _http_error(error)
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
+    if failure := device_error(error):
+        logger.error("%s in %s", failure, request_id.get())
+        return ApiError(507 if failure.out_of_memory else 503, failure.message)
     logger.error("internal error in %s", request_id.get(), exc_info=error)
     if isinstance(error, MlxlmError | MemoryError | RuntimeError):
         return ApiError(500, describe_error(error))

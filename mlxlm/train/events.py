@@ -98,6 +98,7 @@ class Started(Event):
         epochs_by_source: The same as `epochs`, for each source that has a weight.
         dropped_fraction: Fraction of the text that an epoch leaves out because it doesn't fit into rows.
         padding: Fraction of the rows that is padding.
+        micro_batches: Parts that the gradients of a batch are computed in.
     """
 
     step: int
@@ -109,6 +110,7 @@ class Started(Event):
     epochs_by_source: dict[str, float]
     dropped_fraction: float
     padding: float
+    micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class TrainingWarning(Event):
-    """Something besides the training does not work; the training continues."""
+    """Something besides the training does not work, or the machine has slept; the training continues."""
 
     step: int
     message: str

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
-from mlxlm.backend.error_text import describe_error
+from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.data_check import DataCheck
@@ -34,6 +34,7 @@ def train(
     wandb: str | None = None,
     process_group: ProcessGroup | None = None,
     on_step: Callable[[Step, LoadedModel], None] | None = None,
+    micro_batches: int | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Event]:
     """Train `run` to its last step. Yields an Event for everything that happens, after it was logged.
@@ -60,9 +61,12 @@ def train(
         process_group: This process (rank 0, which alone writes files) and the others, which call `run_worker`.
         on_step: Called after each step with the model of that step, to generate with it or to measure it. It must not
             change the model, and has no effect on the weights. Its time counts in a time limit.
+        micro_batches: Compute the gradients of a batch in as many parts, see `TrainStep`; None: as before a resume.
         now: Clock, in seconds.
 
     Raises:
+        DeviceError: The device has failed or lacks memory. The run can be resumed, in a new process: in this one, other
+            results may be lost.
         TrainingError: A loss is not finite or has risen (see `SpikeDetector`), or the run ends worse than a uniform
             distribution: the message names the last good checkpoint, and the failed step is not saved. Or another rank
             is lost: the state is saved first.
@@ -78,7 +82,7 @@ def train(
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
         log = RunLog(run.log_file)
         with closing(DataCheck(run.data, group)) as data_check:
-            trainer = Trainer(run, tokenizer, log, power, group, data_check, now)
+            trainer = Trainer(run, tokenizer, log, power, group, data_check, now, micro_batches)
             with closing(Trackers(run, trainer.first, tensorboard, wandb)) as trackers, memory_limits():
                 try:
                     for event in trainer.train(lambda: should_stop() or any(group.peer_status("stop")), on_step):
@@ -86,10 +90,13 @@ def train(
                             log.record(logged)
                             yield logged
                 except Exception as error:
-                    message = error.message if isinstance(error, MlxlmError) else describe_error(error)
+                    failure = device_error(error) or error
+                    message = failure.message if isinstance(failure, MlxlmError) else describe_error(failure)
                     with suppress(MlxlmError):  # report the first error
                         log.record(Failed(trainer.current, message))
                         run.write_plots()
+                    if failure is not error:
+                        raise failure from error
                     raise
         try:
             run.write_plots()

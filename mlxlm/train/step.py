@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,16 @@ class TrainStep:
     activations have that dtype; the loss, the sums of gradients, their norm and the update stay float32.
 
     With `settings.ema_decay`, an average of the weights is kept, which is evaluated and saved as the model.
+
+    Attributes:
+        micro_batches: Parts of the rows of a batch whose gradients are computed one after another and summed: more take
+            less memory. The sums are rounded differently, and dropout draws other numbers.
     """
 
     def __init__(self, model: Decoder, settings: TrainSettings, process_group: ProcessGroup | None = None):
         self.model, self.settings, self.process_group = model, settings, process_group or ProcessGroup()
         self._dtype = getattr(mx, settings.dtype)
+        self.micro_batches = 1
         model.model.grad_checkpoint = settings.grad_checkpoint
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
@@ -133,14 +139,21 @@ class TrainStep:
             "blas": load_blas().name,
             "num_processes": self.process_group.size,
             "parts": self._parts,
+            "micro_batches": self.micro_batches,
         }
 
-    def match_environment(self, environment: Any) -> str | None:
-        """Shard batches as in `environment`, that of a checkpoint, so that a resumed run is the same to the bit.
+    def match_environment(self, environment: Any, micro_batches: int | None = None) -> str | None:
+        """Divide batches as in `environment`, that of a checkpoint, so that a resumed run is the same to the bit.
+
+        Args:
+            environment: The environment.
+            micro_batches: Of this process; None: as in `environment`. At most one for each row.
 
         Returns:
             A warning if it can't be the same on this chip. On another chip nobody expects it.
         """
+        if micro_batches is not None:
+            self.micro_batches = min(micro_batches, self.settings.batch_size)
         here = self.environment
         same = ("chip", "num_processes")
         if not isinstance(environment, dict) or any(here[name] != environment.get(name) for name in same):
@@ -150,9 +163,16 @@ class TrainStep:
                 f"matrix products are computed by {here['blas']}, before by {environment.get('blas')}: the weights "
                 "will not be those of a run without interruption, to the bit (see mlxlm doctor)"
             )
-        parts = environment.get("parts")
+        parts, before = environment.get("parts"), environment.get("micro_batches", 1)
         if isinstance(parts, int) and 1 <= parts <= self.settings.batch_size and parts != self._parts:
             self._shard_batches(parts)
+        if micro_batches is None and isinstance(before, int) and 1 <= before <= self.settings.batch_size:
+            self.micro_batches = before
+        if self.micro_batches != before:
+            return (
+                f"each batch is computed in {self.micro_batches} parts, before in {before}: the weights will not be "
+                "those of a run without interruption, to the bit"
+            )
         return None
 
     def _shard_batches(self, parts: int) -> None:
@@ -212,8 +232,9 @@ class TrainStep:
         parameters = self.model.trainable_parameters()
         loss_and_grad = mx.value_and_grad(self._loss)
         loss, gradients = mx.array(0.0), None
-        for tokens, segment_ids, weights in batches:
-            if gradients is not None:  # keep the activations of one batch at a time: this one waits for the last
+        micro_batches = [part for batch in batches for part in _divide(batch, self.micro_batches)]
+        for tokens, segment_ids, weights in micro_batches:
+            if gradients is not None:  # keep the activations of one part at a time: this one waits for the last
                 tokens, loss = mx.depends([tokens, loss], [g for _, g in tree_flatten(gradients)])
             batch_loss, batch_gradients = loss_and_grad(parameters, tokens, segment_ids, weights)
             loss = loss + batch_loss
@@ -241,6 +262,20 @@ class TrainStep:
 
 def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
     return [(mx.array(tokens), _array(ids), _array(weights)) for tokens, ids, weights in batches]
+
+
+def _divide(batch: Arrays, parts: int) -> list[Arrays]:
+    """Divide the rows of a batch into `parts`, or fewer if it has fewer rows."""
+    rows = len(batch[0])
+    if (parts := min(parts, rows)) == 1:
+        return [batch]
+    bounds = pairwise(i * rows // parts for i in range(parts + 1))
+    tokens, segment_ids, weights = batch
+    return [(tokens[a:b], _rows(segment_ids, a, b), _rows(weights, a, b)) for a, b in bounds]
+
+
+def _rows(x: mx.array | None, start: int, stop: int) -> mx.array | None:
+    return None if x is None else x[start:stop]
 
 
 def _array(x: np.ndarray | None) -> mx.array | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
+from mlxlm.backend.sleep import seconds_asleep
 from mlxlm.data import Batch, TokenDataset, prefetch
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.generation import LoadedModel, generate
@@ -44,6 +45,9 @@ from mlxlm.train.step_timer import StepTimer
 from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import MlxlmError, TrainingError
+from mlxlm.utils.formatting import human_seconds
+
+_MIN_SLEEP_SECONDS = 10.0  # to report it
 
 
 class Trainer:
@@ -64,6 +68,7 @@ class Trainer:
         group: ProcessGroup,
         data_check: DataCheck,
         now: Callable[[], float],
+        micro_batches: int | None,
     ):
         start_time = now()
         mx.reset_peak_memory()
@@ -79,7 +84,7 @@ class Trainer:
         state = TrainState.from_dict(checkpoint)
         self.resumed, self.first = bool(checkpoint), state.step
         self.finished = self.current = self.first
-        self.environment_warning = self.step.match_environment(checkpoint.get("environment"))
+        self.environment_warning = self.step.match_environment(checkpoint.get("environment"), micro_batches)
         self.step_batches = StepBatches(run, group)
         self.validation_data = TokenDataset.open(run.data, "validation")
 
@@ -91,6 +96,7 @@ class Trainer:
         self.timer = StepTimer(state.seconds)
         forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
         plan = read_repeat_plan(run) if self.settings.repeat_plan else None
+        self.asleep = seconds_asleep()
         self.deadline = Deadline(self.settings, state if self.resumed else None, forecast, now, start_time, plan)
         saved = TrainState(state.step, steps=self.deadline.steps, elapsed=self.deadline.recorded_elapsed)
         self.saver = CheckpointSaver(run, self.step, log, state=saved)
@@ -118,6 +124,7 @@ class Trainer:
                     with suppress(RankLostError):  # while the data of the ranks was still being checked
                         yield from self.save()
                     raise self.rank_lost_error(lost) from None
+                yield from self.report_sleep()
                 if self.finished == self.first + 1:
                     limit_buffer_cache()
                 if self.finished < self.deadline.steps:
@@ -137,9 +144,11 @@ class Trainer:
         # Under a causal mask a token attends to half of the sequence, on average.
         flops = self.run.config.flops_per_token(self.settings.max_seq_length // 2, training=True)
         size, epoch, epochs = self.run.config.parameter_count(), batches.epoch_at(steps), batches.epochs(steps)
-        yield Started(self.first, steps, size, tokens, epoch, flops, epochs, batches.dropped_fraction, batches.padding)
+        waste = batches.dropped_fraction, batches.padding
+        yield Started(self.first, steps, size, tokens, epoch, flops, epochs, *waste, self.step.micro_batches)
         self.deadline.record_time(None)  # building and loading the model
-        for warning in filter(None, [*self.throttle.unsupported(), self.environment_warning]):
+        slow = "this Mac is in Low Power Mode, which slows training down" if platform.low_power_mode() else None
+        for warning in filter(None, [*self.throttle.unsupported(), self.environment_warning, slow]):
             yield TrainingWarning(self.first, warning)
         if self.resumed and (self.should_validate() or self.should_sample()):
             yield from self.validate_and_save(should_stop)
@@ -164,6 +173,13 @@ class Trainer:
         left, memory = self.deadline.seconds_left, platform.process_memory() if ON_CPU else mx.get_peak_memory()
         left = self.timer.seconds_left(steps - self.finished) if left is None else left
         return Step(self.finished, steps, tokens, loss, learning_rate, grad_norm, rate, seconds, left, memory)
+
+    def report_sleep(self) -> Iterator[TrainingWarning]:
+        """Tell if the machine has slept since the last call. All clocks of the run stood still."""
+        before, self.asleep = self.asleep, seconds_asleep()
+        if (seconds := self.asleep - before) > _MIN_SLEEP_SECONDS:
+            slept = f"this machine slept for {human_seconds(seconds)}, which is no training time"
+            yield TrainingWarning(self.finished, slept)
 
     def rest(self, should_stop: Callable[[], bool]) -> Iterator[Event]:
         """Rest or pause, as the power policy says. The time of pauses doesn't count."""
@@ -215,7 +231,8 @@ class Trainer:
         """Measure the loss on validation data, with the EMA weights if there are any."""
         settings = self.settings
         with self.step.ema_weights():
-            sizes = settings.max_seq_length, settings.batch_size, settings.eval_tokens
+            rows = -(-settings.batch_size // self.step.micro_batches)
+            sizes = settings.max_seq_length, rows, settings.eval_tokens
             masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
             result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
         if not math.isfinite(result.loss):

@@ -93,6 +93,19 @@ class TrainingError(MlxlmError):
     """A run had to stop; the message names the last good checkpoint."""
 
 
+class DeviceError(MlxlmError):
+    """The device ended a computation, or lacked the memory for it.
+
+    Attributes:
+        out_of_memory: Whether it lacked memory.
+        results_lost: Whether other results are lost, too: whatever had been started on the device and not been read.
+    """
+
+    def __init__(self, message: str, hint: str, *, out_of_memory: bool, results_lost: bool):
+        super().__init__(message, hint)
+        self.out_of_memory, self.results_lost = out_of_memory, results_lost
+
+
 class GenerationError(MlxlmError):
     """A prompt or a sampling option can't work."""
 

@@ -68,3 +68,25 @@ def test_thermal_pressure_of_macos(monkeypatch, level, expected):
     monkeypatch.setattr(platform.sys, "platform", "darwin")
     monkeypatch.setattr(platform.ctypes, "CDLL", lambda path: system)
     assert platform.thermal_state() == expected and len(given_back) == 1
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (" standby              1\n lowpowermode         1\n", True),
+        (" lowpowermode         0\n highpowermode        1\n", False),
+        (" powermode            1\n", True),
+        (" powermode            2\n", False),
+        (" highpowermode        1\n", None),
+        ("", None),
+    ],
+)
+def test_low_power_mode_by_pmset(monkeypatch, printed, expected):
+    def run(command, **_):
+        assert command == ["/usr/bin/pmset", "-g"]
+        return SimpleNamespace(stdout=printed)
+
+    monkeypatch.setattr(platform.subprocess, "run", run)
+    assert platform.low_power_mode() is None
+    monkeypatch.setattr(platform.sys, "platform", "darwin")
+    assert platform.low_power_mode() is expected

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import contextmanager
 from dataclasses import fields
 
 import click
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxlm.cli.main import COMMANDS, app
-from mlxlm.cli.options import SIZE, SectionedCommand, option, reject_unused_options
+from mlxlm.cli.options import SIZE, SectionedCommand, allow_sleep_option, option, reject_unused_options
 from mlxlm.cli.training_options import FLAGS, SETTINGS
 from mlxlm.train import TrainSettings
 
@@ -30,6 +31,25 @@ def test_help_fits_80_columns_and_every_option_is_explained(command):
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert re.search(r"[.\]:] ?$", parameter.help) or "  [default" in parameter.help, parameter.opts
+
+
+def test_commands_that_take_long_keep_the_machine_awake(monkeypatch):
+    """Until they end, unless --allow-sleep is given."""
+    held = []
+
+    @contextmanager
+    def prevent_sleep():
+        held.append("awake")
+        yield
+        held.append("may sleep")
+
+    monkeypatch.setattr("mlxlm.cli.options.prevent_sleep", prevent_sleep)
+    command = click.command()(allow_sleep_option("Power")(lambda: held.append("works")))
+    assert CliRunner().invoke(command, []).exit_code == 0 and held == ["awake", "works", "may sleep"]
+    assert CliRunner().invoke(command, ["--allow-sleep"]).exit_code == 0 and held[3:] == ["works"]
+    names = {p.id for p in leaf_commands() if any(o.name == "allow_sleep" for o in p.values[0].params)}
+    training = {"pretrain", "finetune", "scaling", "compare-architectures", "quickstart", "verify-receipt"}
+    assert names == training | {"serve", "quantize"}
 
 
 @pytest.mark.parametrize("text, size", [("2.0GB", 2 * 10**9), ("900 mb", 9 * 10**8), ("1.5GiB", 3 * 2**29), ("7", 7)])

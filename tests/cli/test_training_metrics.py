@@ -20,6 +20,7 @@ def started(steps=1000):
         epochs_by_source={},
         dropped_fraction=0.0,
         padding=0.0,
+        micro_batches=1,
     )
 
 

@@ -10,9 +10,13 @@ NOT_COMPILED = (
     "identifier 'simd_summ'"
 )
 TOO_MANY_THREADS = "Thread group size (512) is greater than  the maximum allowed threads per threadgroup (448)."
-COMMAND_BUFFER_FAILED = (
+INSUFFICIENT_MEMORY = (
     "[METAL] Command buffer execution failed: Insufficient Memory "
-    "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+    "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)."
+)
+IMPACTING_INTERACTIVITY = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
 )
 WIRED_LIMIT_REFUSED = (
     "[metal::set_wired_limit] Setting a wired limit larger than the maximum working set size is not allowed."
@@ -30,6 +34,7 @@ class Faults:
         wrong: Names of kernels that compute wrong results.
         wired_limit_refused: Whether `mx.set_wired_limit` raises ValueError.
         failing_evaluations: Numbers of the coming evaluations that fail as a command buffer does, 0 for the next one.
+        command_buffer_error: What they raise.
     """
 
     not_compiled: set[str] = field(default_factory=set)
@@ -37,6 +42,7 @@ class Faults:
     wrong: set[str] = field(default_factory=set)
     wired_limit_refused: bool = False
     failing_evaluations: set[int] = field(default_factory=set)
+    command_buffer_error: str = INSUFFICIENT_MEMORY
     pending: Exception | None = None  # the next evaluation raises it
     evaluations: int = 0  # since the last `clear`
 
@@ -60,4 +66,4 @@ class Faults:
             self.pending = None
             raise error
         if fails:
-            raise RuntimeError(COMMAND_BUFFER_FAILED)
+            raise RuntimeError(self.command_buffer_error)

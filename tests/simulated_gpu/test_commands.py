@@ -1,6 +1,7 @@
 """Whole commands on a simulated GPU, with every operation on the kernels that support it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def losses(run):
     return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
 
 
-def test_interrupted_training_in_bfloat16_resumes_bit_equal(simulated_gpu, folder, tmp_path):
+def test_interrupted_training_in_bfloat16_resumes_bit_equal(simulated_gpu, folder, tmp_path, monkeypatch):
     """After a failed command buffer, as when the memory is full."""
     run = tmp_path / "run"
     pretrain = ["pretrain", folder / "stories.txt", "--out", run, *TRAINING, "--steps", "6"]
@@ -66,10 +67,11 @@ def test_interrupted_training_in_bfloat16_resumes_bit_equal(simulated_gpu, folde
     expected, evaluations = (losses(run), (run / "model.safetensors").read_bytes()), simulated_gpu.faults.evaluations
     shutil.rmtree(run)
     simulated_gpu.faults.failing_evaluations = {evaluations // 3}
-    failed = run_command(*pretrain)
+    monkeypatch.setattr(os, "execve", lambda *_: sys.exit("the new process is killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        run_command(*pretrain)
     simulated_gpu.faults.clear()
-    assert failed.returncode == 1 and 0 < len(losses(run)) < 6
-    assert failed.stderr.decode().splitlines()[-1].startswith("error: out of memory: [METAL] Command buffer")
+    assert 0 < len(losses(run)) < 6
     succeed("pretrain", "--resume", run)
     assert (losses(run), (run / "model.safetensors").read_bytes()) == expected
 

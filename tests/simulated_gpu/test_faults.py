@@ -4,15 +4,22 @@ import re
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import load
+from mlxlm.chat.session import Chat
+from mlxlm.generation import GenerationOptions, load
 from mlxlm.generation.device_memory import wired_limit
+from mlxlm.generation.engine import Engine
+from mlxlm.generation.request import Request
 from mlxlm.kernels import dispatch, measurements, rms_norm
 from mlxlm.kernels.dispatch import Case
+from mlxlm.server.app import make_app
+from mlxlm.server.models import Models, ModelSettings
+from mlxlm.utils.errors import DeviceError
 from tests.run_command import run_command
-from tests.simulated_gpu.faults import COMMAND_BUFFER_FAILED
+from tests.simulated_gpu.faults import IMPACTING_INTERACTIVITY, INSUFFICIENT_MEMORY
 
 FAULTS = {
     "not_compiled": "failed on this machine .*Unable to build metal library",
@@ -66,21 +73,80 @@ def test_failed_command_buffer_ends_a_generation_with_one_line(simulated_gpu, fo
     assert generate(folder).returncode == 0
 
 
-def test_engine_continues_after_a_failed_command_buffer(simulated_gpu, folder):
-    from mlxlm.generation import GenerationOptions
-    from mlxlm.generation.engine import Engine
-    from mlxlm.generation.request import Request
+def request(*ids, **options):
+    return Request(ids, GenerationOptions(**{"max_tokens": 6, "temperature": 0.0, **options}))
 
+
+@pytest.fixture
+def engine(folder):
+    """Its kernels, with a cached prompt too, are checked already."""
     with Engine(load(folder / "my-model")) as engine:
-        request = Request([5, 6, 7], GenerationOptions(max_tokens=6, temperature=0.0))
-        expected = engine.submit(request).result().tokens
-        assert engine.submit(request).result().tokens == expected  # its kernels, with a cached prompt, are checked too
-        for step in (0, 2):
-            simulated_gpu.faults.failing_evaluations = {step}
-            with pytest.raises(RuntimeError, match=re.escape(COMMAND_BUFFER_FAILED)):
-                engine.submit(request).result()
-            simulated_gpu.faults.clear()
-            assert engine.submit(request).result().tokens == expected
+        for _ in range(2):
+            engine.submit(request(5, 6, 7)).result()
+        yield engine
+
+
+def test_engine_continues_after_a_failed_command_buffer(simulated_gpu, engine):
+    expected = engine.submit(request(5, 6, 7)).result().tokens
+    for step in (0, 2):
+        simulated_gpu.faults.failing_evaluations = {step}
+        with pytest.raises(DeviceError, match=f"out of memory: {re.escape(INSUFFICIENT_MEMORY.rstrip('.'))}"):
+            engine.submit(request(5, 6, 7)).result()
+        simulated_gpu.faults.clear()
+        for _ in range(2):
+            assert engine.submit(request(5, 6, 7)).result().tokens == expected
+
+
+def test_nothing_of_a_failed_command_buffer_is_used(simulated_gpu, folder, engine):
+    """Neither in this engine nor in another: texts fail, and keys and values of earlier texts are forgotten."""
+    with Engine(load(folder / "my-model")) as other:
+        assert other.submit(request(5, 6, 7)).result() and other.stats.prefix_cache_bytes > 0
+        texts = [one.submit(request(*ids, max_tokens=900)) for one in (other, engine) for ids in ((8, 9), (5, 6, 7))]
+        for text in texts:
+            next(text)
+        simulated_gpu.faults.failing_evaluations = {0}
+        for text in texts:
+            with pytest.raises(DeviceError):
+                text.result()
+        for one in (engine, other):
+            before = one.stats.cached_tokens
+            assert one.submit(request(5, 6, 7)).result() and one.stats.cached_tokens == before
+
+
+def test_server_continues_after_a_failed_command_buffer(simulated_gpu, folder):
+    settings = ModelSettings()
+    models = Models({"my-model": str(folder / "my-model")}, settings)
+    question = {"messages": [{"role": "user", "content": "Where did the cat sit?"}], "max_tokens": 8, "temperature": 0}
+    with TestClient(make_app(models)) as client:
+
+        def ask(**fields):
+            return client.post("/v1/chat/completions", json={**question, **fields})
+
+        expected = [ask().raise_for_status().json()["choices"] for _ in range(2)][1]
+        for error, status in ((INSUFFICIENT_MEMORY, 507), (IMPACTING_INTERACTIVITY, 503)):
+            simulated_gpu.faults.failing_evaluations = {2}
+            simulated_gpu.faults.command_buffer_error = error
+            failed = ask()
+            assert failed.status_code == status and failed.json()["error"]["message"].endswith(error.rstrip("."))
+            assert ask().raise_for_status().json()["choices"] == expected
+        simulated_gpu.faults.failing_evaluations = {3}
+        events = ask(stream=True).text.split("\n\n")
+        assert "choices" in events[0] and "Impacting Interactivity" in events[-2]
+        assert ask().raise_for_status().json()["choices"] == expected
+
+
+def test_conversation_survives_a_failed_command_buffer(simulated_gpu, folder):
+    chat = Chat(load(folder / "my-model"), temperature=0, max_tokens=6)
+    for question in ("Hello", "Again"):
+        list(chat.ask(question))
+    messages = list(chat.messages)
+    simulated_gpu.faults.failing_evaluations = set(range(100))  # some check kernels, which then aren't used
+    with pytest.raises(DeviceError):
+        list(chat.ask("And now?"))
+    assert chat.messages == messages
+    simulated_gpu.faults.clear()
+    list(chat.ask("And now?"))
+    assert len(chat.messages) == len(messages) + 2
 
 
 def test_small_working_set_is_what_training_may_use(simulated_gpu, tmp_path, folder):

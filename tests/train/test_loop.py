@@ -19,7 +19,7 @@ from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, Validation, train
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
-from mlxlm.utils.errors import CheckpointError, DataError, TrainingError
+from mlxlm.utils.errors import CheckpointError, DataError, DeviceError, TrainingError
 from tests.train.training_runs import contents, finish, read_log
 
 
@@ -148,7 +148,7 @@ def test_errors_are_logged(new_run, monkeypatch):
         return real(self, batches, rate)
 
     monkeypatch.setattr(TrainStep, "__call__", broken)
-    with pytest.raises(RuntimeError, match="malloc"):
+    with pytest.raises(DeviceError, match="malloc"):
         finish(run)
     last = read_log(run)[-1]
     assert (last["event"], last["step"]) == ("failed", 3) and last["message"].startswith("out of memory")
@@ -159,7 +159,7 @@ def test_errors_are_logged(new_run, monkeypatch):
             raise CheckpointError("cannot write")
 
     monkeypatch.setattr("mlxlm.train.loop.RunLog.record", record)
-    with pytest.raises(RuntimeError, match="malloc"):
+    with pytest.raises(DeviceError, match="malloc"):
         finish(Run.open(run.path), resume=True)
 
 
@@ -243,3 +243,19 @@ def test_read_errors_end_the_run(new_run, monkeypatch):
         for event in train(run, load(run.path)):
             seen += [event.step] if isinstance(event, Step) else []
     assert seen == [1, 2, 3, 4] and not prefetch_threads()
+
+
+def test_time_asleep_is_reported_and_counts_nowhere(new_run, monkeypatch):
+    """The clocks of a run stand still while the machine sleeps."""
+    run, asleep = new_run("run", steps=4), iter([5.0, 5.0, 14.0, 7814.0, 7814.0])
+    monkeypatch.setattr("mlxlm.train.trainer.seconds_asleep", lambda: next(asleep))
+    events = finish(run)
+    (warning,) = (e for e in events if isinstance(e, TrainingWarning))
+    assert (warning.step, warning.message) == (3, "this machine slept for 2h10m, which is no training time")
+    assert events[-1].seconds < 60 and "this machine slept" in str(read_log(run))
+
+
+def test_low_power_mode_is_reported(new_run, monkeypatch):
+    monkeypatch.setattr("mlxlm.train.trainer.platform.low_power_mode", lambda: True)
+    warnings = [e.message for e in finish(new_run("run", steps=1)) if isinstance(e, TrainingWarning)]
+    assert warnings == ["this Mac is in Low Power Mode, which slows training down"]

@@ -59,7 +59,7 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
         raise DataError(f"rank {process_group.rank}: {error.message}", hint) from None
     with closing(DataCheck(run.data, process_group)) as status.data_check:
         step = TrainStep(Decoder(run.config, dropout=run.settings.dropout), run.settings, process_group)
-        step.match_environment(message["environment"])
+        step.match_environment(message["environment"], message["environment"]["micro_batches"])
         step_batches = StepBatches(run, process_group)
         _broadcast_weights(step, process_group)
         with closing(prefetch(step_batches.read, count(message["step"] + 1))) as batches:
