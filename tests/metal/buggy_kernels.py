@@ -429,7 +429,7 @@ BUGGY_KERNELS = {
     "functions that call each other": BuggyKernel(
         GID + "y[g] = f(3);",
         "header:2: recursion",
-        header="inline float f(int n);\ninline float g(int n) { return n ? f(n - 1) : 1; } float f(int n) { return g(n); }",
+        header="inline float f(int n);\ninline float g(int n) { return f(n); } float f(int n) { return g(n); }",
     ),
     "member functions that call each other": BuggyKernel(
         GID + "y[g] = S().f(3);",
