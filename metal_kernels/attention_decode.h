@@ -231,7 +231,8 @@ struct DecodeRows {
   static constant constexpr int SLOTS = MINE <= 1 ? 1 : MINE <= 2 ? 2 : MINE <= 4 ? 4 : 8;  // MINE, as a power of two
   static constant constexpr int STEP = SIMD / SLOTS;  // keys per step, one score per lane: LANES / SLOTS for each lane
   static constant constexpr int SIMDGROUPS = ROW_GROUPS * KEY_GROUPS;
-  static constant constexpr int ROUND = max(1, KEY_GROUPS * SIMD / D);  // rows that the SIMD groups merge at a time
+  // Rows that the SIMD groups merge at a time. Metal's min and max are not constexpr.
+  static constant constexpr int ROUND = KEY_GROUPS * SIMD < D ? 1 : KEY_GROUPS * SIMD / D;
   static constant constexpr int SCRATCH = KEY_GROUPS > 1 ? SIMDGROUPS * (ROUND * D + 2 * SLOTS) : 1;  // floats
   static constant constexpr float LOWEST = -3.4e38f;  // instead of -inf, which would give inf - inf
 
@@ -374,7 +375,9 @@ struct DecodeRows {
   // is `key`.
   template <typename Rows>
   METAL_FUNC void take(const Rows keys, const Rows values, int key, int end) thread {
-    constexpr int PART = Rows::PART, W = min(min(PART, Rows::MOST_SCORES) / SLOTS, Rows::MOST_ROWS);
+    constexpr int PART = Rows::PART;
+    constexpr int MOST = (PART < Rows::MOST_SCORES ? PART : Rows::MOST_SCORES) / SLOTS;
+    constexpr int W = MOST < Rows::MOST_ROWS ? MOST : Rows::MOST_ROWS;
     constexpr int BLOCK = PART / SLOTS * BESIDE;  // keys whose scores fit in the lanes of a part
     const int stop = min(key + STEP, end);
     const int at = key + DecodeLanes<D>::row(lane) + lane % LANES / SLOTS * BESIDE;  // the key of the lane's score

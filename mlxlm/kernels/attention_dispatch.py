@@ -11,7 +11,6 @@ from mlxlm.kernels import decode_attention, flash_attention
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.dispatch import Case, Operation, metal_available
 from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
-from mlxlm.kernels.training_cost import Shape, tiling_pays
 
 MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
 LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
@@ -133,32 +132,17 @@ def _preferred_prefill_paths(case: Case) -> tuple[tuple[str, ...], str]:
 
 
 def _preferred_training_paths(case: Case) -> tuple[tuple[str, ...], str]:
+    """Prefer the Metal kernels only where `mlxlm kernels bench` measured them to be fastest: some spill registers."""
+    paths: tuple[str, ...] = ("blockwise", "metal", "mlx")
+    why = "memory linear in the length"
     if case.size("T") < LINEAR_MEMORY_FROM:
-        if metal_available() and not _has_matrix_units() and has_short_window(case):
-            return ("metal", "mlx", "blockwise"), "a short window: at most half of the products of MLX's gradient"
-        return ("mlx", "metal", "blockwise"), "short: MLX keeps the probabilities instead of computing them twice"
-    if not ON_CPU and not metal_available() and case.dtype != "float32":
-        return ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
-    if _has_matrix_units():
-        return ("blockwise", "metal", "mlx"), "memory linear in the length, with the matrix units of MLX's products"
-    return ("metal", "blockwise", "mlx"), "memory linear in the length"
-
-
-def has_short_window(case: Case) -> bool:
-    """Whether the Metal kernels skip so much of a case of training that they pay below `LINEAR_MEMORY_FROM`.
-
-    A document mask doesn't count: how long its texts are is not known when a step is traced.
-    """
-    if "window" not in case.names:
-        return False
-    T, D, H, K, window = (case.size(name) for name in ("T", "D", "H", "K", "window"))
-    return tiling_pays(Shape(T, D, H, K, getattr(mx, case.dtype).size, window))
-
-
-@cache
-def _has_matrix_units() -> bool:
-    """Whether MLX's products run on matrix units (M5), which the SIMD-group products of our kernels can't use."""
-    return not ON_CPU and "M5" in str(mx.device_info().get("device_name", ""))
+        paths = ("mlx", "metal", "blockwise")
+        why = "short: MLX keeps the probabilities instead of computing them twice"
+    elif not ON_CPU and not metal_available() and case.dtype != "float32":
+        paths, why = ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
+    if metal_available():
+        why += "; `mlxlm kernels bench` finds out whether metal is faster here"
+    return paths, why
 
 
 def _preferred_quantized_paths(case: Case) -> tuple[tuple[str, ...], str]:

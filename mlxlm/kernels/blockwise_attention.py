@@ -68,16 +68,6 @@ def block_rows(T: int, S: int, heads: int, window: int | None, block_bytes: int 
     return max(_MIN_ROWS, min((block_bytes or _BLOCK_BYTES) // (4 * heads * reach), T // 8))
 
 
-def blocks(T: int, S: int, heads: int, window: int | None, block_bytes: int | None = None) -> Iterator[_Block]:
-    """Yield blocks of queries with all keys that they see. The arguments are those of `block_rows`."""
-    rows = block_rows(T, S, heads, window, block_bytes)
-    for start in range(0, T, rows):
-        stop = min(start + rows, T)
-        seen = S - T + stop
-        first = 0 if window is None else max(0, seen - (stop - start) - window + 1)
-        yield start, stop, first, seen
-
-
 @cache
 def _function(
     scale: float, window: int | None, softcap: float | None, names: tuple[str, ...]
@@ -125,7 +115,13 @@ class _Scores:
 
     def blocks(self) -> Iterator[_Block]:
         """Yield blocks of queries with all keys that they see."""
-        return blocks(self.T, self.S, self.B * self.K * self.G, self.window)
+        T, S, window = self.T, self.S, self.window
+        rows = block_rows(T, S, self.B * self.K * self.G, window)
+        for start in range(0, T, rows):
+            stop = min(start + rows, T)
+            seen = S - T + stop
+            first = 0 if window is None else max(0, seen - (stop - start) - window + 1)
+            yield start, stop, first, seen
 
     def rows(self, x: mx.array, start: int, stop: int) -> mx.array:
         """Slice rows of x `[B, K, G, T, n]` and stack the heads of a group: `[B, K, G·rows, n]`."""

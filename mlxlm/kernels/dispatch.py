@@ -2,9 +2,9 @@
 
 The paths of an operation are "metal" (a kernel of `metal_kernels/`), "mlx" (MLX's own operations) and "blockwise"
 (MLX operations in blocks, with linear memory). Mode "auto" prefers MLX's kernel where it has one, unless another path
-was measured to be faster on this machine (`mlxlm kernels bench`). It uses mlxlm's kernels where MLX has none, where
-it needs more launches, or where its memory would grow with the square of the length; for training also where a window
-is short (`training_cost`).
+was measured to be faster on this machine (`mlxlm kernels bench`). It uses mlxlm's kernels where MLX has none or needs
+more launches. Training attention uses blocks from 1,024 tokens on, where MLX's memory would grow with the square of the
+length, and the Metal kernels only where they were measured to be fastest.
 """
 
 from __future__ import annotations

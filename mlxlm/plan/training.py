@@ -12,8 +12,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
 from mlxlm.config.numbers import is_int, is_number
 from mlxlm.config.optimizers import OPTIMIZERS
-from mlxlm.kernels import flash_attention
-from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case, has_short_window
+from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
 from mlxlm.kernels.dispatch import Case, choose_path
@@ -149,18 +148,14 @@ def _path_on_this_device(config: ModelConfig, training: Training) -> str:
 
 
 def _path_on_other_device(config: ModelConfig, training: Training) -> str:
-    """Return what `mlxlm.kernels.attention_dispatch` prefers on another device.
+    """Return what `mlxlm.kernels.attention_dispatch` prefers on another device, where nothing was measured.
 
     MLX's attention has neither ALiBi nor soft-capping, and keeps the probabilities except in CUDA's fused gradient.
-    The Metal kernels need a head dim that is a multiple of 8.
     """
     if config.positions == "alibi" or config.attn_logit_softcapping is not None:
         return "blockwise"
-    kernel = training.device == "metal" and config.head_dim % 8 == 0 and config.head_dim <= flash_attention.MAX_HEAD_DIM
     if training.max_seq_length < LINEAR_MEMORY_FROM:
-        return "fused" if kernel and has_short_window(_case(config, training)) else "plain"
-    if training.device == "metal":
-        return "fused" if kernel else "blockwise"
+        return "plain"
     return "fused" if _fused_by_mlx(training) else "blockwise"
 
 

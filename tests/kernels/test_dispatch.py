@@ -212,7 +212,6 @@ def case(operation, T, S=512, D=64, K=8, dtype="float16", **form):
 def test_rules_of_attention_on_a_gpu(monkeypatch):
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.ON_CPU", False)
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: True)
-    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
 
     def order(operation, *args, **sizes):
         return operation.preferred_paths(case(operation, *args, **sizes))[0]
@@ -221,17 +220,23 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(DECODE, 8, K=1)[0] == "metal"  # 64 rows for one key head
     assert order(PREFILL, 512)[0] == "mlx" and order(PREFILL, 512, D=48)[0] == "metal"
     assert order(QUANTIZED, 1, key_bits=4, value_bits=4, group_size=64)[0] == "metal"
-    assert order(TRAINING, 4096) == ("metal", "blockwise", "mlx")
-    assert order(TRAINING, 512, window=128) == ("metal", "mlx", "blockwise")
-    assert order(TRAINING, 512, window=256)[0] == "mlx"
-    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: True)
     assert order(TRAINING, 4096) == ("blockwise", "metal", "mlx")
-    assert order(TRAINING, 512, window=128)[0] == "mlx"
-    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
+    assert order(TRAINING, 512, window=128) == ("mlx", "metal", "blockwise")
+    why = TRAINING.preferred_paths(case(TRAINING, 4096))[1]
+    assert why == "memory linear in the length; `mlxlm kernels bench` finds out whether metal is faster here"
     monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: False)
-    assert order(TRAINING, 512, window=128)[0] == "mlx"
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
-    assert order(TRAINING, 4096, dtype="float32") == ("metal", "blockwise", "mlx")  # not in float32
+    assert order(TRAINING, 4096, dtype="float32") == ("blockwise", "metal", "mlx")  # not in float32
+
+
+def test_training_on_a_gpu_uses_the_metal_kernels_where_they_were_measured_to_be_fastest(monkeypatch):
+    monkeypatch.setattr(Operation, "unavailable_reason", lambda self, path, case: None)
+    for T, unmeasured in ((4096, "blockwise"), (512, "mlx")):
+        measured = case(TRAINING, T)
+        assert dispatch.choose_path(TRAINING, measured).path == unmeasured
+        measurements.save_measurement(str(measured), {"fastest": "metal"})
+        dispatch.clear_choices()
+        assert dispatch.choose_path(TRAINING, measured) == ("metal", "measured fastest here")
 
 
 def test_windows_in_training():
@@ -249,9 +254,8 @@ def test_windows_in_training():
         assert sizes(T, window) == attention_case(TRAINING, "float32", 64, 8, 2, T, T, ())
 
 
-@pytest.mark.parametrize("T, first", [(1, "mlx"), (513, "mlx"), (1023, "mlx"), (1024, "metal"), (5000, "metal")])
-def test_long_gradients_use_linear_memory(monkeypatch, T, first):
-    monkeypatch.setattr("mlxlm.kernels.attention_dispatch._has_matrix_units", lambda: False)
+@pytest.mark.parametrize("T, first", [(1, "mlx"), (1023, "mlx"), (1024, "blockwise"), (5000, "blockwise")])
+def test_long_gradients_use_linear_memory(T, first):
     assert TRAINING.preferred_paths(case(TRAINING, T, dtype="float32"))[0][0] == first
 
 

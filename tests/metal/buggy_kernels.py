@@ -426,7 +426,18 @@ BUGGY_KERNELS = {
     "a function that calls itself": BuggyKernel(
         GID + "y[g] = f(3);", "recursion", header="inline float f(int n) { return n ? n * f(n - 1) : 1.0f; }"
     ),
-    "goto": BuggyKernel(GID + "if (g) goto end; y[g] = 1; end: y[g] = x[g];", ": goto"),
+    "functions that call each other": BuggyKernel(
+        GID + "y[g] = f(3);",
+        "header:2: recursion",
+        header="inline float f(int n);\ninline float g(int n) { return f(n); } float f(int n) { return g(n); }",
+    ),
+    "member functions that call each other": BuggyKernel(
+        GID + "y[g] = S().f(3);",
+        "recursion",
+        header="""struct S { METAL_FUNC float f(int n) const thread { return n ? g(n - 1) : 1; }
+                   METAL_FUNC float g(int n) const thread { return f(n); } };""",
+    ),
+    "goto": BuggyKernel(GID + "if (g) goto end; y[g] = 1; end: y[g] = x[g];", "'goto' is not in Metal"),
     "a pointer that a function gives back": BuggyKernel(
         GID + "y[g] = f(x)[g];",
         "pointer or reference without an address space",
@@ -437,6 +448,148 @@ BUGGY_KERNELS = {
         GID + "float v[2] = {1, 2}; auto [p, q] = v; y[g] = p + q;", "a structured binding"
     ),
     "an unknown function": BuggyKernel(GID + "y[g] = metal::expm1(x[g]);", "no member named 'expm1'"),
+    # Functions that Metal doesn't declare constexpr
+    **{
+        f"{call} in a constant expression": BuggyKernel(
+            GID + f"constexpr int n = {call}; y[g] = n;", "must be initialized by a constant expression"
+        )
+        for call in (
+            "min(1, 2)",
+            "max(1, 2)",
+            "clamp(1, 2, 3)",
+            "abs(-1)",
+            "select(1, 2, true)",
+            "any(bool2(true))",
+            "all(bool2(true))",
+            "as_type<int>(1u)",
+            "popcount(7)",
+            "clz(7)",
+            "ctz(7)",
+            "int(exp2(2.0f))",
+        )
+    },
+    "max in a static member": BuggyKernel(
+        GID + "y[g] = S<3>::n;",
+        "must be initialized by a constant expression",
+        header="template <int N> struct S { static constant constexpr int n = max(1, N); };",
+    ),
+    "max in a constexpr function": BuggyKernel(
+        GID + "constexpr int n = f(2); y[g] = n;",
+        "never produces a constant expression|must be initialized by a constant expression",
+        header="constexpr int f(int n) { return max(1, n); }",
+    ),
+    # Conversions and overloads
+    **{
+        f"{source} for {target}": BuggyKernel(GID + f"{target} v = {source}; y[g] = v.x;", message)
+        for target, source, message in (
+            ("float4", "half4(1)", "cannot initialize|incompatible type"),
+            ("uint4", "int4(1)", "cannot initialize|incompatible type"),
+            ("float4", "float2(1)", "cannot initialize|incompatible type"),
+            ("bool4", "float4(1)", "no viable conversion"),
+            ("bool4", "int4(1)", "no implicit conversion to bool2"),
+        )
+    },
+    "a vector before ?:": BuggyKernel(
+        GID + "int4 i = int4(g); y[g] = (i ? float4(1) : float4(2)).x;", "a vector before \\?:"
+    ),
+    "half and bfloat": BuggyKernel(
+        GID + "half h = 1; y[g] = h + bfloat(x[g]);", "no implicit conversion from bfloat to half"
+    ),
+    **{
+        f"{call} of two types": BuggyKernel(GID + f"y[g] = {call};", f"no matching function for call to '{call[:3]}'")
+        for call in ("max(1, g)", "min(x[g], 0)", "max(half(1), x[g])", "min(g, 3l)", "pow(x[g], 2)")
+    },
+    "an integer for a function of floats": BuggyKernel(GID + "y[g] = exp(2);", "no matching function"),
+    # What Metal has, but not of every type
+    **{
+        f"atomic_{operation} of {kind}": BuggyKernel(
+            GID + f"atomic_{operation}_explicit((device atomic_{kind}*)y, {kind}(1), memory_order_relaxed); y[g] = 1;",
+            f"Metal has no atomic_{operation}_explicit of this type",
+        )
+        for operation, kind in (
+            ("fetch_add", "ulong"),
+            ("store", "ulong"),
+            ("fetch_add", "bool"),
+            ("fetch_max", "float"),
+        )
+    },
+    "a float atomic in threadgroup memory": BuggyKernel(
+        TID + "threadgroup atomic_float a; atomic_fetch_add_explicit(&a, 1.0f, memory_order_relaxed); y[t] = 1;",
+        "Metal has no atomic_fetch_add_explicit of this type",
+    ),
+    "the value of an atomic": BuggyKernel(TID + "threadgroup atomic_int a; y[t] = a.value;", "private member"),
+    "a vector of 8": BuggyKernel(GID + "vec<float, 8> v = 1; y[g] = v[0];", "more than four elements"),
+    # What MSL leaves out of C++14, and C++17
+    **{
+        f"{name} as a variable": BuggyKernel(GID + f"int {name} = 1; y[g] = {name};", message)
+        for name, message in (
+            ("vertex", "'vertex' is a Metal keyword"),
+            ("fragment", "Metal keyword"),
+            ("ray_data", "Metal keyword"),
+            ("kernel", "expected|cannot combine"),
+            ("half", "expected|cannot combine"),
+            ("thread", "expected"),
+            ("device", "expected"),
+            ("threadgroup", "expected|has no name"),
+        )
+    },
+    **{
+        f"{kind} {value}": BuggyKernel(GID + f"{kind} v = {value}; y[g] = v;", message)
+        for kind, value, message in (
+            ("long long", "1", "no long long"),
+            ("auto", "1ull", "no long long"),
+            ("long double", "1", "no long double"),
+            ("auto", "1.0L", "no long double"),
+            ("wchar_t", "1", "'wchar_t' is not a type in Metal"),
+            ("static int", "1", "constant address space"),
+            ("thread_local int", "1", "'thread_local' storage class"),
+            ("__private float", "1", "'__private' is OpenCL's"),
+            ("device float", "1", "address space"),
+            ("bool", "noexcept(sin(1.0f))", "the noexcept operator"),
+        )
+    },
+    "a static variable in a function": BuggyKernel(
+        GID + "y[g] = f();", "constant address space", header="inline int f() { static int n = 0; return ++n; }"
+    ),
+    "a pointer to a function": BuggyKernel(
+        GID + "float (*p)(float) = f; y[g] = p(x[g]);",
+        "pointers to functions are not allowed",
+        header="inline float f(float v) { return v; }",
+    ),
+    "a function as an argument": BuggyKernel(
+        GID + "y[g] = apply(f);",
+        "pointers to functions are not allowed|no matching function|taking address of function",
+        header="inline float f(float v) { return v; } template <typename F> float apply(F f) { return f(1); }",
+    ),
+    **{
+        text: BuggyKernel(GID + f"{text}; y[g] = 1;", message)
+        for text, message in (
+            ("throw 1", "exceptions"),
+            ("try { y[0] = 1; } catch (...) {}", "exceptions"),
+            ("thread float* p = new float", "'new' is not in Metal"),
+            ("delete (thread float*)nullptr", "delete"),
+            ('asm("nop")', "'asm' is not in Metal"),
+            ("bool b = &typeid(float)", "typeid"),
+        )
+    },
+    "a virtual function": BuggyKernel(
+        GID + "S s; y[g] = s.f();",
+        "'virtual' is not in Metal",
+        header="struct S { virtual float f() thread { return 1; } };",
+    ),
+    "dynamic_cast": BuggyKernel(
+        GID + "B b; y[g] = dynamic_cast<thread A*>(&b) != nullptr;",
+        "dynamic_cast",
+        header="struct A { int n; }; struct B : A {};",
+    ),
+    "a class template without its arguments": BuggyKernel(
+        GID + "Pair p(x[g]); y[g] = p.v;",
+        "needs C\\+\\+17",
+        header="template <typename T> struct Pair { T v; Pair(T v_) : v(v_) {} };",
+    ),
+    "template <auto>": BuggyKernel(
+        GID + "y[g] = f<3>();", "needs C\\+\\+17", header="template <auto N> float f() { return N; }"
+    ),
     # Limits
     "more than 32 KiB": BuggyKernel(
         TID + "threadgroup float a[8193]; a[t] = x[t]; y[t] = x[t];", "32784 bytes .* 32768"

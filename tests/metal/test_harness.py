@@ -259,6 +259,15 @@ def test_special_values():
     assert_array_equal(y, np.float32([-np.inf, biggest, 1, 1, 0, 1, 2, 0.1, 7, -3, 65504, bfloat, 1]))
 
 
+def test_bits_are_those_of_the_type():
+    source = """
+        long values[] = {clz(ushort(1)), clz(1), clz(0u), ctz(uchar(0)), popcount(short(-1)), popcount(a[0])};
+        for (int i = 0; i < 6; i++) y[i] = values[i];
+    """
+    (y,) = run(source, [mx.array([-1], dtype=mx.int64)], [((6,), mx.int32)], 1)
+    assert_array_equal(y, [15, 31, 32, 8, 16, 64])
+
+
 def test_vectors_convert_and_swizzle():
     source = """
         int4 whole = int4(1, 2, 3, -4);

@@ -10,7 +10,6 @@ from mlxlm.kernels import flash_attention
 from mlxlm.kernels.flash_attention import attention_with_lse, tiled_attention
 from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.mlx_attention import mlx_attention
-from mlxlm.kernels.training_cost import Shape, tiled_cost
 from tests import oracle
 from tests.metal import harness
 from tests.oracle import as64
@@ -271,25 +270,27 @@ def test_memory_is_linear_in_the_length(traced):
     assert bytes_written == 4 * q.size * 2 + 2 * q.size // 64 * 4  # output and three gradients, two statistics
 
 
-SHAPES = [
-    Shape(T=128, D=64, H=2, K=1, itemsize=4),
-    Shape(T=256, D=32, H=1, K=1, itemsize=2, window=64),
-    Shape(T=256, D=64, H=2, K=1, itemsize=2, text_length=64),
-    Shape(T=192, D=128, H=1, K=1, itemsize=2),
-    Shape(T=128, D=128, H=1, K=1, itemsize=4, window=33),
-    Shape(T=200, D=80, H=2, K=2, itemsize=2, window=100, text_length=80),
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cost_is_what_the_kernels_count(needs_harness, shape, monkeypatch):
-    """Windows and ragged lengths begin between two tiles, where the cost of the model is an approximation."""
-    monkeypatch.setattr(flash_attention, "_FULL_GRID", 1)  # one threadgroup for all queries of a tile of keys
-    T, D, dtype = shape.T, shape.D, mx.float32 if shape.itemsize == 4 else mx.bfloat16
-    q, k, v, output_grad, _ = problem(1, shape.H, shape.K, T, T, D, dtype)
-    ids = None if shape.text_length is None else (mx.arange(T, dtype=mx.int32) // shape.text_length)[None]
+@pytest.mark.parametrize(
+    "T, D, dtype, window, text_length",
+    [
+        (128, 64, mx.float32, None, None),
+        (256, 32, mx.bfloat16, 64, None),
+        (256, 64, mx.bfloat16, None, 64),
+        (192, 128, mx.bfloat16, None, None),
+        (128, 128, mx.float32, 33, None),
+    ],
+)
+def test_products_are_those_of_the_tiles_that_a_query_sees(needs_harness, T, D, dtype, window, text_length):
+    """Two products per tile in the forward pass, three for the queries' gradient, four for keys and values."""
+    q, k, v, output_grad, _ = problem(1, 2, 1, T, T, D, dtype)
+    ids = None if text_length is None else (mx.arange(T, dtype=mx.int32) // text_length)[None]
     with harness.use() as log:
-        mx.vjp(lambda *x: tiled_attention(*x, 0.2, window=shape.window, segment_ids=ids), [q, k, v], [output_grad])
-    cost = tiled_cost(shape)
-    products, moved = 8**3 * sum(x.products for x in log.launches), sum(x.loaded + x.stored for x in log.launches)
-    assert cost.products == pytest.approx(products, rel=0.02) and cost.bytes_moved == pytest.approx(moved, rel=0.02)
+        mx.vjp(lambda *x: tiled_attention(*x, 0.2, window=window, segment_ids=ids), [q, k, v], [output_grad])
+    expected = 0
+    for count, name in ((2, "_FORWARD"), (3, "_GRAD_QUERY"), (4, "_GRAD_KEY_VALUE")):
+        division = flash_attention._Division.of(getattr(flash_attention, name), D, dtype.size)
+        rows, step = 8 * division.held, 8 if count > 2 and division.parts == 1 else division.staged
+        for start in range(0, T, rows):
+            first = max(start - (window or T) + 1, start // (text_length or T) * (text_length or T))
+            expected += 2 * count * D * rows * -(-(start + rows - first) // step) * step
+    assert 8**3 * sum(x.products for x in log.launches) == pytest.approx(expected, rel=0.02)

@@ -31,13 +31,15 @@ _COMPARISON = re.compile(r"ext_vector_type.* '(?:[<>]=?|[=!]=|&&|\|\||!)'")
 _WIDE = "accesses of more than 16 bytes (long3, long4, ulong3, ulong4 in memory) are not supported by the harness"
 _WIDE_FIELD = re.compile(r"long[^'*&]*ext_vector_type\([34]\)[^'*&]*'")
 _WIDE_ACCESS = re.compile(r"long[^'*&]*__(?:global|local|constant)[^'*&]*ext_vector_type\([34]\)[^'*&]*' lvalue")
+# vec<T, N> where N is not 2, 3 or 4
+_SIZE = ("a vector of less than two or more than four elements", re.compile(r"ext_vector_type\((?![234]\))"))
 _ANY = re.compile("")
 
 # Kind of AST node -> (error, pattern that the rest of the node's line must match).
 RULES = {
-    "VarDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT)],
-    "ParmVarDecl": [(_POINTER, _DECLARED), (_POINTER, _PARAMETER)],
-    "FieldDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), (_WIDE, _WIDE_FIELD)],
+    "VarDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), _SIZE],
+    "ParmVarDecl": [(_POINTER, _DECLARED), (_POINTER, _PARAMETER), _SIZE],
+    "FieldDecl": [(_POINTER, _DECLARED), (_POINTER, _DEPENDENT), _SIZE, (_WIDE, _WIDE_FIELD)],
     "ArraySubscriptExpr": [(_WIDE, _WIDE_ACCESS)],
     "MemberExpr": [(_WIDE, _WIDE_ACCESS)],
     "DeclRefExpr": [(_WIDE, _WIDE_ACCESS)],
@@ -67,7 +69,24 @@ RULES = {
     ],
     "LambdaExpr": [("a lambda expression", _ANY)],
     "DecompositionDecl": [("a structured binding", _ANY)],
-    "GotoStmt": [("goto", _ANY)],
+    "CXXNoexceptExpr": [("the noexcept operator", _ANY)],
+    # Of C++17, Metal's compiler accepts what clang accepts in C++14, such as if constexpr. MLX's own kernels use it.
+    "CXXDeductionGuideDecl": [("a class template without its arguments, which needs C++17", _ANY)],
+    "NonTypeTemplateParmDecl": [("template <auto>, which needs C++17", re.compile(r"'auto'"))],
+}
+# Kind of AST node -> (error, pattern of the rest of its line, pattern of its first child).
+FIRST_CHILD = {
+    "CXXConstructExpr": (
+        "no implicit conversion to bool2, bool3 or bool4",
+        re.compile(r"[^']*'[^']*bool[234]'.* 'void \((?:__private )?vec<"),
+        re.compile(r"(?!BinaryOperator|UnaryOperator|ParenExpr)"),
+    ),
+    "ConditionalOperator": ("a vector before ?:", _ANY, _VECTOR),
+    "ImplicitCastExpr": (
+        "no implicit conversion from bfloat to half",
+        re.compile(r"[^']*'half' <FloatingCast>(?! part_of_explicit_cast)"),
+        re.compile(r"[^']*'[^'*&]*(?:__bf16|bfloat)'"),
+    ),
 }
 _NODE = re.compile(r"[ |`-]*(\w+) (0x[0-9a-f]+) (.*)")
 # <file:line:column, ...>, <line:line:column, ...> or <col:column>. Omitted parts are as in the previous node.
@@ -75,10 +94,17 @@ _LOCATION = re.compile(r"(<[a-z -]+>|[^\s<>,]+):(\d+):\d+")
 _IN_KERNEL = re.compile(r"<(?!line:|col:)[\w.-]+:\d+:\d+")  # not in our standard library, which has a path
 
 
+_PREVIOUS = re.compile(r"(?:parent \w+ )?prev (0x[0-9a-f]+)")
+_CALLEE = re.compile(r"(?:Function|CXXMethod|->\S+|\.\S+) (0x[0-9a-f]+)")
+
+
 def violations(tree: str, may_recurse: bool) -> list[str]:
     """Return one "file:line: error" per violation in the output of clang's -ast-dump."""
     errors, file, line, function = {}, "", 0, ""
     above: dict[int, str] = {}  # the last node of each depth
+    last = body = -2  # depth of the last node, and of the function
+    declared: dict[str, str] = {}  # the first declaration of a function
+    calls: dict[str, dict[str, str]] = {}  # where a function calls which others
     if kernel := _IN_KERNEL.search(tree):  # skip our standard library
         tree = tree[tree.rfind("\n", 0, kernel.start()) + 1 :]
     for node in tree.splitlines():
@@ -95,10 +121,37 @@ def violations(tree: str, may_recurse: bool) -> list[str]:
                 pass
             if _COMPARISON.search(above[depth]) or _CONVERSION.match(above[depth]):
                 found.remove(_BOOLS)
+            depth = parts.start(1)
+        if depth == last + 2:
+            parent, of = above[last].split(" ", 1)
+            if parent in FIRST_CHILD:
+                what, rule, child = FIRST_CHILD[parent]
+                if rule.match(of) and child.match(above[depth]):
+                    found.append(what)
+        last = depth
         if kind in ("FunctionDecl", "CXXMethodDecl"):
-            function = address
-        elif not may_recurse and kind in ("DeclRefExpr", "MemberExpr") and f" {function}" in rest and function:
-            found.append("recursion")
+            previous = _PREVIOUS.match(rest)
+            function = declared[address] = declared.get(previous[1], previous[1]) if previous else address
+            body = depth
+        elif depth <= body:
+            function = ""
+        elif kind in ("DeclRefExpr", "MemberExpr") and (callee := _CALLEE.search(rest)):
+            calls.setdefault(function, {})[declared.get(callee[1], callee[1])] = f"{file}:{line}"
         if "/" not in file:  # else a template of our standard library, instantiated by the kernel
             errors.update({f"{file}:{line}: {what}": None for what in found})
-    return list(errors)
+    return list(errors) + ([] if may_recurse else _recursions(calls))
+
+
+def _recursions(calls: dict[str, dict[str, str]]) -> list[str]:
+    """Where functions call themselves, directly or through others."""
+    found = []
+    for function in filter(None, calls):
+        reached, waiting = set(), [function]
+        while waiting:
+            for callee, where in calls.get(waiting.pop(), {}).items():
+                if callee == function:
+                    found.append(f"{where}: recursion")
+                elif callee not in reached:
+                    reached.add(callee)
+                    waiting.append(callee)
+    return found

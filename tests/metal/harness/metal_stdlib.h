@@ -1,8 +1,9 @@
 // Metal's standard library in clang's "C++ for OpenCL", as far as the harness supports it.
 //
 // The dialect has Metal's address spaces under other names (see the end of this file), so pointers to device and to
-// threadgroup memory are different types here, too. Anything missing here is a compile error. SIMD-group functions and
-// barriers are in metal_simdgroup.h.
+// threadgroup memory are different types here, too. Anything missing here is a compile error. Only what Metal declares
+// constexpr is constexpr here: min, max and as_type are not. SIMD-group functions and barriers are in
+// metal_simdgroup.h.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 
@@ -122,7 +123,7 @@ using conditional_t = typename conditional<condition, A, B>::type;
     constexpr bool##N(bool value) : elements{} { for (int i = 0; i < N; i++) elements[i] = value; } \
     template <typename... B, typename = enable_if_t<sizeof...(B) == N>>                           \
     constexpr bool##N(B... values) : elements{bool(values)...} {}                                 \
-    template <typename T>                                                                         \
+    template <typename T, typename = enable_if_t<__is_integral(T)>>                               \
     constexpr bool##N(vec<T, N> mask) : elements{} { for (int i = 0; i < N; i++) elements[i] = mask[i] != 0; } \
     constexpr bool operator[](int i) const { return elements[i]; }                                \
     constexpr bool& operator[](int i) {                                                           \
@@ -130,11 +131,11 @@ using conditional_t = typename conditional<condition, A, B>::type;
       return elements[i];                                                                         \
     }                                                                                             \
   };                                                                                              \
-  METAL_FUNC constexpr bool any(bool##N v) {                                                      \
+  METAL_FUNC bool any(bool##N v) {                                                                \
     for (int i = 0; i < N; i++) if (v[i]) return true;                                            \
     return false;                                                                                 \
   }                                                                                               \
-  METAL_FUNC constexpr bool all(bool##N v) {                                                      \
+  METAL_FUNC bool all(bool##N v) {                                                                \
     for (int i = 0; i < N; i++) if (!v[i]) return false;                                          \
     return true;                                                                                  \
   }                                                                                               \
@@ -151,7 +152,7 @@ using conditional_t = typename conditional<condition, A, B>::type;
     return a;                                                                                     \
   }                                                                                               \
   template <typename T>                                                                           \
-  METAL_FUNC constexpr vec<T, N> select(vec<T, N> a, vec<T, N> b, bool##N second) {               \
+  METAL_FUNC vec<T, N> select(vec<T, N> a, vec<T, N> b, bool##N second) {                         \
     for (int i = 0; i < N; i++) if (second[i]) a[i] = b[i];                                       \
     return a;                                                                                     \
   }
@@ -242,7 +243,7 @@ METAL_FUNC constexpr T make(A... a) {
 namespace metal {
 
 template <typename To, typename From>
-METAL_FUNC constexpr To as_type(From x) {
+METAL_FUNC To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as_type needs equal sizes");
   return __builtin_bit_cast(To, x);
 }
@@ -357,7 +358,7 @@ namespace precise { HX_MATH }
 #undef HX_BINARY
 
 template <typename T>
-METAL_FUNC constexpr hx::if_number<T> min(T a, T b) {
+METAL_FUNC hx::if_number<T> min(T a, T b) {
   if constexpr (hx::is_vector<T>) {
     for (int i = 0; i < hx::shape<T>::size; i++) a[i] = min(hx::element<T>(a[i]), hx::element<T>(b[i]));
     return a;
@@ -368,7 +369,7 @@ METAL_FUNC constexpr hx::if_number<T> min(T a, T b) {
   }
 }
 template <typename T>
-METAL_FUNC constexpr hx::if_number<T> max(T a, T b) {
+METAL_FUNC hx::if_number<T> max(T a, T b) {
   if constexpr (hx::is_vector<T>) {
     for (int i = 0; i < hx::shape<T>::size; i++) a[i] = max(hx::element<T>(a[i]), hx::element<T>(b[i]));
     return a;
@@ -379,11 +380,11 @@ METAL_FUNC constexpr hx::if_number<T> max(T a, T b) {
   }
 }
 template <typename T>
-METAL_FUNC constexpr hx::if_number<T> clamp(T x, T low, T high) {
+METAL_FUNC hx::if_number<T> clamp(T x, T low, T high) {
   return min(max(x, low), high);
 }
 template <typename T>
-METAL_FUNC constexpr hx::if_number<T> abs(T x) {
+METAL_FUNC hx::if_number<T> abs(T x) {
   if constexpr (hx::is_float<T>) {
     return fabs(x);
   } else if constexpr (hx::is_vector<T>) {
@@ -450,9 +451,15 @@ struct os_log {
 };
 __constant constexpr os_log os_log_default("", "");
 
-METAL_FUNC constexpr int popcount(uint x) { return __builtin_popcount(x); }
-METAL_FUNC constexpr int clz(uint x) { return x ? __builtin_clz(x) : 32; }
-METAL_FUNC constexpr int ctz(uint x) { return x ? __builtin_ctz(x) : 32; }
+#define HX_BITS(name, ...)                                                         \
+  template <typename T>                                                            \
+  METAL_FUNC hx::if_integer<T> name(T x) {                                         \
+    return __builtin_##name##g(static_cast<__make_unsigned(T)>(x), ##__VA_ARGS__); \
+  }
+HX_BITS(popcount)
+HX_BITS(clz, int(8 * sizeof(T)))
+HX_BITS(ctz, int(8 * sizeof(T)))
+#undef HX_BITS
 
 }  // namespace metal
 

@@ -15,6 +15,15 @@ SPACES = {"device", "constant", "threadgroup", "thread"}
 _ELEMENTS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "float", "bfloat")
 VECTORS = {f"{t}{n}" for t in _ELEMENTS for n in (2, 3, 4)}
 
+# What C++ for OpenCL accepts, and Metal, whose language is a subset of C++14, doesn't. metal_rules.py has the rest.
+_REFUSED = {
+    **dict.fromkeys(("vertex", "fragment", "threadgroup_imageblock", "ray_data", "object_data"), "is a Metal keyword"),
+    **dict.fromkeys(("__int128", "wchar_t", "char16_t", "char32_t", "_Complex"), "is not a type in Metal"),
+    **dict.fromkeys(("asm", "goto", "new", "virtual"), "is not in Metal"),
+    **dict.fromkeys(("__global", "__local", "__constant", "__private", "__generic", "__kernel"), "is OpenCL's"),
+}
+_LONG_LITERAL = re.compile(r"\d.*(?:ll|LL)|(?!0[xX])[\d.]*[.eE].*[lL]$")
+
 _TOKEN = re.compile(
     r"""(?P<line>^\#[^\n]*)|(?P<space>\s+)|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
     |(?P<word>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|(?P<mark>::|->|&&|\|\||<<=|<<|.)""",
@@ -88,6 +97,7 @@ def translate(text: str, function: str) -> str:
         function: Name of the kernel function.
     """
     tokens = Text(text)
+    _reject_words(tokens)
     _reject_unqualified_auto(tokens)
     _rewrite_threadgroup_variables(tokens, function)
     _rewrite_constructors(tokens)
@@ -115,6 +125,14 @@ def _aliases(text: Text) -> set[str]:
 
 def _fail(text: Text, i: int, message: str) -> None:
     raise Fault(f"{text.locations[i]}: {message}")
+
+
+def _reject_words(text: Text) -> None:
+    for i, token in enumerate(text.tokens):
+        if token in _REFUSED:
+            _fail(text, i, f"'{token}' {_REFUSED[token]}")
+        if (token == "long" and text[i + 1] in ("long", "double")) or _LONG_LITERAL.match(token):
+            _fail(text, i, f"'{text.part(i, i + 2).strip()}': Metal has no long long and no long double")
 
 
 def _reject_unqualified_auto(text: Text) -> None:
@@ -204,6 +222,8 @@ def _rewrite_threadgroup_variables(text: Text, function: str) -> None:
 def _end_of_declaration(text: Text, i: int) -> int:
     """Index of the semicolon if a threadgroup variable is declared at `i`; 0 for a pointer or reference."""
     k = i + 1
+    if not text[k].isidentifier():  # no type
+        return 0
     while k < len(text) and text[k] not in (";", "*", "&", "&&", ")", "{", "}"):
         if text[k] == "<":
             k = max(text.closing(k), k)
