@@ -182,11 +182,19 @@ class Context:
         ids: Sequence[int],
         prefill_step_size: int = PREFILL_STEP_SIZE,
         on_prefill: Callable[[int], None] | None = None,
+        *,
+        wait: bool = True,
     ) -> None:
-        """Append `ids` to the context, in chunks of at most `prefill_step_size` tokens, each evaluated before the next.
+        """Append `ids` to the context, in chunks of at most `prefill_step_size` tokens.
 
-        `on_prefill` is called after each chunk with the number of tokens in the context. If it raises, the chunks read
-        so far stay.
+        On a CPU each is evaluated before the next; a GPU computes one while the graph of the next is built.
+
+        Args:
+            ids: Token ids.
+            prefill_step_size: The maximum number of tokens of a chunk.
+            on_prefill: Called after each chunk with the number of tokens in the context. If it raises, the chunks read
+                so far stay.
+            wait: Whether to wait for the last chunk.
         """
         done = 0
         while done < len(ids):
@@ -196,7 +204,7 @@ class Context:
             with self.transaction() as held_ids:
                 # The logits are never evaluated, only the caches.
                 self.model(mx.array([chunk]), cache=self.caches)
-                eval_caches(self.caches)
+                eval_caches(self.caches, wait=wait and done + size == len(ids))
                 held_ids.extend(chunk)
             done += size
             if on_prefill is not None:

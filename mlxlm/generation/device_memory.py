@@ -23,9 +23,14 @@ def async_eval(result: T) -> T:
     return result
 
 
-def eval_caches(caches: Sequence[Any], *arrays: mx.array) -> None:
-    """Compute the state of `caches`, and `arrays`, and give freed buffers back."""
-    eval_arrays([cache.state for cache in caches], *arrays)
+def eval_caches(caches: Sequence[Any], *arrays: mx.array, wait: bool = True) -> None:
+    """Compute the state of `caches`, and `arrays`, and give freed buffers back.
+
+    Without `wait`, a GPU computes while Python builds the next graph. MLX itself waits while more than ten command
+    buffers are in flight, so this takes no more memory than one long graph.
+    """
+    evaluate = eval_arrays if wait or ON_CPU else async_eval_arrays
+    evaluate([cache.state for cache in caches], *arrays)
     clear_memory_cache()
 
 

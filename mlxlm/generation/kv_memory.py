@@ -12,6 +12,7 @@ _SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the r
 _OTHER_BYTES = 512 << 20  # of the working set on Metal, for the screen and what other programs show
 # Layers whose activations exist at once: MLX dispatches up to ten tasks ahead. Measured on a CPU: 2.5 of 2 to 32.
 _LAYERS_AT_ONCE = 3
+_ACTIVATION_SHARE, _MIN_STEP_SIZE = 0.25, 512  # of what the weights leave; tokens
 _MIN_BYTES = 256 << 20
 _HEADROOM = 256  # tokens for which a text needs room to begin with
 # Of models that mlx_lm runs, as for 8B parameters with grouped-query attention: keys and values, and activations.
@@ -24,23 +25,34 @@ def default_max_kv_bytes(lm: LoadedModel) -> int:
     On Metal it is the working set that macOS recommends, of which other programs need some; elsewhere three quarters of
     the memory.
     """
+    activations = activation_bytes(lm, prefill_step_size(lm)) if mx.metal.is_available() else 0
+    return max(_MIN_BYTES, _free_bytes(lm) - activations)
+
+
+def prefill_step_size(lm: LoadedModel) -> int:
+    """How many tokens of a prompt are read at once: on a Mac whose memory has little room, fewer than elsewhere."""
+    size = PREFILL_STEP_SIZE
     if mx.metal.is_available():
-        working_set: int = mx.device_info()["max_recommended_working_set_size"]
-        room = working_set - _OTHER_BYTES - prefill_bytes(lm)
-    else:
-        room = int(_SHARE * platform.total_memory())
-    return max(_MIN_BYTES, room - lm.weight_bytes)
+        while size > _MIN_STEP_SIZE and activation_bytes(lm, size) > _ACTIVATION_SHARE * _free_bytes(lm):
+            size //= 2
+    return size
 
 
-def prefill_bytes(lm: LoadedModel) -> int:
-    """Bytes of activations while a chunk of a prompt is read.
+def activation_bytes(lm: LoadedModel, num_tokens: int) -> int:
+    """Bytes of activations while `num_tokens` tokens of a prompt are read.
 
     Attention's scores are not among them, which no kernel on a GPU has in memory.
     """
     per_token = _UNKNOWN_ACTIVATION_BYTES
     if isinstance(lm.config, ModelConfig):
         per_token = counts.layer_activations(lm.config) * _itemsize(lm)
-    return _LAYERS_AT_ONCE * PREFILL_STEP_SIZE * per_token
+    return _LAYERS_AT_ONCE * num_tokens * per_token
+
+
+def _free_bytes(lm: LoadedModel) -> int:
+    if mx.metal.is_available():
+        return mx.device_info()["max_recommended_working_set_size"] - _OTHER_BYTES - lm.weight_bytes
+    return int(_SHARE * platform.total_memory()) - lm.weight_bytes
 
 
 class KVMemory:

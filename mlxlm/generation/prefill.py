@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.chunk_size import chunk_size
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import eval_caches
+from mlxlm.generation.kv_memory import prefill_step_size
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.running_batch import Row
 
@@ -43,6 +44,7 @@ class Prefill:
     ):
         self._lm, self._model, self._kv, self._prefix_cache, self._step = lm, lm.model, kv, prefix_cache, step
         self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
+        self._max_tokens = MAX_BATCH_TOKENS if ON_CPU else prefill_step_size(lm)
 
     def read(self, rows: Sequence[Row]) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
@@ -104,8 +106,8 @@ class Prefill:
     ) -> Iterator[None]:
         """Read `ids`; yields after each chunk but the last."""
         while ids:
-            size = PREFILL_STEP_SIZE if isolated else min(PREFILL_STEP_SIZE, self._max_chunk_tokens(len(context)))
-            context.read(ids[:size])
+            size = min(PREFILL_STEP_SIZE, self._max_tokens if isolated else self._max_chunk_tokens(len(context)))
+            context.read(ids[:size], size, wait=size >= len(ids))
             ids = ids[size:]
             if row is not None:
                 row.channel.push(len(context))
@@ -115,8 +117,8 @@ class Prefill:
     def _max_chunk_tokens(self, num_read: int) -> int:
         """The maximum number of tokens of all rows in one forward pass, after `num_read` tokens of each row."""
         if not self._is_busy():
-            return MAX_BATCH_TOKENS
-        return chunk_size(self._lm.config, self._weight_bytes, num_read)
+            return self._max_tokens
+        return min(self._max_tokens, chunk_size(self._lm.config, self._weight_bytes, num_read))
 
     def _log_match(self, ids: Sequence[int], n: int, group: bool) -> None:
         """Log how much of a prompt is in the cache, and where it leaves the text that begins most like it."""
@@ -205,8 +207,8 @@ class Prefill:
             step_size = min(PREFILL_STEP_SIZE, max(max(padding) + 1 - start, max_tokens // len(prompts), 1))
             # As in Context.read, the logits are never evaluated.
             self._model(mx.array([row[start : start + step_size] for row in tokens]), cache=caches)
-            eval_caches(caches)
             start += step_size
+            eval_caches(caches, wait=start >= length)
             if start < length:
                 yield
         return caches

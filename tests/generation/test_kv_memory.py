@@ -11,7 +11,7 @@ from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation.drafters import PromptLookup
-from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes, prefill_bytes
+from mlxlm.generation.kv_memory import KVMemory, activation_bytes, default_max_kv_bytes, prefill_step_size
 from mlxlm.generation.running_batch import RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
@@ -56,15 +56,18 @@ def test_max_tokens_is_the_largest_number_that_fits(lm):
         assert memory.reserved_bytes(n + 1) > max_bytes
 
 
-@pytest.mark.parametrize("weight_bytes", [0, 1 << 30, 1 << 50])
+@pytest.mark.parametrize("weight_bytes", [0, 1 << 30, 9 << 29, 1 << 50])
 def test_the_default_leaves_room_for_weights_activations_and_others(weight_bytes):
     norm = mx.zeros(1, mx.float16)
     lm = SimpleNamespace(config=load_preset("1b"), weights=[norm], weight_bytes=weight_bytes)
-    room = 0.75 * platform.total_memory()
+    room, size = 0.75 * platform.total_memory() - weight_bytes, prefill_step_size(lm)
     if mx.metal.is_available():
-        room = mx.device_info()["max_recommended_working_set_size"] - (512 << 20) - prefill_bytes(lm)
-        assert 3 < prefill_bytes(lm) / (PREFILL_STEP_SIZE * 2 * 3 * lm.config.intermediate_size) < 6
-    assert default_max_kv_bytes(lm) == max(256 << 20, int(room) - weight_bytes)
+        room = mx.device_info()["max_recommended_working_set_size"] - (512 << 20) - weight_bytes
+        assert activation_bytes(lm, size) < room / 4 or size == 512
+        assert size == PREFILL_STEP_SIZE or activation_bytes(lm, 2 * size) > room / 4
+        room -= activation_bytes(lm, size)
+        assert 3 < activation_bytes(lm, size) / (size * 2 * 3 * lm.config.intermediate_size) < 6
+    assert default_max_kv_bytes(lm) == max(256 << 20, int(room))
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a simulated GPU computes attention as a CPU does")
@@ -80,7 +83,7 @@ def test_activations_of_a_chunk_are_as_many_as_were_counted(lm):
     mx.reset_peak_memory()
     context.read([7] * PREFILL_STEP_SIZE)
     taken = mx.get_peak_memory() - before - sum(cache.nbytes for cache in context.caches)
-    assert 0.6 < taken / prefill_bytes(replace(lm, model=model, config=config)) < 1
+    assert 0.6 < taken / activation_bytes(replace(lm, model=model, config=config), PREFILL_STEP_SIZE) < 1
 
 
 def test_a_prompt_that_can_not_fit_is_refused(lm):
