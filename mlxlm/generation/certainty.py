@@ -13,12 +13,28 @@ from functools import reduce
 from operator import and_, or_
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.logit_filters import TOTAL_MASS
+from mlxlm.generation.logit_filters import TOTAL_MASS, Number, Numbers, TopK
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
 
-def certain_draws(scores: mx.array, tokens: mx.array, margin: float) -> mx.array:
+def margin_numbers(options: GenerationOptions, margin: float, vocab_size: int) -> dict[str, float]:
+    """The numbers that the functions of this file need for a margin of the model's logits."""
+    # A repetition penalty multiplies or divides differences between logits.
+    margin *= max(options.repetition_penalty, 1 / options.repetition_penalty)
+    if not options.temperature:
+        return {"margin": margin}
+    margin /= options.temperature
+    if options.top_p == 1:
+        return {"margin": margin}
+    # All changes together change the log-odds of a set of tokens by at most the margin.
+    log_odds = math.log(options.top_p) - math.log1p(-options.top_p)
+    rounding = 1e-6 + 2 * vocab_size / TOTAL_MASS  # of the masses in `apply_top_p`
+    low, high = _sigmoid(log_odds - margin) - rounding, _sigmoid(log_odds + margin) + rounding
+    return {"margin": margin, "lowest_top_p": max(low, 0), "highest_top_p": high}
+
+
+def certain_draws(scores: mx.array, tokens: mx.array, margin: Number) -> mx.array:
     """Whether draws without filters are certain: whether each token leads the runner-up by the margin.
 
     Args:
@@ -35,12 +51,7 @@ def certain_draws(scores: mx.array, tokens: mx.array, margin: float) -> mx.array
 
 
 def certain_filtered_draws(
-    logits: mx.array,
-    noise: mx.array,
-    tokens: mx.array,
-    margin: float,
-    options: GenerationOptions,
-    candidates: mx.array | None,
+    logits: mx.array, noise: mx.array, tokens: mx.array, numbers: Numbers, top_k: TopK | None
 ) -> mx.array:
     """Whether draws with top-k, top-p and min-p are certain. With typical sampling, none is.
 
@@ -52,55 +63,49 @@ def certain_filtered_draws(
         logits: What is filtered, float32 `[R, V]`; the highest of a row is 0.
         noise: What is added to the filtered logits, `[R, V]`.
         tokens: The tokens of the highest sums, int32 `[R]`; -1 for none.
-        margin: In units of the logits.
-        options: The settings of all rows.
-        candidates: Those of `apply_top_k`, `[R, top_k]`; None if it is off.
+        numbers: Those of `filter_numbers` and `margin_numbers`.
+        top_k: What top-k kept; None if it is off.
 
     Returns:
         bool `[R]`.
     """
-    if options.typical_p < 1:
+    if "typical_p" in numbers:
         return mx.zeros(tokens.shape, mx.bool_)
     tokens, scores = _column(tokens), logits + noise
-    is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - margin
+    is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - numbers["margin"]
     rival = mx.where(is_close, logits, -mx.inf).max(axis=-1, keepdims=True)
     token = mx.take_along_axis(logits, tokens, axis=-1)
-    verdicts = list(_verdicts(logits, token, rival, margin, options, candidates))
+    verdicts = list(_verdicts(logits, token, rival, numbers, top_k))
     removed = reduce(or_, (surely_removed for _, surely_removed in verdicts), mx.isneginf(rival))
     return reduce(and_, (surely_kept for surely_kept, _ in verdicts), removed).squeeze(-1)
 
 
 def _verdicts(
-    logits: mx.array,
-    token: mx.array,
-    rival: mx.array,
-    margin: float,
-    options: GenerationOptions,
-    candidates: mx.array | None,
+    logits: mx.array, token: mx.array, rival: mx.array, numbers: Numbers, top_k: TopK | None
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """For each filter, whether it surely keeps the logit `token` `[R, 1]`, and surely removes the logit `rival`."""
+    margin = numbers["margin"]
+    top = logits if top_k is None else top_k.logits  # enough, where top-k alone doesn't decide
+    weights = exp_nonpositive(top)
     ties: mx.array | float = 0.0  # the largest weight of tokens beyond the k-th that could tie with it
-    if candidates is not None:
-        threshold = candidates.min(axis=-1, keepdims=True)
-        num_ties = (logits >= threshold - margin).sum(axis=-1, keepdims=True) - candidates.shape[-1]
+    if top_k is not None:
+        threshold, is_above = top_k.threshold, top > top_k.threshold
+        num_ties = (logits >= threshold - margin).sum(axis=-1, keepdims=True) - top_k.k
         ties = num_ties * mx.exp(threshold)
         yield (token >= threshold + margin) | (num_ties == 0), rival < threshold - margin
-    if options.top_p < 1:
-        # All changes together change the log-odds of a set of tokens by at most the margin.
-        log_odds = math.log(options.top_p) - math.log1p(-options.top_p)
-        rounding = 1e-6 + 2 * logits.shape[-1] / TOTAL_MASS  # of the masses in `apply_top_p`
-        low, high = _sigmoid(log_odds - margin) - rounding, _sigmoid(log_odds + margin) + rounding
-        top = logits if candidates is None else candidates  # enough, where top-k alone doesn't decide
-        weights = exp_nonpositive(top)
-        total = weights.sum(axis=-1, keepdims=True)
+    if "top_p" in numbers:
+        if top_k is None:
+            total = weights.sum(axis=-1, keepdims=True)
+        else:  # of k tokens, however many tie with the last
+            total = mx.where(is_above, weights, 0).sum(axis=-1, keepdims=True)
+            total = total + (top_k.k - is_above.sum(axis=-1, keepdims=True)) * mx.exp(threshold)
         above_token = mx.where(top > token - margin, weights, 0).sum(axis=-1, keepdims=True)
         above_rival = mx.where(top > rival + margin, weights, 0).sum(axis=-1, keepdims=True)
         # The most likely token is kept for any top_p: no mass is above it.
-        surely_kept = above_token - mx.exp(token) <= max(low, 0) * total
-        yield surely_kept, above_rival >= high * (total + ties)
-    if options.min_p > 0:
-        threshold = math.log(options.min_p)
-        yield token >= threshold + margin, rival < threshold - margin
+        surely_kept = above_token - mx.exp(token) <= numbers["lowest_top_p"] * total
+        yield surely_kept, above_rival >= numbers["highest_top_p"] * (total + ties)
+    if "log_min_p" in numbers:
+        yield token >= numbers["log_min_p"] + margin, rival < numbers["log_min_p"] - margin
 
 
 def _column(tokens: mx.array) -> mx.array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 
 from mlxlm.backend.mlx import mx
 
@@ -30,8 +29,8 @@ def token_noise(seed: int, step: int) -> tuple[tuple[int, int], float]:
     return (words[0], words[1]), words[2] / 2**32
 
 
-def gumbel_noise(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
-    """Independent Gumbel noise, float32 `[len(keys), size]`; row i depends on `keys[i]` alone.
+def gumbel_noise(keys: mx.array, size: int) -> mx.array:
+    """Independent Gumbel noise, float32 `[R, size]`; row i depends on row i of keys `[R, 2]`, uint32, alone.
 
     Models that pad one vocabulary to slightly different sizes (a draft model and its target) get the same noise for
     the same token.
@@ -42,7 +41,7 @@ def gumbel_noise(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
     """
     step = 1 << max(size.bit_length() - 4, 0)  # at most 1/8 more numbers than needed
     padded = -(-size // step) * step
-    uniform = mx.vmap(lambda key: mx.random.uniform(shape=(padded,), key=key))(mx.array(keys, mx.uint32))
+    uniform = mx.vmap(lambda key: mx.random.uniform(shape=(padded,), key=key))(keys)
     return -mx.log(_exponential(mx.maximum(uniform[:, :size], 2.0**-33)))
 
 

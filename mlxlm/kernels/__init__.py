@@ -1,6 +1,6 @@
 """Operations with several implementations, and the dispatch between them.
 
-Norms and attention have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal kernels, and
+Norms, attention and quantiles have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal kernels, and
 blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element), softmax and
 activations use a vectorised `exp` instead.
 """
@@ -12,6 +12,7 @@ from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
+from mlxlm.kernels.weighted_quantile import kth_smallest, weighted_quantile
 
 __all__ = [
     "QuantizedKV",
@@ -20,6 +21,7 @@ __all__ = [
     "cross_entropy",
     "gelu",
     "gelu_tanh",
+    "kth_smallest",
     "linear_cross_entropy",
     "log_softmax",
     "masked_attention",
@@ -27,5 +29,6 @@ __all__ = [
     "rms_norm",
     "swiglu",
     "use_kernels",
+    "weighted_quantile",
     "with_fused_gradients",
 ]
