@@ -40,6 +40,10 @@ std::string arguments(const Primitive& primitive) {
   std::string name = primitive.name();
   if (name == "Transpose")
     return list(static_cast<const Transpose&>(primitive).state());
+  if (name == "ExpandDims")
+    return list(static_cast<const ExpandDims&>(primitive).state());
+  if (name == "Squeeze")
+    return list(static_cast<const Squeeze&>(primitive).state());
   if (name == "Slice")
     return list(std::get<2>(static_cast<const Slice&>(primitive).state())); // steps
   if (name == "Sum" || name == "Prod" || name == "Min" || name == "Max" || name == "And" || name == "Or")
@@ -61,8 +65,8 @@ std::string arguments(const Primitive& primitive) {
 
 } // namespace
 
-// The result is valid until the next call. `objects` are the addresses of Python's `mx.array`s.
-extern "C" const char* describe_graph(char** objects, int count) {
+// The result is valid until the next call.
+extern "C" const char* describe_graph(const array** outputs, int count) {
   static std::string result;
   std::ostringstream text;
   std::unordered_set<std::uintptr_t> seen;
@@ -80,17 +84,15 @@ extern "C" const char* describe_graph(char** objects, int count) {
     for (size_t i = 0; i < x.inputs().size(); i++)
       text << (i ? "," : "") << x.inputs()[i].id();
     text << "],\"outputs\":[";
-    auto outputs = x.outputs(); // copies; and each output of several is held by the others
-    for (size_t i = 0; i < outputs.size(); i++) {
-      seen.insert(outputs[i].id());
-      text << (i ? "," : "") << described(outputs[i], count_references(outputs[i]) - outputs.size());
+    auto siblings = x.outputs(); // copies; and each output of several is held by the others
+    for (size_t i = 0; i < siblings.size(); i++) {
+      seen.insert(siblings[i].id());
+      text << (i ? "," : "") << described(siblings[i], count_references(siblings[i]) - siblings.size());
     }
     text << "]}\n";
   };
-  for (int i = 0; i < count; i++) {
-    // nanobind's instances: PyObject (16 bytes), then the offset of the C++ object as an int32.
-    visit(*reinterpret_cast<array*>(objects[i] + *reinterpret_cast<int*>(objects[i] + 16)));
-  }
+  for (int i = 0; i < count; i++)
+    visit(*outputs[i]);
   result = text.str();
   return result.c_str();
 }

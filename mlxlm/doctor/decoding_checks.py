@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from mlxlm.train.start import DEVICE_DTYPE
 
 DECODING, MEMORY = "decoding", "memory and matrix products"  # sections
 _MIN_RIGHT = 0.75  # of the bundled model's answers; it had 91% when it was made
+_CHAIN, _REPEATS = 1000, 5  # kernels whose launches are timed, and how often
 _CACHED_TOKENS = 8  # whose logits are compared
 # Relative errors of logits. 28 layers of random weights had 0.02 with 8 bits and 0.15 with 4. With one token missing
 # in the cache, the error was 0.7.
@@ -36,10 +38,27 @@ def memory_checks(sizes: Sizes) -> Iterator[Check]:
     yield Check(MEMORY, "memory bandwidth", lambda: {"bytes_per_second": measure_bandwidth()})
     for dtype in ("float32",) if ON_CPU else ("float32", "bfloat16"):
         yield Check(MEMORY, f"products of {dtype} matrices", partial(_matmul, sizes.matrix, dtype))
+    yield Check(MEMORY, "kernel launches", _launches)
 
 
 def _matmul(size: int, dtype: str) -> dict[str, Any]:
     return {"size": size, "gflops": measure_matmul(size, dtype=dtype)}
+
+
+def _launches() -> dict[str, Any]:
+    """Time small kernels: many of which each needs the one before, as in a decoded token, and one alone."""
+
+    def seconds(count: int) -> float:
+        x = mx.array(1.0)
+        for _ in range(count):
+            x = mx.sin(x)
+        start = time.perf_counter()
+        mx.eval(x)
+        return time.perf_counter() - start
+
+    one, chain = (min(seconds(count) for _ in range(_REPEATS)) for count in (1, _CHAIN))
+    each = (chain - one) / (_CHAIN - 1)
+    return {"launches": _CHAIN, "microseconds_per_launch": 1e6 * each, "microseconds_of_one": 1e6 * one}
 
 
 class DecodingChecks:

@@ -104,6 +104,8 @@ def _shown(values: Mapping[str, Any]) -> Iterable[str]:
         "right": f"{{}} of {values.get('questions')} answers",
         "bytes_per_second": "{}",
         "gflops": "{}",
+        "microseconds_per_launch": "{} µs each in a chain",
+        "microseconds_of_one": "{} µs alone",
         "prompt_tokens_per_second": "prompt {}",
         "tokens_per_second": "{}",
         "share_of_bandwidth": "{} of memory bandwidth",

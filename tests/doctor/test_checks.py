@@ -145,6 +145,8 @@ def test_decoding_and_memory():
     speed = results[f"speed, {DTYPE} weights"].values
     assert speed["tokens"] == 4 and speed["tokens_per_second"] > 0 and speed["share_of_bandwidth"] > 0
     assert results["answers of the bundled model"].values["questions"] == 10
+    launches = results["kernel launches"].values
+    assert 0 < launches["microseconds_per_launch"] < launches["microseconds_of_one"] * launches["launches"]
     assert only(results, "skipped") == {"speed, 4-bit weights": "a CPU computes with dequantized weights"}
 
 

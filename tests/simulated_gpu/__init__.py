@@ -11,6 +11,8 @@ and chooses, checks and launches Metal kernels. A launch runs in one of two ways
 - "harness": the source of the kernel, in the harness of `tests/metal`. A launch inside a trace, where arrays have no
   values yet, still runs as "mlx".
 
+`tests/launches.py` counts the kernels that MLX itself would launch for a graph.
+
 Tests script faults with the fixture `simulated_gpu`: kernels that fail to compile, need too many registers or compute
 wrong results, a refused wired limit, a failed command buffer. Child processes simulate the same device.
 

@@ -13,12 +13,15 @@ from pathlib import Path
 from tests.simulated_gpu.branches import unmet
 from tests.simulated_gpu.devices import DEVICES
 
-GPU_TESTS = "simulated_gpu kernels train/test_memory_limits.py generation/test_kv_memory.py plan/test_kernel_cases.py"
+GPU_TESTS = """
+    simulated_gpu kernels test_launches.py
+    train/test_memory_limits.py generation/test_kv_memory.py plan/test_kernel_cases.py
+"""
 ALL_TESTS = f"""
     {GPU_TESTS} model cache plan backend
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/mlx_lm
     generation/test_engine.py generation/test_decoding.py generation/test_prefill.py
-    generation/test_speculative_text.py generation/test_logit_filters.py
+    generation/test_speculative_text.py generation/test_logit_filters.py generation/test_launches.py
     chat/test_session.py chat/test_generate.py server/test_chat_completions.py server/test_run.py
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
     quantize/test_verify.py quantize/test_pipeline.py

@@ -1,0 +1,65 @@
+"""Budgets: how many kernels a GPU launches for a token (see docs/benchmarks.md for what a launch costs)."""
+
+import pytest
+
+from mlxlm.cache import KVOptions
+from mlxlm.config import ModelConfig
+from mlxlm.generation import GenerationOptions
+from tests.launches import decode_launches, sampler_launches
+
+LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
+QUANTIZED = {"key_bits": 4, "value_bits": 4}
+LAYERS = {  # of a layer, and of all that is outside of the layers
+    "llama": (LLAMA, {}, 13, 8),
+    "llama, quantized cache": (LLAMA, QUANTIZED, 24, 10),
+    "qwen 3": (QWEN3, {}, 17, 8),
+    "qwen 3, quantized cache": (QWEN3, QUANTIZED, 24, 10),
+}
+SAMPLERS = {  # of a token, with a vocabulary of 128k
+    "greedy": ({"temperature": 0.0}, 10),
+    "temperature": ({}, 35),
+    "top-k": ({"top_k": 40}, 52),
+    "top-p": ({"top_p": 0.9}, 272),
+    "min-p": ({"min_p": 0.05}, 39),
+    "typical": ({"typical_p": 0.9}, 276),
+    "XTC": ({"xtc_probability": 1.0}, 43),
+    "top-k, top-p": ({"top_k": 40, "top_p": 0.9}, 87),
+    "min-p, top-p": ({"min_p": 0.05, "top_p": 0.9}, 276),
+    "repetition penalty": ({"repetition_penalty": 1.1}, 49),
+    "presence, frequency penalty": ({"presence_penalty": 0.5, "frequency_penalty": 0.5}, 44),
+    "DRY": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ()}, 58),
+    "everything": (
+        {
+            "top_k": 40, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9, "xtc_probability": 1.0,
+            "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+        },
+        565,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_metal(simulated_gpu):
+    if simulated_gpu.device.backend != "metal":
+        pytest.skip("counts are those of Metal")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_launches_of_a_decoding_step(name):
+    sizes, cache, layer, rest = LAYERS[name]
+    counts = [
+        decode_launches(
+            ModelConfig(**sizes, num_hidden_layers=layers, intermediate_size=512, vocab_size=512), KVOptions(**cache)
+        )
+        for layers in (1, 2)
+    ]
+    one, two = (count.total() for count in counts)
+    assert (two - one, 2 * one - two) == (layer, rest), counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_launches_of_a_draw(name):
+    options, budget = SAMPLERS[name]
+    counts = sampler_launches(GenerationOptions(**{"temperature": 0.7, **options}), 128_256)
+    assert counts.total() <= budget, counts
