@@ -14,7 +14,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.kernels import kth_smallest, weighted_quantile
 from mlxlm.kernels.exp import exp_nonpositive
-from mlxlm.kernels.weighted_quantile import quantile_by_sorting, target_weight
+from mlxlm.kernels.quantile import quantile_by_sorting, target_weight
 
 TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
 

@@ -12,7 +12,7 @@ from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
-from mlxlm.kernels.weighted_quantile import kth_smallest, weighted_quantile
+from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
 
 __all__ = [
     "QuantizedKV",

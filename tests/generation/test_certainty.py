@@ -77,7 +77,7 @@ def test_changes_within_the_margin_change_no_certain_token(options, shape, vocab
     rng = np.random.default_rng(seed)
     logits = SHAPES[shape](rng, (ROWS, vocab_size), margin)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxlm.kernels.weighted_quantile._MAX_SORTED", 8192 if is_sorted else 0)
+        patch.setattr("mlxlm.kernels.quantile._MAX_SORTED", 8192 if is_sorted else 0)
         tokens, certain = draw(logits, options, margin)
         for change in changes(rng, logits, tokens, 0.49 * margin):
             changed, _ = draw(logits + change, options)

@@ -6,6 +6,7 @@ from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.metal import MetalKernel
+from mlxlm.kernels.quantile import QUANTILE
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
 from mlxlm.utils.errors import PlatformError
 
@@ -22,6 +23,8 @@ CASES = [
     attend(PREFILL, "float16", 2048),
     attend(TRAINING, "float32", 2048, window=256),
     attend(TRAINING, "bfloat16", 2048, "segment_ids"),
+    (QUANTILE, Case("weighted_quantile", "float32", ("N",), (4096,))),
+    (QUANTILE, Case("weighted_quantile", "float32", ("N",), (4096,), ("count",))),
 ]
 
 

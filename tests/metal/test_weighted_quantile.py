@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.weighted_quantile import _quantile_metal
+from mlxlm.kernels.quantile import _quantile_metal
 
 some = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
