@@ -1,12 +1,12 @@
-// Weighted quantile of rows: the smallest value up to which the weights reach a share of their sum.
+// Weighted quantile of rows: the smallest absolute value up to which the weights reach a share of their sum.
 //
-// inputs    values [R, N] float32, at least 0 (of either sign), weights [R, N] uint32 whose sum is below 2^32, not read
-//           with COUNT, amount float32 scalar
+// inputs    values [R, N] float32, weights [R, N] uint32 whose sum is below 2^32, not read with COUNT, amount float32
+//           scalar
 // outputs   quantile [R, 1] float32
 // template  COUNT  all weights are 1, and amount is the sum to reach; otherwise it is the share of the sum of all
 // grid      R threadgroups of 1,024 threads, in x
 //
-// A radix select (Alabi et al. 2012): floats that aren't negative have the order of their bits. The first pass adds the
+// A radix select (Alabi et al. 2012): absolute values have the order of their bits. The first pass adds the
 // weights of all values with the same highest 11 bits, and finds those 11 bits of the result. Two more passes find 10
 // bits each, among the values that begin like the result. Integer sums don't depend on the order of the threads.
 

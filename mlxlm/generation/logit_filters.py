@@ -69,7 +69,7 @@ def apply_filters(
     Returns:
         The filtered logits, which are `logits` itself if all filters are off; and what top-k kept, None if it is off.
     """
-    top_k, highest = None, mx.array(0.0)
+    top_k = highest = None
     if "top_k" in numbers:
         logits, top_k = apply_top_k(logits, numbers["top_k"])
     if "typical_p" in numbers:
@@ -96,7 +96,7 @@ def apply_top_k(logits: mx.array, k: Number) -> tuple[mx.array, TopK]:
         kept = mx.topk(logits, k, axis=-1)
         threshold = kept.min(axis=-1, keepdims=True)
         return mx.where(logits >= threshold, logits, -mx.inf), TopK(kept, threshold, k)
-    threshold = -kth_smallest(mx.abs(logits), k)  # on Metal, `mx.topk` sorts
+    threshold = -kth_smallest(logits, k)  # on Metal, `mx.topk` sorts
     logits = mx.where(logits >= threshold, logits, -mx.inf)
     return logits, TopK(logits, threshold, k)
 
@@ -114,7 +114,7 @@ def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
     return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
 
 
-def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array, top_k: TopK | None = None) -> mx.array:
+def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, top_k: TopK | None) -> mx.array:
     """Nucleus sampling: keep the smallest set of the most likely tokens with probability `top_p`.
 
     Holtzman et al. 2020, section 3.1.
@@ -122,30 +122,31 @@ def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array, top_k: TopK 
     Args:
         logits: `[B, V]`.
         top_p: Above 0, below 1.
-        highest: The highest logit, `[B, 1]` or a scalar.
+        highest: The highest logit, `[B, 1]`; None for 0.
         top_k: What a preceding `apply_top_k` kept, so that only this is sorted.
     """
-    ranks = highest - logits
-    weights = exp_nonpositive(-ranks)
+    below = logits - highest if highest is not None else logits
+    weights = exp_nonpositive(below)
     total = weights.sum(axis=-1, keepdims=True)
     masses = _masses(weights / total)
     if top_k is None or top_k.logits is logits:
-        last = weighted_quantile(ranks, masses, top_p)
+        last = weighted_quantile(below, masses, top_p)
     else:  # the missing mass may be that of tokens tied with the last one
-        top = highest - top_k.logits
-        last = quantile_by_sorting(top, _masses(exp_nonpositive(-top) / total), target_weight(masses, top_p))
-    return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
+        top_masses = _masses(exp_nonpositive(top_k.logits) / total)
+        last = quantile_by_sorting(-top_k.logits, top_masses, target_weight(masses, top_p))
+    return mx.where((below >= -last) & (masses > 0), logits, -mx.inf)
 
 
-def apply_min_p(logits: mx.array, log_min_p: Number, highest: mx.array) -> mx.array:
+def apply_min_p(logits: mx.array, log_min_p: Number, highest: mx.array | None) -> mx.array:
     """Keep tokens with at least min_p times the highest probability (Nguyen et al. 2024, section 3).
 
     Args:
         logits: `[B, V]`.
         log_min_p: The logarithm of min_p.
-        highest: The highest logit, `[B, 1]` or a scalar.
+        highest: The highest logit, `[B, 1]`; None for 0.
     """
-    return mx.where(logits >= highest + log_min_p, logits, -mx.inf)
+    threshold = log_min_p if highest is None else highest + log_min_p
+    return mx.where(logits >= threshold, logits, -mx.inf)
 
 
 def apply_xtc(logits: mx.array, xtc_threshold: Number, rows: mx.array) -> mx.array:

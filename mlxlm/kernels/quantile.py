@@ -1,7 +1,7 @@
 """Quantiles of rows: the smallest value up to which the weights reach a share of their sum, or the k-th smallest value.
 
-These are the thresholds of top-p and top-k. Weights are integers, so that sums don't depend on the order in which a
-device adds.
+They are the thresholds of top-p and top-k. Values are compared by their absolute values, so that logits below 0 need no
+copy. Weights are integers, so that sums don't depend on the order in which a device adds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAX_SORTED = 8192
 
 
 def weighted_quantile(values: mx.array, weights: mx.array, share: mx.array | float) -> mx.array:
-    """Compute the smallest value such that the weights of all values up to it are `share` of their sum.
+    """Compute the smallest absolute value such that the weights of all values up to it are `share` of their sum.
 
     Args:
-        values: float32 `[R, N]`, at least 0.
+        values: float32 `[R, N]`.
         weights: uint32 `[R, N]`, whose sum is below 2^32.
         share: Above 0, up to 1. The share is at least 1 of the sum.
 
@@ -34,7 +34,7 @@ def weighted_quantile(values: mx.array, weights: mx.array, share: mx.array | flo
 
 
 def kth_smallest(values: mx.array, k: mx.array | int) -> mx.array:
-    """Compute the k-th smallest of values `[R, N]`, float32, at least 0; 1 <= k <= N. Returns `[R, 1]`."""
+    """Compute the k-th smallest absolute value of values `[R, N]`, float32; 1 <= k <= N. Returns `[R, 1]`."""
     return QUANTILE.implementation(_case(values, "count"))(values, None, k)
 
 
@@ -47,6 +47,7 @@ def _quantile_metal(values: mx.array, weights: mx.array | None, amount: mx.array
 
 
 def _quantile_mlx(values: mx.array, weights: mx.array | None, amount: mx.array | float) -> mx.array:
+    values = mx.abs(values)
     if weights is None:
         index = mx.broadcast_to(mx.array(amount).astype(mx.int32) - 1, (values.shape[0], 1))
         return mx.take_along_axis(mx.sort(values, axis=-1), index, axis=-1)
