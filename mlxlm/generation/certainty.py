@@ -8,7 +8,7 @@ few draws count as uncertain that aren't.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import and_, or_
 
@@ -61,8 +61,8 @@ def certain_filtered_draws(
 
     Args:
         logits: What is filtered, float32 `[R, V]`; the highest of a row is 0.
-        noise: What is added to the filtered logits, `[R, V]`.
-        tokens: The tokens of the highest sums, int32 `[R]`; -1 for none.
+        noise: What is subtracted from the filtered logits, `[R, V]`.
+        tokens: The tokens of the highest differences, int32 `[R]`; -1 for none.
         numbers: Those of `filter_numbers` and `margin_numbers`.
         top_k: What top-k kept; None if it is off.
 
@@ -71,7 +71,7 @@ def certain_filtered_draws(
     """
     if "typical_p" in numbers:
         return mx.zeros(tokens.shape, mx.bool_)
-    tokens, scores = _column(tokens), logits + noise
+    tokens, scores = _column(tokens), logits - noise
     is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - numbers["margin"]
     rival = mx.where(is_close, logits, -mx.inf).max(axis=-1, keepdims=True)
     token = mx.take_along_axis(logits, tokens, axis=-1)
@@ -85,27 +85,38 @@ def _verdicts(
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """For each filter, whether it surely keeps the logit `token` `[R, 1]`, and surely removes the logit `rival`."""
     margin = numbers["margin"]
-    top = logits if top_k is None else top_k.logits  # enough, where top-k alone doesn't decide
-    weights = exp_nonpositive(top)
     ties: mx.array | float = 0.0  # the largest weight of tokens beyond the k-th that could tie with it
     if top_k is not None:
-        threshold, is_above = top_k.threshold, top > top_k.threshold
-        num_ties = (logits >= threshold - margin).sum(axis=-1, keepdims=True) - top_k.k
-        ties = num_ties * mx.exp(threshold)
-        yield (token >= threshold + margin) | (num_ties == 0), rival < threshold - margin
+        num_ties = (logits >= top_k.threshold - margin).sum(axis=-1, keepdims=True) - top_k.k
+        ties = num_ties * mx.exp(top_k.threshold)
+        yield (token >= top_k.threshold + margin) | (num_ties == 0), rival < top_k.threshold - margin
     if "top_p" in numbers:
+        limits = [token - margin, rival + margin]
         if top_k is None:
-            total = weights.sum(axis=-1, keepdims=True)
-        else:  # of k tokens, however many tie with the last
-            total = mx.where(is_above, weights, 0).sum(axis=-1, keepdims=True)
-            total = total + (top_k.k - is_above.sum(axis=-1, keepdims=True)) * mx.exp(threshold)
-        above_token = mx.where(top > token - margin, weights, 0).sum(axis=-1, keepdims=True)
-        above_rival = mx.where(top > rival + margin, weights, 0).sum(axis=-1, keepdims=True)
+            above_token, above_rival, total = _sums_above([*limits, mx.full(token.shape, -mx.inf)], logits)
+        else:  # the weight of k tokens, however many tie with the last; where top-k doesn't decide, they are enough
+            limits += [top_k.threshold, top_k.threshold]
+            above_token, above_rival, total, count = _sums_above(limits, top_k.logits, count_last=True)
+            total = total + (top_k.k - count) * mx.exp(top_k.threshold)
         # The most likely token is kept for any top_p: no mass is above it.
         surely_kept = above_token - mx.exp(token) <= numbers["lowest_top_p"] * total
         yield surely_kept, above_rival >= numbers["highest_top_p"] * (total + ties)
     if "log_min_p" in numbers:
         yield token >= numbers["log_min_p"] + margin, rival < numbers["log_min_p"] - margin
+
+
+def _sums_above(limits: Sequence[mx.array], logits: mx.array, count_last: bool = False) -> mx.array:
+    """The weights exp(logit) of the tokens above each of n limits `[R, 1]`, as `[n, R, 1]`: on a GPU two launches.
+
+    With `count_last`, the last is the number of tokens instead.
+    """
+    last, index = len(limits) - 1, mx.array([*range(len(limits))])[:, None, None]
+    limit, weights = limits[last], exp_nonpositive(logits)
+    for i, other in enumerate(limits[:last]):
+        limit = mx.where(index == i, other, limit)
+    if count_last:
+        weights = mx.where(index == last, 1, weights)
+    return mx.where(logits > limit, weights, 0).sum(axis=-1, keepdims=True)
 
 
 def _column(tokens: mx.array) -> mx.array:

@@ -106,12 +106,14 @@ def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
 
     Keep the smallest set of tokens with probability `typical_p` whose surprisal, -log p, is nearest to the entropy.
     """
-    surprisal = mx.logsumexp(logits, axis=-1, keepdims=True) - logits
-    probabilities = mx.exp(-surprisal)
-    entropy = mx.where(probabilities > 0, probabilities * surprisal, 0).sum(axis=-1, keepdims=True)
-    ranks, masses = mx.abs(surprisal - entropy), _masses(probabilities)
+    normalizer = mx.logsumexp(logits, axis=-1, keepdims=True)
+    # The surprisal is written in three ways, so that `mx.compile` fuses it with what follows instead of storing it.
+    negative = logits - normalizer
+    entropy = mx.where(mx.exp(negative) > 0, -negative * mx.exp(negative), 0).sum(axis=-1, keepdims=True)
+    masses = _masses(mx.exp(-(normalizer - logits)))
+    ranks = (-logits + normalizer) - entropy
     last = weighted_quantile(ranks, masses, typical_p)
-    return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
+    return mx.where((mx.abs(ranks) <= last) & (masses > 0), logits, -mx.inf)
 
 
 def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, top_k: TopK | None) -> mx.array:
@@ -161,7 +163,7 @@ def apply_xtc(logits: mx.array, xtc_threshold: Number, rows: mx.array) -> mx.arr
     """
     top = mx.softmax(logits, axis=-1) >= xtc_threshold
     least_likely = mx.where(top, logits, mx.inf).min(axis=-1, keepdims=True)
-    return mx.where(top & (logits > least_likely) & rows[:, None], -mx.inf, logits)
+    return mx.where((logits > least_likely) & rows[:, None], -mx.inf, logits)
 
 
 def _masses(probabilities: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ import numpy as np
 from mlxlm.backend.mlx import ON_CPU, compile_on_gpu, mx
 from mlxlm.generation.certainty import certain_draws, certain_filtered_draws, margin_numbers
 from mlxlm.generation.constraint import apply_token_bitmask, stack_token_bitmasks
-from mlxlm.generation.gumbel_noise import gumbel_noise, token_noise
+from mlxlm.generation.gumbel_noise import negative_gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import Numbers, apply_filters, apply_temperature, filter_numbers
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, penalty_numbers
@@ -112,8 +112,8 @@ def _draw(
         return tokens, None if margin is None else certain_draws(logits, tokens, margin)
     logits = apply_temperature(logits, highest, numbers["temperature"])
     filtered, top_k = apply_filters(logits, numbers, xtc_rows)
-    noise = gumbel_noise(keys, logits.shape[-1])
-    scores = filtered + noise
+    noise = negative_gumbel_noise(keys, logits.shape[-1])
+    scores = filtered - noise
     tokens = _argmax(scores, highest)
     if margin is None:
         return tokens, None
