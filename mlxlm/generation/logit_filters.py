@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.options import GenerationOptions
@@ -18,8 +18,9 @@ from mlxlm.kernels.quantile import quantile_by_sorting, target_weight
 
 TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
 
-Number = mx.array | float  # an array in a compiled function, which is not traced again for another value
-Numbers = Mapping[str, Number]
+# An array in a compiled function, which is not traced again for another value.
+Number: TypeAlias = "mx.array | float"
+Numbers: TypeAlias = Mapping[str, Number]
 
 
 class TopK(NamedTuple):
@@ -61,9 +62,7 @@ def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.arr
     return apply_filters(logits, numbers, xtc_rows)[0]
 
 
-def apply_filters(
-    logits: mx.array, numbers: Numbers, xtc_rows: mx.array | None = None
-) -> tuple[mx.array, TopK | None]:
+def apply_filters(logits: mx.array, numbers: Numbers, xtc_rows: mx.array | None = None) -> tuple[mx.array, TopK | None]:
     """Apply the filters that have a number to the logits `[B, V]` of `apply_temperature`; see `filter_logits`.
 
     Returns:

@@ -91,7 +91,14 @@ def _add_tokens(
 
 def penalty_numbers(options: GenerationOptions) -> dict[str, float]:
     """The numbers of the penalties, by the names of their options."""
-    names = "repetition_penalty presence_penalty frequency_penalty dry_multiplier dry_base dry_allowed_length".split()
+    names = [
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+    ]
     return {name: getattr(options, name) for name in names}
 
 

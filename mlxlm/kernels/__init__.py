@@ -1,8 +1,8 @@
 """Operations with several implementations, and the dispatch between them.
 
-Norms, attention and quantiles have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal kernels, and
-blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element), softmax and
-activations use a vectorised `exp` instead.
+Norms, attention and quantiles have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal
+kernels, and blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element),
+softmax and activations use a vectorised `exp` instead.
 """
 
 from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu, with_fused_gradients
@@ -10,9 +10,9 @@ from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
+from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
-from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
 
 __all__ = [
     "QuantizedKV",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.sampling import Sampler, sample_batch, sample_with_certainty
 
@@ -78,7 +78,7 @@ def test_changes_within_the_margin_change_no_certain_token(options, shape, vocab
     logits = SHAPES[shape](rng, (ROWS, vocab_size), margin)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlxlm.kernels.quantile._MAX_SORTED", 8192 if is_sorted else 0)
-        patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu)  # else top-k keeps no candidates
+        patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu and ON_CPU)  # else top-k keeps no candidates
         tokens, certain = draw(logits, options, margin)
         for change in changes(rng, logits, tokens, 0.49 * margin):
             changed, _ = draw(logits + change, options)

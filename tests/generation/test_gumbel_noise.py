@@ -12,7 +12,12 @@ def test_gumbel_noise_has_a_fine_upper_tail():
     -log(u) has few values there, and unlikely tokens of a large vocabulary would be short of draws.
     """
     keys = [token_noise(5, step)[0] for step in range(16)]
-    top = np.concatenate([noise[noise > 11] for noise in (np.array(-negative_gumbel_noise(mx.array([key], mx.uint32), 250_000)) for key in keys)])
+    top = np.concatenate(
+        [
+            noise[noise > 11]
+            for noise in (np.array(-negative_gumbel_noise(mx.array([key], mx.uint32), 250_000)) for key in keys)
+        ]
+    )
     expected = 4_000_000 * -np.expm1(-np.exp(-11))
     assert abs(len(top) - expected) < 4 * expected**0.5
     assert len(set(top.tolist())) == len(top)
@@ -20,7 +25,9 @@ def test_gumbel_noise_has_a_fine_upper_tail():
 
 def test_gumbel_noise_follows_its_distribution():
     """Kolmogorov-Smirnov distance of 100,000 numbers to exp(-exp(-x)), below its 99.99 % quantile."""
-    noise = np.sort(np.array(-negative_gumbel_noise(mx.array([token_noise(1, 1)[0]], mx.uint32), 100_000))[0].astype(np.float64))
+    noise = np.sort(
+        np.array(-negative_gumbel_noise(mx.array([token_noise(1, 1)[0]], mx.uint32), 100_000))[0].astype(np.float64)
+    )
     assert np.isfinite(noise).all()
     distance = np.abs(np.exp(-np.exp(-noise)) - (np.arange(100_000) + 0.5) / 100_000).max()
     assert distance < 2.23 / 100_000**0.5

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation import GenerationOptions, filter_logits
 
 V = 50
@@ -87,7 +87,7 @@ TIES = {
     "normal": lambda rng, size: rng.normal(scale=3, size=size),
     "ties": lambda rng, size: rng.integers(0, 4, size) / 2,
     "removed": lambda rng, size: np.where(rng.random(size) < 0.7, -np.inf, rng.normal(size=size)),
-    "one candidate": lambda rng, size: np.where(np.arange(size) == size // 2, 1.0, -np.inf),
+    "one candidate": lambda rng, size: np.where(np.arange(size[1]) == size[1] // 2, 1.0, np.full(size, -np.inf)),
 }
 
 
@@ -98,7 +98,7 @@ def test_filters_of_a_gpu_equal_those_of_a_cpu(options, shape, size, seed):
     logits = TIES[shape](np.random.default_rng(seed), (2, size)).astype(np.float32)
     logits[:, seed % size] = 2.0
     results = []
-    for on_cpu, max_sorted in ((True, 8192), (True, 0), (False, 8192)):
+    for on_cpu, max_sorted in ((ON_CPU, 8192), (ON_CPU, 0), (False, 8192)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu)
             patch.setattr("mlxlm.kernels.quantile.ON_CPU", on_cpu)

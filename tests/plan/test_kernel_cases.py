@@ -13,10 +13,10 @@ from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel, batch, generate
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.quantile import QUANTILE
 from mlxlm.kernels.attention_dispatch import DECODE
 from mlxlm.kernels.bench import Measurement, Timing
 from mlxlm.kernels.dispatch import Operation
+from mlxlm.kernels.quantile import QUANTILE
 from mlxlm.model import Decoder
 from mlxlm.plan.kernel_cases import cases_of, generation_cases, training_cases
 from mlxlm.train.settings import TrainSettings
