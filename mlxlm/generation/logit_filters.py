@@ -108,8 +108,9 @@ def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
     normalizer = mx.logsumexp(logits, axis=-1, keepdims=True)
     # The surprisal is written in three ways, so that `mx.compile` fuses it with what follows instead of storing it.
     negative = logits - normalizer
-    entropy = mx.where(mx.exp(negative) > 0, -negative * mx.exp(negative), 0).sum(axis=-1, keepdims=True)
-    masses = _masses(mx.exp(-(normalizer - logits)))
+    probabilities = mx.exp(negative)
+    entropy = mx.where(probabilities > 0, -negative * probabilities, 0).sum(axis=-1, keepdims=True)
+    masses = _masses(probabilities if ON_CPU else mx.exp(-(normalizer - logits)))
     ranks = (-logits + normalizer) - entropy
     last = weighted_quantile(ranks, masses, typical_p)
     return mx.where((mx.abs(ranks) <= last) & (masses > 0), logits, -mx.inf)
