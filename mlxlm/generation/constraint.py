@@ -161,13 +161,18 @@ class Matcher:
         return masks + masks[-1:] * (len(draft) + 1 - len(masks))
 
 
-def apply_token_bitmask(logits: mx.array, token_bitmasks: Sequence[np.ndarray]) -> mx.array:
-    """Set the logits `[R, V]` of tokens without a bit in their row's bitmask to -inf."""
-    words = np.zeros((len(token_bitmasks), -(-logits.shape[-1] // 32)), np.uint32)
+def stack_token_bitmasks(token_bitmasks: Sequence[np.ndarray], vocab_size: int) -> mx.array:
+    """Bitmasks as `apply_token_bitmask` takes them."""
+    words = np.zeros((len(token_bitmasks), -(-vocab_size // 32)), np.uint32)
     for row, bitmask in zip(words, token_bitmasks, strict=True):
         row[: len(bitmask)] = bitmask[: len(row)]
-    bits = (mx.array(words)[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    return mx.where(bits.reshape(len(token_bitmasks), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
+    return mx.array(words)
+
+
+def apply_token_bitmask(logits: mx.array, words: mx.array) -> mx.array:
+    """Set the logits `[R, V]` of tokens without a bit in words `[R, ceil(V / 32)]`, uint32, to -inf."""
+    bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return mx.where(bits.reshape(len(words), -1)[:, : logits.shape[-1]] != 0, logits, -mx.inf)
 
 
 @lru_cache(maxsize=8)  # the rows of one request share a grammar

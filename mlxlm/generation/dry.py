@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from mlxlm.backend.mlx import mx
+from mlxlm.generation.logit_filters import Numbers
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
@@ -14,22 +15,23 @@ from mlxlm.utils.errors import GenerationError
 _MAX_PENALTY = 1e6  # bans a token as well as any larger penalty; an infinite one would give NaN
 
 
-def apply_dry(logits: mx.array, options: GenerationOptions, tokens: mx.array, match_lengths: mx.array) -> mx.array:
+def apply_dry(logits: mx.array, numbers: Numbers, tokens: mx.array, match_lengths: mx.array) -> mx.array:
     """Penalize every token that would extend a repetition of the last n tokens, n >= dry_allowed_length.
 
     The penalty is dry_multiplier * dry_base^(n - dry_allowed_length), for the largest n of each token.
 
     Args:
         logits: float32 `[R, V]`.
-        options: The DRY settings of all rows.
+        numbers: Those of the options of DRY, by name.
         tokens: int32 `[R, W]`, the last W tokens, -1 for none and for sequence breakers.
         match_lengths: int32 `[R, W]`, see `update_match_lengths`.
     """
     window = tokens.shape[1]
     lengths = mx.minimum(match_lengths, mx.arange(1, window + 1))[:, :-1]  # no match starts before the window
     next_tokens = tokens[:, 1:]
-    penalty = options.dry_multiplier * mx.power(options.dry_base, lengths - options.dry_allowed_length)
-    applies = (lengths >= options.dry_allowed_length) & (next_tokens >= 0)
+    excess = lengths - numbers["dry_allowed_length"]
+    penalty = numbers["dry_multiplier"] * mx.power(numbers["dry_base"], excess)
+    applies = (excess >= 0) & (next_tokens >= 0)
     penalty = mx.where(applies, mx.minimum(penalty, _MAX_PENALTY), 0)
     rows = mx.arange(logits.shape[0])[:, None]
     return logits - mx.zeros(logits.shape).at[rows, mx.maximum(next_tokens, 0)].maximum(penalty)

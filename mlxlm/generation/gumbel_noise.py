@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 
 from mlxlm.backend.mlx import mx
 
@@ -24,14 +23,16 @@ def derive_seed(seed: int, id: str, sample: int) -> int:
 
 
 def token_noise(seed: int, step: int) -> tuple[tuple[int, int], float]:
-    """The randomness of token number `step`: a key for `gumbel_noise`, and a uniform number in [0, 1)."""
+    """The randomness of token number `step`: a key for `negative_gumbel_noise`, and a uniform number in [0, 1)."""
     digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
     return (words[0], words[1]), words[2] / 2**32
 
 
-def gumbel_noise(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
-    """Independent Gumbel noise, float32 `[len(keys), size]`; row i depends on `keys[i]` alone.
+def negative_gumbel_noise(keys: mx.array, size: int) -> mx.array:
+    """Independent Gumbel noise times -1, float32 `[R, size]`; row i depends on row i of keys `[R, 2]`, uint32, alone.
+
+    It is to be subtracted: with a negation, it would be one more operation than `mx.compile` fuses.
 
     Models that pad one vocabulary to slightly different sizes (a draft model and its target) get the same noise for
     the same token.
@@ -40,10 +41,12 @@ def gumbel_noise(keys: Sequence[tuple[int, int]], size: int) -> mx.array:
     `mx.random.gumbel`, tokens of probability below 1e-8 could hardly win, and 100,000 of them together would be drawn
     0.1 % too rarely.
     """
-    step = 1 << max(size.bit_length() - 4, 0)  # at most 1/8 more numbers than needed
+    step = 2 << max(size.bit_length() - 5, 0)  # at most 1/8 more numbers than needed
     padded = -(-size // step) * step
-    uniform = mx.vmap(lambda key: mx.random.uniform(shape=(padded,), key=key))(mx.array(keys, mx.uint32))
-    return -mx.log(_exponential(mx.maximum(uniform[:, :size], 2.0**-33)))
+    # The bits that `mx.random.uniform` starts from: converted here, after slicing, `mx.compile` fuses all of it.
+    bits = mx.vmap(lambda key: mx.random.split(key, padded // 2))(keys).reshape(len(keys), padded)[:, :size]
+    uniform = mx.minimum(bits.astype(mx.float32) * 2.0**-32, 1 - 2.0**-24)
+    return mx.log(_exponential(mx.maximum(uniform, 2.0**-33)))
 
 
 def _exponential(u: mx.array) -> mx.array:

@@ -7,15 +7,43 @@ renormalized between filters. Tokens exactly as likely as the last kept token ar
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.kernels import kth_smallest, weighted_quantile
 from mlxlm.kernels.exp import exp_nonpositive
+from mlxlm.kernels.quantile import quantile_by_sorting, target_weight
 
 TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
-# Up to this vocabulary size sorting is faster than bisection on a CPU: 0.05 ms against 0.6 for 290 tokens, 0.5 against
-# 0.7 for 8192.
-_MAX_SORTED = 8192
+
+# An array in a compiled function, which is not traced again for another value.
+Number: TypeAlias = "mx.array | float"
+Numbers: TypeAlias = Mapping[str, Number]
+
+
+class TopK(NamedTuple):
+    """What `apply_top_k` kept.
+
+    Attributes:
+        logits: Of the kept tokens, in any order. `[B, k]`, or `[B, V]` with -inf for the others.
+        threshold: The k-th highest logit, `[B, 1]`.
+        k: How many tokens to keep. Others that tie with the last are kept, but may not be in `logits`.
+    """
+
+    logits: mx.array
+    threshold: mx.array
+    k: Number
+
+
+def filter_numbers(options: GenerationOptions, vocab_size: int) -> dict[str, float]:
+    """The numbers of temperature and of the filters that are on, by the names of their options."""
+    numbers: dict[str, float] = {"temperature": options.temperature} if options.temperature else {}
+    numbers |= {"top_k": options.top_k} if 0 < options.top_k < vocab_size else {}
+    numbers |= {name: p for name in ("typical_p", "top_p") if (p := getattr(options, name)) < 1}
+    numbers |= {"log_min_p": math.log(options.min_p)} if options.min_p else {}
+    return numbers | ({"xtc_threshold": options.xtc_threshold} if options.xtc_probability else {})
 
 
 def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.array | None = None) -> mx.array:
@@ -27,67 +55,68 @@ def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.arr
         xtc_rows: bool `[B]`, the rows to apply XTC to. None for no row.
 
     Returns:
-        float32 `[B, V]`, the logits to draw from.
+        float32 `[B, V]`, the logits to draw from, shifted so that the highest logit before the filters is 0.
     """
-    logits = logits.astype(mx.float32)
-    if options.temperature != 0:
-        logits = apply_temperature(logits, options.temperature)
-    return apply_filters(logits, options, xtc_rows)[0]
+    numbers = filter_numbers(options, logits.shape[-1])
+    logits = apply_temperature(logits, logits.max(axis=-1, keepdims=True), numbers.get("temperature", 1))
+    return apply_filters(logits, numbers, xtc_rows)[0]
 
 
-def apply_filters(
-    logits: mx.array, options: GenerationOptions, xtc_rows: mx.array | None = None
-) -> tuple[mx.array, mx.array | None]:
-    """Apply the filters to float32 logits `[B, V]` that are already divided by the temperature; see `filter_logits`.
+def apply_filters(logits: mx.array, numbers: Numbers, xtc_rows: mx.array | None = None) -> tuple[mx.array, TopK | None]:
+    """Apply the filters that have a number to the logits `[B, V]` of `apply_temperature`; see `filter_logits`.
 
     Returns:
-        The filtered logits, which are `logits` itself if all filters are off, and the candidates of `apply_top_k`, None
-        if it is off.
+        The filtered logits, which are `logits` itself if all filters are off; and what top-k kept, None if it is off.
     """
-    candidates = None
-    if 0 < options.top_k < logits.shape[-1]:
-        logits, candidates = apply_top_k(logits, options.top_k)
-    if options.typical_p < 1:
-        logits, candidates = apply_typical_p(logits, options.typical_p), None
-    if options.top_p < 1:
-        logits = apply_top_p(logits, options.top_p, candidates)
-    if options.min_p > 0:
-        logits = apply_min_p(logits, options.min_p)
+    top_k = highest = None
+    if "top_k" in numbers:
+        logits, top_k = apply_top_k(logits, numbers["top_k"])
+    if "typical_p" in numbers:
+        logits, top_k = apply_typical_p(logits, numbers["typical_p"]), None
+        highest = logits.max(axis=-1, keepdims=True)
+    if "top_p" in numbers:
+        logits = apply_top_p(logits, numbers["top_p"], highest, top_k)
+    if "log_min_p" in numbers:
+        logits = apply_min_p(logits, numbers["log_min_p"], highest)
     if xtc_rows is not None:
-        logits = apply_xtc(logits, options.xtc_threshold, xtc_rows)
-    return logits, candidates
+        logits = apply_xtc(logits, numbers["xtc_threshold"], xtc_rows)
+    return logits, top_k
 
 
-def apply_temperature(logits: mx.array, temperature: float) -> mx.array:
-    """Divide the logits by `temperature` (Ackley et al. 1985), the highest shifted to 0."""
+def apply_temperature(logits: mx.array, highest: mx.array, temperature: Number) -> mx.array:
+    """Divide the logits `[B, V]` by `temperature` (Ackley et al. 1985), the highest `[B, 1]` shifted to 0. float32."""
     # The shift changes no probability and keeps the highest logit finite at any temperature.
-    return (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    return (logits.astype(mx.float32) - highest.astype(mx.float32)) / temperature
 
 
-def apply_top_k(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
-    """Keep the `top_k` most likely tokens (Fan et al. 2018, section 5.4).
+def apply_top_k(logits: mx.array, k: Number) -> tuple[mx.array, TopK]:
+    """Keep the `k` most likely tokens (Fan et al. 2018, section 5.4) of logits `[B, V]`, whose highest is 0."""
+    if ON_CPU:
+        kept = mx.topk(logits, k, axis=-1)
+        threshold = kept.min(axis=-1, keepdims=True)
+        return mx.where(logits >= threshold, logits, -mx.inf), TopK(kept, threshold, k)
+    threshold = -kth_smallest(logits, k)  # on Metal, `mx.topk` sorts
+    logits = mx.where(logits >= threshold, logits, -mx.inf)
+    return logits, TopK(logits, threshold, k)
 
-    Returns:
-        The filtered logits, and the logits `[B, top_k]` of the kept tokens in any order, for `apply_top_p`.
-    """
-    candidates = mx.topk(logits, top_k, axis=-1)
-    return mx.where(logits >= candidates.min(axis=-1, keepdims=True), logits, -mx.inf), candidates
 
-
-def apply_typical_p(logits: mx.array, typical_p: float) -> mx.array:
+def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
     """Locally typical sampling (Meister et al. 2022, section 3).
 
     Keep the smallest set of tokens with probability `typical_p` whose surprisal, -log p, is nearest to the entropy.
     """
-    surprisal = mx.logsumexp(logits, axis=-1, keepdims=True) - logits
-    probabilities = mx.exp(-surprisal)
-    entropy = mx.where(probabilities > 0, probabilities * surprisal, 0).sum(axis=-1, keepdims=True)
-    ranks, masses = mx.abs(surprisal - entropy), _masses(probabilities)
-    last = _last_rank(ranks, masses, _target_mass(masses, typical_p))
-    return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
+    normalizer = mx.logsumexp(logits, axis=-1, keepdims=True)
+    # The surprisal is written in three ways, so that `mx.compile` fuses it with what follows instead of storing it.
+    negative = logits - normalizer
+    probabilities = mx.exp(negative)
+    entropy = mx.where(probabilities > 0, -negative * probabilities, 0).sum(axis=-1, keepdims=True)
+    masses = _masses(probabilities if ON_CPU else mx.exp(-(normalizer - logits)))
+    ranks = (-logits + normalizer) - entropy
+    last = weighted_quantile(ranks, masses, typical_p)
+    return mx.where((mx.abs(ranks) <= last) & (masses > 0), logits, -mx.inf)
 
 
-def apply_top_p(logits: mx.array, top_p: float, candidates: mx.array | None = None) -> mx.array:
+def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, top_k: TopK | None) -> mx.array:
     """Nucleus sampling: keep the smallest set of the most likely tokens with probability `top_p`.
 
     Holtzman et al. 2020, section 3.1.
@@ -95,28 +124,34 @@ def apply_top_p(logits: mx.array, top_p: float, candidates: mx.array | None = No
     Args:
         logits: `[B, V]`.
         top_p: Above 0, below 1.
-        candidates: The logits that a preceding `apply_top_k` kept, so that only these are sorted.
+        highest: The highest logit, `[B, 1]`; None for 0.
+        top_k: What a preceding `apply_top_k` kept, so that only this is sorted.
     """
-    ranks = logits.max(axis=-1, keepdims=True) - logits
-    weights = exp_nonpositive(-ranks)
+    below = logits - highest if highest is not None else logits
+    weights = exp_nonpositive(below)
     total = weights.sum(axis=-1, keepdims=True)
     masses = _masses(weights / total)
-    target = _target_mass(masses, top_p)
-    if candidates is None:
-        last = _last_rank(ranks, masses, target)
-    else:
-        candidate_ranks = candidates.max(axis=-1, keepdims=True) - candidates
-        last = _last_rank_sorted(candidate_ranks, _masses(exp_nonpositive(-candidate_ranks) / total), target)
-    return mx.where((ranks <= last) & (masses > 0), logits, -mx.inf)
+    if top_k is None or top_k.logits is logits:
+        last = weighted_quantile(below, masses, top_p)
+    else:  # the missing mass may be that of tokens tied with the last one
+        top_masses = _masses(exp_nonpositive(top_k.logits) / total)
+        last = quantile_by_sorting(-top_k.logits, top_masses, target_weight(masses, top_p))
+    return mx.where((below >= -last) & (masses > 0), logits, -mx.inf)
 
 
-def apply_min_p(logits: mx.array, min_p: float) -> mx.array:
-    """Keep tokens with at least `min_p` times the highest probability (Nguyen et al. 2024, section 3)."""
-    threshold = logits.max(axis=-1, keepdims=True) + math.log(min_p)
+def apply_min_p(logits: mx.array, log_min_p: Number, highest: mx.array | None) -> mx.array:
+    """Keep tokens with at least min_p times the highest probability (Nguyen et al. 2024, section 3).
+
+    Args:
+        logits: `[B, V]`.
+        log_min_p: The logarithm of min_p.
+        highest: The highest logit, `[B, 1]`; None for 0.
+    """
+    threshold = log_min_p if highest is None else highest + log_min_p
     return mx.where(logits >= threshold, logits, -mx.inf)
 
 
-def apply_xtc(logits: mx.array, xtc_threshold: float, rows: mx.array) -> mx.array:
+def apply_xtc(logits: mx.array, xtc_threshold: Number, rows: mx.array) -> mx.array:
     """XTC, "exclude top choices" (p-e-w 2024).
 
     Of the tokens with probability `xtc_threshold` or more, remove all but the least likely.
@@ -128,48 +163,9 @@ def apply_xtc(logits: mx.array, xtc_threshold: float, rows: mx.array) -> mx.arra
     """
     top = mx.softmax(logits, axis=-1) >= xtc_threshold
     least_likely = mx.where(top, logits, mx.inf).min(axis=-1, keepdims=True)
-    return mx.where(top & (logits > least_likely) & rows[:, None], -mx.inf, logits)
+    return mx.where((logits > least_likely) & rows[:, None], -mx.inf, logits)
 
 
 def _masses(probabilities: mx.array) -> mx.array:
     """Probabilities in units of 2^-31, uint32: a set of tokens can't depend on the order in which a device adds."""
     return mx.round(probabilities * TOTAL_MASS).astype(mx.uint32)
-
-
-def _target_mass(masses: mx.array, share: float) -> mx.array:
-    """`share` of the sum of masses `[B, V]`, at least 1 and at most all: `[B, 1]`."""
-    total = masses.sum(axis=-1, keepdims=True)
-    return mx.minimum(mx.maximum((total.astype(mx.float32) * share).astype(mx.uint32), 1), total)
-
-
-def _last_rank(ranks: mx.array, masses: mx.array, target: mx.array) -> mx.array:
-    """The highest rank in the smallest set of lowest-ranked tokens whose masses reach `target`.
-
-    A large vocabulary is searched by bisection over the bits of the ranks, which have the order of the floats: on a CPU
-    a third of the time of sorting 128k tokens.
-
-    Args:
-        ranks: float32 `[B, V]`, at least 0.
-        masses: uint32 `[B, V]`.
-        target: uint32 `[B, 1]`.
-
-    Returns:
-        float32 `[B, 1]`.
-    """
-    if ranks.shape[-1] <= _MAX_SORTED:
-        return _last_rank_sorted(ranks, masses, target)
-    bits = ranks.view(mx.int32)
-    last = mx.zeros((ranks.shape[0], 1), mx.int32)
-    for bit in range(30, -1, -1):  # the largest number with less than `target` below it
-        higher = last + (1 << bit)
-        below = ((bits < higher) * masses).sum(axis=-1, keepdims=True)  # on a CPU faster than mx.where
-        last = mx.where(below < target, higher, last)
-    return last.view(mx.float32)
-
-
-def _last_rank_sorted(ranks: mx.array, masses: mx.array, target: mx.array) -> mx.array:
-    order = mx.argsort(ranks, axis=-1)
-    cumulative = mx.cumsum(mx.take_along_axis(masses, order, axis=-1), axis=-1)
-    # Among top-k candidates only, the missing mass may be that of tokens tied with the last one.
-    index = mx.minimum((cumulative < target).sum(axis=-1, keepdims=True), ranks.shape[-1] - 1)
-    return mx.take_along_axis(ranks, mx.take_along_axis(order, index, axis=-1), axis=-1)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import compile_on_gpu, mx
 from mlxlm.generation.dry import apply_dry, initial_match_lengths, mask_breakers, update_match_lengths
+from mlxlm.generation.logit_filters import Number, Numbers
 from mlxlm.generation.options import GenerationOptions
 
 
@@ -54,84 +55,96 @@ class PenaltyState:
     @property
     def empty(self) -> bool:
         """Whether all penalties are off."""
-        return all(array is None for array in self._arrays())
+        return all(array is None for array in self.arrays)
 
     @property
     def num_rows(self) -> int:
         """R; 1 if all penalties are off."""
-        return next((len(array) for array in self._arrays() if array is not None), 1)
+        return next((len(array) for array in self.arrays if array is not None), 1)
 
     def with_tokens(self, tokens: mx.array, breakers: mx.array | None) -> PenaltyState:
         """The state after one more token in each row, `tokens` `[R]`."""
-        recent_tokens, token_counts, dry_tokens, dry_match_lengths = self._arrays()
-        tokens = tokens.astype(mx.int32)[:, None]
-        if recent_tokens is not None:
-            recent_tokens = mx.concatenate([recent_tokens[:, 1:], tokens], axis=1)
-        if token_counts is not None:
-            token_counts = token_counts.at[mx.arange(len(tokens))[:, None], tokens].add(1)
-        if dry_tokens is not None:
-            tokens = mask_breakers(tokens, breakers)
-            dry_tokens = mx.concatenate([dry_tokens[:, 1:], tokens], axis=1)
-            dry_match_lengths = update_match_lengths(dry_match_lengths, dry_tokens, tokens)
-        return PenaltyState(recent_tokens, token_counts, dry_tokens, dry_match_lengths)
+        return self if self.empty else PenaltyState(*_add_tokens(self.arrays, tokens, breakers))
 
-    def _arrays(self) -> tuple[mx.array | None, ...]:
+    @property
+    def arrays(self) -> tuple[mx.array | None, ...]:
+        """All arrays, in the order above."""
         return self.recent_tokens, self.token_counts, self.dry_tokens, self.dry_match_lengths
 
 
-def apply_penalties(
-    logits: mx.array,
-    options: GenerationOptions,
-    state: PenaltyState,
-    logit_bias: tuple[mx.array, mx.array] | None = None,
-) -> mx.array:
+@compile_on_gpu
+def _add_tokens(
+    arrays: tuple[mx.array | None, ...], tokens: mx.array, breakers: mx.array | None
+) -> tuple[mx.array | None, ...]:
+    recent_tokens, token_counts, dry_tokens, dry_match_lengths = arrays
+    tokens = tokens.astype(mx.int32)[:, None]
+    if recent_tokens is not None:
+        recent_tokens = mx.concatenate([recent_tokens[:, 1:], tokens], axis=1)
+    if token_counts is not None:
+        token_counts = token_counts.at[mx.arange(len(tokens))[:, None], tokens].add(1)
+    if dry_tokens is not None:
+        tokens = mask_breakers(tokens, breakers)
+        dry_tokens = mx.concatenate([dry_tokens[:, 1:], tokens], axis=1)
+        dry_match_lengths = update_match_lengths(dry_match_lengths, dry_tokens, tokens)
+    return recent_tokens, token_counts, dry_tokens, dry_match_lengths
+
+
+def penalty_numbers(options: GenerationOptions) -> dict[str, float]:
+    """The numbers of the penalties, by the names of their options."""
+    names = [
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+    ]
+    return {name: getattr(options, name) for name in names}
+
+
+def apply_penalties(logits: mx.array, numbers: Numbers, state: PenaltyState, logit_bias: mx.array | None) -> mx.array:
     """Apply logit bias, repetition, presence and frequency penalties, and DRY, in this order.
 
     Args:
         logits: `[R, V]`, any float dtype.
-        options: The settings of all rows.
+        numbers: Those of `penalty_numbers`.
         state: The earlier tokens of each row.
-        logit_bias: Token ids, int32, and what to add to their logits, float32.
+        logit_bias: What to add to the logits, float32 `[V]`.
 
     Returns:
         float32 `[R, V]`.
     """
     logits = logits.astype(mx.float32)
     if logit_bias is not None:
-        logits = apply_logit_bias(logits, *logit_bias)
+        logits = logits + logit_bias
     if state.recent_tokens is not None:
-        logits = apply_repetition_penalty(logits, state.recent_tokens, options.repetition_penalty)
+        logits = apply_repetition_penalty(logits, state.recent_tokens, numbers["repetition_penalty"])
     if state.token_counts is not None:
-        logits = apply_count_penalties(logits, state.token_counts, options.presence_penalty, options.frequency_penalty)
+        logits = apply_count_penalties(
+            logits, state.token_counts, numbers["presence_penalty"], numbers["frequency_penalty"]
+        )
     if state.dry_tokens is not None:
-        logits = apply_dry(logits, options, state.dry_tokens, state.dry_match_lengths)
+        logits = apply_dry(logits, numbers, state.dry_tokens, state.dry_match_lengths)
     return logits
 
 
-def apply_logit_bias(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
-    """Add `values` `[n]` to the logits of the tokens `ids` `[n]`."""
-    return logits.at[:, ids].add(values)
-
-
-def apply_repetition_penalty(logits: mx.array, recent_tokens: mx.array, penalty: float) -> mx.array:
+def apply_repetition_penalty(logits: mx.array, recent_tokens: mx.array, penalty: Number) -> mx.array:
     """Divide positive logits of `recent_tokens` by `penalty`, multiply negative ones (Keskar et al. 2019, 4.1).
 
     Args:
         logits: float32 `[R, V]`.
-        recent_tokens: int32 `[R, n]`, -1 for no token.
+        recent_tokens: int32 `[R, n]`, -1 for no token, which only tokens follow.
         penalty: Above 1 makes the tokens less likely.
     """
-    ids = mx.maximum(recent_tokens, 0)
+    last = recent_tokens[:, -1:]
+    ids = mx.maximum(mx.where(recent_tokens >= 0, recent_tokens, last), 0)
     values = mx.take_along_axis(logits, ids, axis=-1)
-    values = mx.where(values < 0, values * penalty, values / penalty)
-    # The value for "no token" is written to an extra column.
-    ids = mx.where(recent_tokens >= 0, ids, logits.shape[-1])
-    padded = mx.concatenate([logits, mx.zeros((logits.shape[0], 1))], axis=-1)
-    return mx.put_along_axis(padded, ids, values, axis=-1)[:, :-1]
+    penalized = mx.where(values < 0, values * penalty, values / penalty)
+    return mx.put_along_axis(logits, ids, mx.where(last >= 0, penalized, values), axis=-1)
 
 
 def apply_count_penalties(
-    logits: mx.array, token_counts: mx.array, presence_penalty: float, frequency_penalty: float
+    logits: mx.array, token_counts: mx.array, presence_penalty: Number, frequency_penalty: Number
 ) -> mx.array:
     """Subtract the presence penalty once from every generated token, the frequency penalty for each occurrence.
 

@@ -215,7 +215,7 @@ def _sample_group(
     bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
     steps = [(sampler.seed, sampler.step) for sampler in samplers]
     tokens, certain = processor.draw(logits, state, bitmasks, steps, margin)
-    state = state if state.empty else state.with_tokens(tokens, processor.breakers)
+    state = state.with_tokens(tokens, processor.breakers)
     for row, sampler in enumerate(samplers):
         sampler.advance((state, row))
     return record_logprobs(samplers, logits, tokens), certain

@@ -1,8 +1,8 @@
 """Operations with several implementations, and the dispatch between them.
 
-Norms and attention have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal kernels, and
-blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element), softmax and
-activations use a vectorised `exp` instead.
+Norms, attention and quantiles have up to three implementations (see `dispatch`): MLX's operations, mlxlm's Metal
+kernels, and blockwise computation with linear memory. On MLX's CPU backend, whose `exp` is scalar (12 ns per element),
+softmax and activations use a vectorised `exp` instead.
 """
 
 from mlxlm.kernels.activations import gelu, gelu_tanh, swiglu, with_fused_gradients
@@ -11,6 +11,7 @@ from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log
 from mlxlm.kernels.dispatch import use_kernels
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.qk_norm_rope import RoPE, qk_norm_rope
+from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
 from mlxlm.kernels.quantized_kv import QuantizedKV
 from mlxlm.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -22,6 +23,7 @@ __all__ = [
     "cross_entropy",
     "gelu",
     "gelu_tanh",
+    "kth_smallest",
     "linear_cross_entropy",
     "log_softmax",
     "masked_attention",
@@ -30,5 +32,6 @@ __all__ = [
     "rms_norm",
     "swiglu",
     "use_kernels",
+    "weighted_quantile",
     "with_fused_gradients",
 ]

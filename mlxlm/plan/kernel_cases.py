@@ -9,6 +9,7 @@ from functools import partial
 from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, make_cache
 from mlxlm.config import ModelConfig
+from mlxlm.kernels import kth_smallest, weighted_quantile
 from mlxlm.kernels.attention_dispatch import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
@@ -36,6 +37,7 @@ def cases_of(config: ModelConfig, dtype: str, training_dtype: str) -> list[tuple
                 cases |= generation_cases(generating, n, KVOptions.of(bits=str(bits)))
         cases |= generation_cases(generating, n, pads=(1, 0))
         cases |= _traced(partial(generating.model, mx.zeros((1, n), mx.int32)))
+    cases |= _traced(partial(_sampler_thresholds, config.vocab_size))
     training = _model(config, training_dtype).train()
     for n in lengths:
         for rows in (1, max(1, 1024 // n)):
@@ -67,6 +69,13 @@ def generation_cases(
             attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 
     return _traced(run)
+
+
+def _sampler_thresholds(vocab_size: int) -> None:
+    """The operations of top-k and top-p."""
+    logits = mx.zeros((1, vocab_size))
+    kth_smallest(logits, 1)
+    weighted_quantile(logits, logits.astype(mx.uint32), 1.0)
 
 
 def training_cases(model: Decoder, rows: int, length: int, document_mask: bool) -> dict[Case, Operation]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import GenerationOptions, Sampler, generate
-from mlxlm.generation.constraint import Grammar, apply_token_bitmask
+from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
 from tests.paths import SHARED
@@ -197,11 +197,11 @@ def test_apply_token_bitmask():
         words = rng.integers(0, 2**32, (3, -(-size // 32)), dtype=np.uint32)
         logits = rng.normal(size=(3, size)).astype(np.float32)
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :size].astype(bool)
-        ours = np.array(apply_token_bitmask(mx.array(logits), list(words)))
+        ours = np.array(apply_token_bitmask(mx.array(logits), mx.array(words)))
         assert (ours == np.where(bits, logits, -np.inf)).all()
         fewer = [words[0], words[1, :-1], np.append(words[2], 7).astype(np.uint32)]  # a word that stands for no logits
         bits[1, (words.shape[1] - 1) * 32 :] = False
-        ours = np.array(apply_token_bitmask(mx.array(logits), fewer))
+        ours = np.array(apply_token_bitmask(mx.array(logits), stack_token_bitmasks(fewer, size)))
         assert (ours == np.where(bits, logits, -np.inf)).all()
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.config import ModelConfig
 from mlxlm.generation import GenerationOptions
-from tests.launches import decode_launches, sampler_launches
+from mlxlm.generation.sampling import Sampler, sample_with_certainty
+from tests.launches import count_launches, decode_launches, recording, sampler_launches
 
 LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
@@ -19,26 +21,29 @@ LAYERS = {  # rows; launches of a layer, and of all that is outside of the layer
     "qwen 3, batch": (QWEN3, {}, 8, 11, 9),
 }
 SAMPLERS = {  # of a token, with a vocabulary of 128k
-    "greedy": ({"temperature": 0.0}, 10),
-    "temperature": ({}, 35),
-    "top-k": ({"top_k": 40}, 52),
-    "top-p": ({"top_p": 0.9}, 272),
-    "min-p": ({"min_p": 0.05}, 39),
-    "typical": ({"typical_p": 0.9}, 276),
-    "XTC": ({"xtc_probability": 1.0}, 43),
-    "top-k, top-p": ({"top_k": 40, "top_p": 0.9}, 87),
-    "min-p, top-p": ({"min_p": 0.05, "top_p": 0.9}, 276),
-    "repetition penalty": ({"repetition_penalty": 1.1}, 49),
-    "presence, frequency penalty": ({"presence_penalty": 0.5, "frequency_penalty": 0.5}, 44),
-    "DRY": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ()}, 58),
-    "everything": (
-        {
-            "top_k": 40, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9, "xtc_probability": 1.0,
-            "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
-        },
-        565,
-    ),
+    "greedy": ({"temperature": 0.0}, 3),
+    "temperature": ({}, 5),
+    "top-k": ({"top_k": 40}, 7),
+    "top-p": ({"top_p": 0.9}, 10),
+    "min-p": ({"min_p": 0.05}, 5),
+    "typical": ({"typical_p": 0.9}, 12),
+    "XTC": ({"xtc_probability": 1.0}, 9),
+    "top-k, top-p": ({"top_k": 40, "top_p": 0.9}, 12),
+    "min-p, top-p": ({"min_p": 0.05, "top_p": 0.9}, 10),
+    "all filters": ({"top_k": 40, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9, "xtc_probability": 1.0}, 25),
+    "logit bias": ({"logit_bias": {3: 1.0}}, 6),
+    "repetition penalty": ({"repetition_penalty": 1.1}, 12),
+    "presence, frequency penalty": ({"presence_penalty": 0.5, "frequency_penalty": 0.5}, 8),
+    "DRY": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ()}, 16),
 }  # fmt: skip
+CERTAIN = {  # of a token of each of two rows, and whether rounding could change it
+    "greedy": ({"temperature": 0.0}, 8),
+    "temperature": ({}, 9),
+    "top-k": ({"top_k": 40}, 20),
+    "top-p": ({"top_p": 0.9}, 22),
+    "min-p": ({"min_p": 0.05}, 15),
+    "top-k, top-p, min-p": ({"top_k": 40, "top_p": 0.9, "min_p": 0.05}, 27),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,4 +71,15 @@ def test_launches_of_a_decoding_step(name):
 def test_launches_of_a_draw(name):
     options, budget = SAMPLERS[name]
     counts = sampler_launches(GenerationOptions(**{"temperature": 0.7, **options}), 128_256)
+    assert counts.total() <= budget, counts
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_launches_of_draws_with_certainty(name):
+    options, budget = CERTAIN[name]
+    logits = mx.zeros((2, 128_256), mx.bfloat16)
+    mx.eval(logits)
+    with recording():
+        samplers = [Sampler(GenerationOptions(**{"temperature": 0.7, **options}), [0], seed) for seed in range(2)]
+        counts = count_launches(sample_with_certainty(samplers, logits, 0.1))
     assert counts.total() <= budget, counts

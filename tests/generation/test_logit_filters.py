@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation import GenerationOptions, filter_logits
 
 V = 50
@@ -81,6 +81,31 @@ def shifted(options, typical, others):
         top_p=moved(options.top_p, others),
         min_p=options.min_p * (1 - others),
     )
+
+
+TIES = {
+    "normal": lambda rng, size: rng.normal(scale=3, size=size),
+    "ties": lambda rng, size: rng.integers(0, 4, size) / 2,
+    "removed": lambda rng, size: np.where(rng.random(size) < 0.7, -np.inf, rng.normal(size=size)),
+    "one candidate": lambda rng, size: np.where(np.arange(size[1]) == size[1] // 2, 1.0, np.full(size, -np.inf)),
+}
+
+
+@settings(max_examples=100)
+@given(some_options, st.sampled_from([*TIES]), st.sampled_from([1, 2, 3, V, 257]), st.integers(0, 2**32 - 1))
+def test_filters_of_a_gpu_equal_those_of_a_cpu(options, shape, size, seed):
+    """Whether top-k has candidates or a threshold, and quantiles are sorted, searched or a kernel."""
+    logits = TIES[shape](np.random.default_rng(seed), (2, size)).astype(np.float32)
+    logits[:, seed % size] = 2.0
+    results = []
+    for on_cpu, max_sorted in ((ON_CPU, 8192), (ON_CPU, 0), (False, 8192)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu)
+            patch.setattr("mlxlm.kernels.quantile.ON_CPU", on_cpu)
+            patch.setattr("mlxlm.kernels.quantile._MAX_SORTED", max_sorted)
+            results.append(np.array(filter_logits(mx.array(logits), options)))
+    assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
+    assert np.isfinite(results[0]).any(axis=-1).all()
 
 
 def transformers_kept(logits, warper):

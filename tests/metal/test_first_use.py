@@ -7,6 +7,7 @@ from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAININ
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
+from mlxlm.kernels.quantile import QUANTILE
 from mlxlm.kernels.rms_norm import ADD_NORM, NORM
 from mlxlm.utils.errors import PlatformError
 
@@ -24,6 +25,8 @@ CASES = [
     attend(TRAINING, "float32", 2048, window=256),
     attend(TRAINING, "bfloat16", 2048, "segment_ids"),
     (QK_NORM_ROPE, Case("qk_norm_rope", "bfloat16", ("D", "dims", "H", "K", "rows"), (80, 20, 4, 2, 8), ("norm",))),
+    (QUANTILE, Case("weighted_quantile", "float32", ("N",), (4096,))),
+    (QUANTILE, Case("weighted_quantile", "float32", ("N",), (4096,), ("count",))),
 ]
 
 

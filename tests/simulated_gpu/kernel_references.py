@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from mlxlm.backend.mlx import mx
+from mlxlm.kernels.quantile import quantile_by_sorting, target_weight
 
 Arrays = dict[str, mx.array]
 LOG2_E = math.log2(math.e)
@@ -138,6 +139,15 @@ def attention_grad_key_value(inputs: Arrays, template: dict[str, Any], outputs: 
     return [mx.pad(gradient[None], others).astype(template["U"]) for gradient in gradients]
 
 
+def weighted_quantile(inputs: Arrays, template: dict[str, Any], outputs: list[Any]) -> list[mx.array]:
+    """The quantiles, by sorting."""
+    values, amount = mx.abs(inputs["values"]), inputs["amount"]
+    if template["COUNT"]:
+        index = mx.broadcast_to(amount.astype(mx.int32) - 1, (len(values), 1))
+        return [mx.take_along_axis(mx.sort(values, axis=-1), index, axis=-1)]
+    return [quantile_by_sorting(values, inputs["weights"], target_weight(inputs["weights"], amount))]
+
+
 def _float32(x: mx.array) -> mx.array:
     return x.astype(mx.float32)
 
@@ -194,5 +204,6 @@ REFERENCES = {
         attention_forward,
         attention_grad_query,
         attention_grad_key_value,
+        weighted_quantile,
     )
 }

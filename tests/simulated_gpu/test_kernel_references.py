@@ -7,6 +7,7 @@ from mlxlm.kernels import dispatch
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention
 from mlxlm.kernels.flash_attention import attention_with_lse
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
+from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
 from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
 from tests.oracle import as64
 from tests.simulated_gpu.kernel_references import REFERENCES
@@ -54,6 +55,12 @@ def train(window, *segments):
     return [*outputs, *gradients]
 
 
+def quantiles(N):
+    values = mx.abs(normal(3, N, dtype=mx.float32))
+    return [weighted_quantile(values, (mx.softmax(-values, axis=-1) * 2.0**31).astype(mx.uint32), 0.8),
+            kth_smallest(values, 5)]  # fmt: skip
+
+
 CASES = {
     "short rows": (lambda: norms(96, 70), {"rms_norm", "add_rms_norm", "rms_norm_grad"}),
     "long rows": (lambda: norms(1100, 3), {"rms_norm", "add_rms_norm", "rms_norm_grad"}),
@@ -72,6 +79,7 @@ CASES = {
         lambda: train(None, mx.arange(90).reshape(2, 45) // 20),
         {"attention_forward", "attention_grad_query", "attention_grad_key_value"},
     ),
+    "quantiles": (lambda: quantiles(3000), {"weighted_quantile"}),
     "window": (lambda: train(7), {"attention_forward", "attention_grad_query", "attention_grad_key_value"}),
 }
 
