@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from mlxlm.utils.child_python import python_command, python_environment
+from mlxlm.utils.child_python import replace_process
 from mlxlm.utils.errors import DeviceError
 
 # Operations and megabytes of inputs after which MLX commits a command buffer, by default 40 or 50 of each on a Mac.
@@ -33,8 +33,7 @@ class Restart(Exception):
     def run(self) -> NoReturn:
         """Replace this process. It keeps its id, its terminal and its exit code for the shell."""
         sys.stdout.flush()
-        command = python_command("-m", "mlxlm.cli.main", *self.arguments)
-        os.execve(command[0], command, python_environment() | self.changes)
+        replace_process("-m", "mlxlm.cli.main", *self.arguments, changes=self.changes)
 
 
 def restart_after(

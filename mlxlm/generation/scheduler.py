@@ -186,15 +186,23 @@ class Scheduler:
             single.row.channel.pause_if_full(on_resume)
 
     def _make_room(self) -> None:
-        """Interrupt the youngest texts while the others need their memory. They continue when there is room again."""
-        while (rows := self._batches.rows) and not self._fits():
-            if len(self._running()) == 1:
-                limit = self._memory.max_tokens()
-                rows[0].fail(
-                    GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
-                )
+        """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
+
+        A text that has no others beside it fails, and so does one that must be decoded by itself.
+        """
+        while not self._fits():
+            rows, singles = self._batches.rows, [s for s in self._singles if self._is_isolated(s.row)]
+            if rows and len(self._running()) > 1:
+                self.waiting.insert(0, self._batches.take_out(rows[-1]))
+                continue
+            limit = self._memory.max_tokens()
+            error = GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
+            if not singles:
+                for row in rows:
+                    row.fail(error)
                 return
-            self.waiting.insert(0, self._batches.take_out(rows[-1]))
+            singles[-1].row.fail(error)
+            self._end_single(singles[-1])
 
     def _fits(self, more: Sequence[Row] = ()) -> bool:
         """Whether memory has room for the running texts and `more`; makes that room in the prefix cache."""

@@ -1,9 +1,11 @@
-"""Python in a child process: it imports what this process would, and nothing from the current folder."""
+"""Python in another process: it imports what this process would, and nothing from the current folder."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from typing import NoReturn
 
 
 def python_command(*arguments: str) -> list[str]:
@@ -15,3 +17,9 @@ def python_environment() -> dict[str, str]:
     """This process's environment, with its search path, which may have the folder of a checkout."""
     paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def replace_process(*arguments: str, changes: Mapping[str, str]) -> NoReturn:
+    """Run Python with these arguments in place of this process, with these environment variables changed."""
+    command = python_command(*arguments)
+    os.execve(command[0], command, {**python_environment(), **changes})

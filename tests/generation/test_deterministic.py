@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.cache import KVOptions
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, scheduler, speculative
 from mlxlm.generation.drafters import PromptLookup
 from tests.generation.fake_drafters import always
@@ -29,7 +29,7 @@ class ShapeDependentEmbedding(nn.Module):
 @pytest.fixture(scope="module")
 def gpu(lm):
     """A model that computes as on a GPU, in bfloat16."""
-    lm = recording(lm, max_position_embeddings=4096)
+    lm = recording(lm, max_position_embeddings=4 * PREFILL_STEP_SIZE)
     lm.model.set_dtype(mx.bfloat16)
     lm.model.model.embed_tokens = ShapeDependentEmbedding(lm.model.model.embed_tokens)
     with pytest.MonkeyPatch.context() as patch:
@@ -80,12 +80,12 @@ def test_other_texts_of_this_model_depend_on_what_is_beside_them(gpu):
 
 
 def test_a_long_prompt_is_read_in_the_same_chunks_beside_others(gpu):
-    engine, wanted = Engine(gpu), request([random.Random(0).randrange(300) for _ in range(1500)], seed=1)
+    engine, wanted = Engine(gpu), request(random.Random(0).choices(range(300), k=5 * PREFILL_STEP_SIZE // 2), seed=1)
     running = engine.submit(request([5, 6], 40))
     next(running)
     same(engine.submit(wanted).result(), alone(gpu, wanted))
     assert len(running.result().tokens) == 40
-    assert gpu.model.calls.count((1, 512)) >= 4
+    assert gpu.model.calls.count((1, PREFILL_STEP_SIZE)) == 4
 
 
 def test_a_repeated_request_has_the_same_text(gpu):

@@ -20,7 +20,8 @@ from tests.generation.recording_model import recording
 
 
 def request(prompt, max_tokens=60, **options):
-    options = GenerationOptions.of(**{"temperature": 1.0, "seed": 3, **options}, max_tokens=max_tokens)
+    options = {"temperature": 1.0, "seed": 3, "deterministic": False, **options}
+    options = GenerationOptions.of(**options, max_tokens=max_tokens)
     return Request(prompt, options, frozenset())
 
 
@@ -96,10 +97,11 @@ def test_a_prompt_that_can_not_fit_is_refused(lm):
         engine.submit(request([7] * 51))
 
 
-def test_a_text_that_outgrows_memory_alone_fails(lm):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_text_that_outgrows_memory_alone_fails(lm, deterministic):
     memory = KVMemory(lm, KVOptions(), 0)
     engine = Engine(lm, max_kv_bytes=memory.reserved_bytes(50))
-    stream = engine.submit(request([7] * 40, 60))
+    stream = engine.submit(request([7] * 40, 60, deterministic=deterministic))
     with pytest.raises(GenerationError, match="room for the keys and values of 50 tokens"):
         list(stream)
     assert 9 <= len(stream.partial_result().tokens) <= 11

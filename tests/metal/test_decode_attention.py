@@ -194,11 +194,12 @@ class Ranges:
         self.ranges = mx.array(parts)
         self.distances = mx.arange(S) - parts[0][1] + 1  # ends are equal in a step
 
-    def mask(self, window):
+    def mask(self, window, heads=1):
         first, end = self.ranges[:, :1], self.ranges[:, 1:]
         index = mx.arange(self.distances.size)
         visible = (index >= first) & (index < end)
-        return (visible if window is None else visible & (index >= end - window))[:, None, None]
+        visible = (visible if window is None else visible & (index >= end - window))[:, None, None]
+        return mx.repeat(visible, heads, axis=1)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
