@@ -192,6 +192,7 @@ class Scheduler:
         """
         while not self._fits():
             rows, singles = self._batches.rows, [s for s in self._singles if self._is_isolated(s.row)]
+            singles = singles if self._lm.supports_batching else []  # of others, `KVMemory` only guesses the bytes
             if rows and len(self._running()) > 1:
                 self.waiting.insert(0, self._batches.take_out(rows[-1]))
                 continue
