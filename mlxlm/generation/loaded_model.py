@@ -17,8 +17,10 @@ from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS
 from mlxlm.config import ModelConfig
 from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 
+_FLOAT16_MARGIN = 16
 _SAMPLE = "The answer is 42: def f(x): return [x, 2 * x]\n\nEs ist so. Il pleut. こんにちは, мир!\n"
 
 
@@ -79,7 +81,8 @@ def eval_weights(model: Any) -> None:
 def load(path: Path | str) -> LoadedModel:
     """Load a model and its tokenizer.
 
-    Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough.
+    Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough. Models
+    that mlx_lm runs keep their dtype.
 
     Args:
         path: See `open_checkpoint`.
@@ -98,13 +101,14 @@ def load(path: Path | str) -> LoadedModel:
             f"{path}: the tokenizer has {text_tokenizer.min_vocab_size} tokens and the model {config.vocab_size}",
             "the tokenizer files that belong to these weights",
         )
-    if device.emulates_bfloat16() and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
+    converts = device.emulates_bfloat16() and isinstance(model, Decoder)
+    if converts and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
         model, config = checkpoint.load_checkpoint(source)
     eval_weights(model)
     return LoadedModel(model, text_tokenizer, config, Path(path), read_generation_config(source, str(path)))
 
 
-def convert_to_float16(model: nn.Module, tokens: Sequence[int]) -> bool:
+def convert_to_float16(model: Decoder, tokens: Sequence[int]) -> bool:
     """Convert weights from bfloat16 to float16.
 
     Args:
@@ -112,15 +116,20 @@ def convert_to_float16(model: nn.Module, tokens: Sequence[int]) -> bool:
         tokens: Of a text to try the result on.
 
     Returns:
-        Whether the weights and the logits of the text are finite. If not, the model is of no use any more.
+        Whether the weights are finite, and the residual and what is added to it at most a sixteenth of the largest
+        number: other texts have larger ones. If not, the model is of no use any more.
     """
     parameters = tree_flatten(model.parameters())
     converted = [(name, x.astype(mx.float16)) for name, x in parameters if x.dtype == mx.bfloat16]
     if not converted:
         return True
     model.update(tree_unflatten(converted))
-    arrays = [x for _, x in converted] + [model(mx.array([tokens]))]
-    return mx.stack([mx.isfinite(x).all() for x in arrays]).all().item()
+    sizes = [mx.abs(x).max() for _, x in converted]
+    residual, hidden_states = model.model.embed(mx.array([tokens])), None
+    for layer in model.layers:
+        residual, hidden_states = layer(residual, hidden_states)
+        sizes += [_FLOAT16_MARGIN * mx.abs(x).max() for x in (residual, hidden_states) if x is not None]
+    return mx.isfinite(mx.stack(sizes)).all().item()
 
 
 def read_generation_config(source: checkpoint.AnyCheckpoint, name: str) -> GenerationConfig:
