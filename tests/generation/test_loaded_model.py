@@ -36,6 +36,6 @@ def test_bfloat16_becomes_float16_where_it_is_emulated(save, simulated_gpu):
     assert dtypes(save()) == {mx.float16 if emulated else mx.bfloat16}
 
 
-@pytest.mark.parametrize("scale", [1e3, 1e4, 1e6])
+@pytest.mark.parametrize("scale", [3e2, 1e3, 1e6])
 def test_not_if_activations_or_weights_are_large(save, simulated_gpu, scale):
     assert dtypes(save(scale)) == {mx.bfloat16}
