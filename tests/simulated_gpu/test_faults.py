@@ -129,7 +129,7 @@ def test_server_continues_after_a_failed_command_buffer(simulated_gpu, folder):
             failed = ask()
             assert failed.status_code == status and failed.json()["error"]["message"].endswith(error.rstrip("."))
             assert ask().raise_for_status().json()["choices"] == expected
-        simulated_gpu.faults.failing_evaluations = {3}
+        simulated_gpu.faults.failing_evaluations = {6}  # after the first token
         events = ask(stream=True).text.split("\n\n")
         assert "choices" in events[0] and "Impacting Interactivity" in events[-2]
         assert ask().raise_for_status().json()["choices"] == expected
