@@ -229,8 +229,9 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(TRAINING, 4096, dtype="float32") == ("blockwise", "metal", "mlx")  # not in float32
 
 
-def test_training_on_a_gpu_uses_the_metal_kernels_where_they_were_measured_to_be_fastest(monkeypatch):
+def test_training_on_a_mac_uses_the_metal_kernels_where_they_were_measured_to_be_fastest(monkeypatch):
     monkeypatch.setattr(Operation, "unavailable_reason", lambda self, path, case: None)
+    monkeypatch.setattr("mlxlm.kernels.attention_dispatch.metal_available", lambda: True)
     for T, unmeasured in ((4096, "blockwise"), (512, "mlx")):
         measured = case(TRAINING, T)
         assert dispatch.choose_path(TRAINING, measured).path == unmeasured
