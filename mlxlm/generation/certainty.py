@@ -3,17 +3,19 @@
 A draw is certain if no change of the logits by at most half a margin each could change its token, neither through the
 order of the scores nor through what a filter keeps. Every logit is assumed to change in the worst direction, so that a
 few draws count as uncertain that aren't.
+
+This is for a CPU alone: see `mlxlm.generation.rounding.margin_for`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import reduce
 from operator import and_, or_
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.logit_filters import TOTAL_MASS, Number, Numbers, TopK
+from mlxlm.generation.logit_filters import TOTAL_MASS, Number, Numbers
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.kernels.exp import exp_nonpositive
 
@@ -51,7 +53,7 @@ def certain_draws(scores: mx.array, tokens: mx.array, margin: Number) -> mx.arra
 
 
 def certain_filtered_draws(
-    logits: mx.array, noise: mx.array, tokens: mx.array, numbers: Numbers, top_k: TopK | None
+    logits: mx.array, noise: mx.array, tokens: mx.array, numbers: Numbers, candidates: mx.array | None
 ) -> mx.array:
     """Whether draws with top-k, top-p and min-p are certain. With typical sampling, none is.
 
@@ -64,7 +66,7 @@ def certain_filtered_draws(
         noise: What is subtracted from the filtered logits, `[R, V]`.
         tokens: The tokens of the highest differences, int32 `[R]`; -1 for none.
         numbers: Those of `filter_numbers` and `margin_numbers`.
-        top_k: What top-k kept; None if it is off.
+        candidates: Those of `apply_top_k`; None if it is off.
 
     Returns:
         bool `[R]`.
@@ -75,48 +77,33 @@ def certain_filtered_draws(
     is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - numbers["margin"]
     rival = mx.where(is_close, logits, -mx.inf).max(axis=-1, keepdims=True)
     token = mx.take_along_axis(logits, tokens, axis=-1)
-    verdicts = list(_verdicts(logits, token, rival, numbers, top_k))
+    verdicts = list(_verdicts(logits, token, rival, numbers, candidates))
     removed = reduce(or_, (surely_removed for _, surely_removed in verdicts), mx.isneginf(rival))
     return reduce(and_, (surely_kept for surely_kept, _ in verdicts), removed).squeeze(-1)
 
 
 def _verdicts(
-    logits: mx.array, token: mx.array, rival: mx.array, numbers: Numbers, top_k: TopK | None
+    logits: mx.array, token: mx.array, rival: mx.array, numbers: Numbers, candidates: mx.array | None
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """For each filter, whether it surely keeps the logit `token` `[R, 1]`, and surely removes the logit `rival`."""
     margin = numbers["margin"]
     ties: mx.array | float = 0.0  # the largest weight of tokens beyond the k-th that could tie with it
-    if top_k is not None:
-        num_ties = (logits >= top_k.threshold - margin).sum(axis=-1, keepdims=True) - top_k.k
-        ties = num_ties * mx.exp(top_k.threshold)
-        yield (token >= top_k.threshold + margin) | (num_ties == 0), rival < top_k.threshold - margin
+    if candidates is not None:
+        threshold = candidates.min(axis=-1, keepdims=True)
+        num_ties = (logits >= threshold - margin).sum(axis=-1, keepdims=True) - candidates.shape[-1]
+        ties = num_ties * mx.exp(threshold)
+        yield (token >= threshold + margin) | (num_ties == 0), rival < threshold - margin
     if "top_p" in numbers:
-        limits = [token - margin, rival + margin]
-        if top_k is None:
-            above_token, above_rival, total = _sums_above([*limits, mx.full(token.shape, -mx.inf)], logits)
-        else:  # the weight of k tokens, however many tie with the last; where top-k doesn't decide, they are enough
-            limits += [top_k.threshold, top_k.threshold]
-            above_token, above_rival, total, count = _sums_above(limits, top_k.logits, count_last=True)
-            total = total + (top_k.k - count) * mx.exp(top_k.threshold)
+        top = logits if candidates is None else candidates  # enough, where top-k alone doesn't decide
+        weights = exp_nonpositive(top)
+        total = weights.sum(axis=-1, keepdims=True)
+        above_token = mx.where(top > token - margin, weights, 0).sum(axis=-1, keepdims=True)
+        above_rival = mx.where(top > rival + margin, weights, 0).sum(axis=-1, keepdims=True)
         # The most likely token is kept for any top_p: no mass is above it.
         surely_kept = above_token - mx.exp(token) <= numbers["lowest_top_p"] * total
         yield surely_kept, above_rival >= numbers["highest_top_p"] * (total + ties)
     if "log_min_p" in numbers:
         yield token >= numbers["log_min_p"] + margin, rival < numbers["log_min_p"] - margin
-
-
-def _sums_above(limits: Sequence[mx.array], logits: mx.array, count_last: bool = False) -> mx.array:
-    """The weights exp(logit) of the tokens above each of n limits `[R, 1]`, as `[n, R, 1]`: on a GPU two launches.
-
-    With `count_last`, the last is the number of tokens instead.
-    """
-    last, index = len(limits) - 1, mx.array([*range(len(limits))])[:, None, None]
-    limit, weights = limits[last], exp_nonpositive(logits)
-    for i, other in enumerate(limits[:last]):
-        limit = mx.where(index == i, other, limit)
-    if count_last:
-        weights = mx.where(index == last, 1, weights)
-    return mx.where(logits > limit, weights, 0).sum(axis=-1, keepdims=True)
 
 
 def _column(tokens: mx.array) -> mx.array:

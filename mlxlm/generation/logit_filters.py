@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation.options import GenerationOptions
@@ -21,20 +21,6 @@ TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any
 # An array in a compiled function, which is not traced again for another value.
 Number: TypeAlias = "mx.array | float"
 Numbers: TypeAlias = Mapping[str, Number]
-
-
-class TopK(NamedTuple):
-    """What `apply_top_k` kept.
-
-    Attributes:
-        logits: Of the kept tokens, in any order. `[B, k]`, or `[B, V]` with -inf for the others.
-        threshold: The k-th highest logit, `[B, 1]`.
-        k: How many tokens to keep. Others that tie with the last are kept, but may not be in `logits`.
-    """
-
-    logits: mx.array
-    threshold: mx.array
-    k: Number
 
 
 def filter_numbers(options: GenerationOptions, vocab_size: int) -> dict[str, float]:
@@ -62,25 +48,27 @@ def filter_logits(logits: mx.array, options: GenerationOptions, xtc_rows: mx.arr
     return apply_filters(logits, numbers, xtc_rows)[0]
 
 
-def apply_filters(logits: mx.array, numbers: Numbers, xtc_rows: mx.array | None = None) -> tuple[mx.array, TopK | None]:
+def apply_filters(
+    logits: mx.array, numbers: Numbers, xtc_rows: mx.array | None = None
+) -> tuple[mx.array, mx.array | None]:
     """Apply the filters that have a number to the logits `[B, V]` of `apply_temperature`; see `filter_logits`.
 
     Returns:
-        The filtered logits, which are `logits` itself if all filters are off; and what top-k kept, None if it is off.
+        The filtered logits, which are `logits` itself if all filters are off; and the candidates of `apply_top_k`.
     """
-    top_k = highest = None
+    candidates = highest = None
     if "top_k" in numbers:
-        logits, top_k = apply_top_k(logits, numbers["top_k"])
+        logits, candidates = apply_top_k(logits, numbers["top_k"])
     if "typical_p" in numbers:
-        logits, top_k = apply_typical_p(logits, numbers["typical_p"]), None
+        logits, candidates = apply_typical_p(logits, numbers["typical_p"]), None
         highest = logits.max(axis=-1, keepdims=True)
     if "top_p" in numbers:
-        logits = apply_top_p(logits, numbers["top_p"], highest, top_k)
+        logits = apply_top_p(logits, numbers["top_p"], highest, candidates)
     if "log_min_p" in numbers:
         logits = apply_min_p(logits, numbers["log_min_p"], highest)
     if xtc_rows is not None:
         logits = apply_xtc(logits, numbers["xtc_threshold"], xtc_rows)
-    return logits, top_k
+    return logits, candidates
 
 
 def apply_temperature(logits: mx.array, highest: mx.array, temperature: Number) -> mx.array:
@@ -89,15 +77,18 @@ def apply_temperature(logits: mx.array, highest: mx.array, temperature: Number) 
     return (logits.astype(mx.float32) - highest.astype(mx.float32)) / temperature
 
 
-def apply_top_k(logits: mx.array, k: Number) -> tuple[mx.array, TopK]:
-    """Keep the `k` most likely tokens (Fan et al. 2018, section 5.4) of logits `[B, V]`, whose highest is 0."""
+def apply_top_k(logits: mx.array, k: Number) -> tuple[mx.array, mx.array | None]:
+    """Keep the `k` most likely tokens (Fan et al. 2018, section 5.4) of logits `[B, V]`, whose highest is 0.
+
+    Returns:
+        The filtered logits; and on a CPU the logits `[B, k]` of the kept tokens in any order, for `apply_top_p`.
+    """
     if ON_CPU:
-        kept = mx.topk(logits, k, axis=-1)
-        threshold = kept.min(axis=-1, keepdims=True)
-        return mx.where(logits >= threshold, logits, -mx.inf), TopK(kept, threshold, k)
-    threshold = -kth_smallest(logits, k)  # on Metal, `mx.topk` sorts
-    logits = mx.where(logits >= threshold, logits, -mx.inf)
-    return logits, TopK(logits, threshold, k)
+        candidates = mx.topk(logits, k, axis=-1)
+        threshold = candidates.min(axis=-1, keepdims=True)
+    else:  # on Metal, `mx.topk` sorts
+        candidates, threshold = None, -kth_smallest(logits, k)
+    return mx.where(logits >= threshold, logits, -mx.inf), candidates
 
 
 def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
@@ -116,7 +107,7 @@ def apply_typical_p(logits: mx.array, typical_p: Number) -> mx.array:
     return mx.where((mx.abs(ranks) <= last) & (masses > 0), logits, -mx.inf)
 
 
-def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, top_k: TopK | None) -> mx.array:
+def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, candidates: mx.array | None) -> mx.array:
     """Nucleus sampling: keep the smallest set of the most likely tokens with probability `top_p`.
 
     Holtzman et al. 2020, section 3.1.
@@ -125,17 +116,17 @@ def apply_top_p(logits: mx.array, top_p: Number, highest: mx.array | None, top_k
         logits: `[B, V]`.
         top_p: Above 0, below 1.
         highest: The highest logit, `[B, 1]`; None for 0.
-        top_k: What a preceding `apply_top_k` kept, so that only this is sorted.
+        candidates: Those of a preceding `apply_top_k`, so that only these are sorted.
     """
     below = logits - highest if highest is not None else logits
     weights = exp_nonpositive(below)
     total = weights.sum(axis=-1, keepdims=True)
     masses = _masses(weights / total)
-    if top_k is None or top_k.logits is logits:
+    if candidates is None:
         last = weighted_quantile(below, masses, top_p)
     else:  # the missing mass may be that of tokens tied with the last one
-        top_masses = _masses(exp_nonpositive(top_k.logits) / total)
-        last = quantile_by_sorting(-top_k.logits, top_masses, target_weight(masses, top_p))
+        candidate_masses = _masses(exp_nonpositive(candidates) / total)
+        last = quantile_by_sorting(-candidates, candidate_masses, target_weight(masses, top_p))
     return mx.where((below >= -last) & (masses > 0), logits, -mx.inf)
 
 

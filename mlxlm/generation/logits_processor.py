@@ -63,7 +63,7 @@ class LogitsProcessor:
             state: The earlier tokens of each row.
             token_bitmasks: The tokens that each row's constraint allows; None without constraints.
             steps: Each row's seed and the number of its token.
-            margin: See `sample_with_certainty`.
+            margin: See `sample_with_certainty`. None on a GPU.
 
         Returns:
             The tokens, int32 `[R]`, -1 if the highest logit isn't finite; and whether they are certain, bool `[R]`.
@@ -113,7 +113,7 @@ def _draw(
         tokens = _argmax(logits, highest)
         return tokens, None if margin is None else certain_draws(logits, tokens, margin)
     logits = apply_temperature(logits, highest, numbers["temperature"])
-    filtered, top_k = apply_filters(logits, numbers, xtc_rows)
+    filtered, candidates = apply_filters(logits, numbers, xtc_rows)
     noise = negative_gumbel_noise(keys, logits.shape[-1])
     scores = filtered - noise
     tokens = _argmax(scores, highest)
@@ -121,7 +121,7 @@ def _draw(
         return tokens, None
     if filtered is logits:
         return tokens, certain_draws(scores, tokens, margin)
-    certain = certain_filtered_draws(logits, noise, tokens, numbers, top_k)
+    certain = certain_filtered_draws(logits, noise, tokens, numbers, candidates)
     return tokens, certain if xtc_rows is None else certain & ~xtc_rows
 
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.config import ModelConfig
 from mlxlm.generation import GenerationOptions
-from mlxlm.generation.sampling import Sampler, sample_with_certainty
-from tests.launches import count_launches, decode_launches, recording, sampler_launches
+from tests.launches import decode_launches, sampler_launches
 
 LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
@@ -36,14 +34,6 @@ SAMPLERS = {  # of a token, with a vocabulary of 128k
     "presence, frequency penalty": ({"presence_penalty": 0.5, "frequency_penalty": 0.5}, 8),
     "DRY": ({"dry_multiplier": 0.8, "dry_sequence_breakers": ()}, 16),
 }  # fmt: skip
-CERTAIN = {  # of a token of each of two rows, and whether rounding could change it
-    "greedy": ({"temperature": 0.0}, 8),
-    "temperature": ({}, 9),
-    "top-k": ({"top_k": 40}, 20),
-    "top-p": ({"top_p": 0.9}, 22),
-    "min-p": ({"min_p": 0.05}, 15),
-    "top-k, top-p, min-p": ({"top_k": 40, "top_p": 0.9, "min_p": 0.05}, 27),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -71,15 +61,4 @@ def test_launches_of_a_decoding_step(name):
 def test_launches_of_a_draw(name):
     options, budget = SAMPLERS[name]
     counts = sampler_launches(GenerationOptions(**{"temperature": 0.7, **options}), 128_256)
-    assert counts.total() <= budget, counts
-
-
-@pytest.mark.parametrize("name", CERTAIN)
-def test_launches_of_draws_with_certainty(name):
-    options, budget = CERTAIN[name]
-    logits = mx.zeros((2, 128_256), mx.bfloat16)
-    mx.eval(logits)
-    with recording():
-        samplers = [Sampler(GenerationOptions(**{"temperature": 0.7, **options}), [0], seed) for seed in range(2)]
-        counts = count_launches(sample_with_certainty(samplers, logits, 0.1))
     assert counts.total() <= budget, counts
