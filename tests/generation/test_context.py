@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, save_prompt_cache
-from mlxlm.generation import Context, device_memory, generate, generate_tokens, stream
+from mlxlm.generation import Context, generate, generate_tokens, stream
 from mlxlm.generation.context import UNLIMITED, cache_identity
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
@@ -296,15 +296,3 @@ def test_architectures_of_mlx_lm_with_these_caches(kv):
     wanted = list(generate_tokens(Context(model, kv), PROMPT * 4, greedy, 20))
     assert list(generate_tokens(context, PROMPT * 4, greedy, 20, prefill_step_size=5)) == wanted
     assert max(cache.size() for cache in context.caches) <= (kv.size or 63)
-
-
-def test_a_gpu_computes_a_chunk_while_the_graph_of_the_next_is_built(lm, monkeypatch):
-    evaluations = []
-    for name in ("eval_arrays", "async_eval_arrays"):
-        original = getattr(device_memory, name)
-        monkeypatch.setattr(
-            device_memory, name, lambda *a, name=name, original=original: evaluations.append(name) or original(*a)
-        )
-    Context(lm.model).read(PROMPT[:3], prefill_step_size=1)
-    first = "eval_arrays" if ON_CPU else "async_eval_arrays"
-    assert evaluations == [first, first, "eval_arrays"]

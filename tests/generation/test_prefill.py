@@ -8,7 +8,7 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
-from mlxlm.generation import Engine, GenerationOptions, Request
+from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_memory
 from mlxlm.generation.chunk_size import MIN_CHUNK_TOKENS, _token_cost, chunk_size
 from tests.generation.recording_model import recording
 from tests.generation.test_batching import alone, same
@@ -163,3 +163,15 @@ def test_the_log_explains_what_the_prefix_cache_lacks(lm, caplog):
     new, cached = (lm.tokenizer.decode([id]) for id in (70, 7))
     message = f"2 of 4 prompt tokens are in the prefix cache; token 2 is {new!r}, and {cached!r} in the text"
     assert caplog.messages[-1].startswith(message)
+
+
+def test_a_gpu_computes_a_chunk_while_the_graph_of_the_next_is_built(lm, monkeypatch):
+    evaluations = []
+    for name in ("eval_arrays", "async_eval_arrays"):
+        original = getattr(device_memory, name)
+        monkeypatch.setattr(
+            device_memory, name, lambda *a, name=name, original=original: evaluations.append(name) or original(*a)
+        )
+    Context(lm.model).read([5, 6, 7], prefill_step_size=1)
+    first = "eval_arrays" if ON_CPU else "async_eval_arrays"
+    assert evaluations == [first, first, "eval_arrays"]

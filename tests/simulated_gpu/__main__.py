@@ -22,7 +22,7 @@ ALL_TESTS = f"""
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/mlx_lm
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
     generation/test_deterministic.py generation/test_speculative_text.py generation/test_logit_filters.py
-    generation/test_context.py generation/test_launches.py
+    generation/test_launches.py
     chat/test_session.py chat/test_generate.py server/test_chat_completions.py server/test_run.py
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
     quantize/test_verify.py quantize/test_pipeline.py
