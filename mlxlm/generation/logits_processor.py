@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
-from functools import lru_cache
 
 import numpy as np
 
@@ -45,8 +44,7 @@ class LogitsProcessor:
         self._bias_values = np.array(list(options.logit_bias.values()), np.float32)
         shared = (getattr(options, name) for name in _SHARED)
         self.key: Hashable = (*shared, self._bias_ids.tobytes(), self._bias_values.tobytes(), id(breakers))
-        self._numbers = lru_cache(maxsize=4)(self._make_numbers)
-        self._bias = lru_cache(maxsize=1)(self._make_bias)
+        self._arguments: dict[tuple[int, float | None], tuple[Numbers, mx.array | None]] = {}  # that tokens share
 
     def draw(
         self,
@@ -69,8 +67,10 @@ class LogitsProcessor:
             The tokens, int32 `[R]`, -1 if the highest logit isn't finite; and whether they are certain, bool `[R]`.
         """
         options, vocab_size = self.options, logits.shape[-1]
-        numbers = self._numbers(vocab_size, margin)
-        bias = self._bias(vocab_size) if len(self._bias_ids) else None
+        key = vocab_size, margin
+        if key not in self._arguments:
+            self._arguments[key] = self._numbers(vocab_size, margin), self._bias(vocab_size)
+        numbers, bias = self._arguments[key]
         words = None if token_bitmasks is None else stack_token_bitmasks(token_bitmasks, vocab_size)
         if options.temperature == 0:
             return _draw(logits, numbers, state.arrays, bias, words, None, None)
@@ -79,13 +79,15 @@ class LogitsProcessor:
         keys = mx.array([key for key, _ in noises], mx.uint32)
         return _draw(logits, numbers, state.arrays, bias, words, keys, mx.array(xtc) if any(xtc) else None)
 
-    def _make_numbers(self, vocab_size: int, margin: float | None) -> Numbers:
+    def _numbers(self, vocab_size: int, margin: float | None) -> Numbers:
         numbers = filter_numbers(self.options, vocab_size) | penalty_numbers(self.options)
         if margin is not None:
             numbers |= margin_numbers(self.options, margin, vocab_size)
         return numbers if ON_CPU else {name: scalar(number, mx.float32) for name, number in numbers.items()}
 
-    def _make_bias(self, vocab_size: int) -> mx.array:
+    def _bias(self, vocab_size: int) -> mx.array | None:
+        if not len(self._bias_ids):
+            return None
         bias = np.zeros(vocab_size, np.float32)
         bias[self._bias_ids] = self._bias_values
         return mx.array(bias)
