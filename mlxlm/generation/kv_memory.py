@@ -33,7 +33,8 @@ def prefill_step_size(lm: LoadedModel) -> int:
     """How many tokens of a prompt are read at once: on a Mac whose memory has little room, fewer than elsewhere."""
     size = PREFILL_STEP_SIZE
     if mx.metal.is_available():
-        while size > _MIN_STEP_SIZE and activation_bytes(lm, size) > _ACTIVATION_SHARE * _free_bytes(lm):
+        max_tokens = _ACTIVATION_SHARE * _free_bytes(lm) / activation_bytes(lm, 1)
+        while size > _MIN_STEP_SIZE and size > max_tokens:
             size //= 2
     return size
 

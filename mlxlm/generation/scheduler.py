@@ -220,6 +220,8 @@ class Scheduler:
         return self._memory.max_bytes - needed - self._batches.reserved_bytes
 
     def _admit(self) -> None:
+        if not self.waiting:
+            return
         num_running, num_active = len(self._running()), self.num_active
         room = MAX_SINGLE_ROWS - sum(self._is_isolated(row) for row in self._running() if not row.channel.paused)
         ready: list[Row] = []
