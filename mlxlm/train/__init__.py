@@ -1,9 +1,7 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
 from mlxlm.train.budget import Budget
-from mlxlm.train.distributed.heartbeat import RankLostError
-from mlxlm.train.distributed.process_group import ProcessGroup, join_process_group
-from mlxlm.train.distributed.worker import run_worker
+from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
 from mlxlm.train.events import (
     CheckpointNotSaved,
     CheckpointSaved,
@@ -29,6 +27,7 @@ from mlxlm.train.start import start_run
 from mlxlm.train.step_benchmark import Probe, probe
 from mlxlm.train.throttle import PowerPolicy
 from mlxlm.train.trackers import check_trackers
+from mlxlm.train.worker import run_worker
 
 __all__ = [
     "Budget",

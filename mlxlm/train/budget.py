@@ -15,7 +15,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset, preset_names
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.plan.scaling_law import ScalingLaw
-from mlxlm.train.deadline import VALIDATION_FRACTION
+from mlxlm.train.run_clock import VALIDATION_FRACTION
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import Probe, probe
 from mlxlm.utils.errors import ConfigError
@@ -128,7 +128,7 @@ def time_limit_settings(
 ) -> dict[str, Any]:
     """Return `values` with the time limit, the steps that fit into it, and settings for validation if they have none.
 
-    A run validates as often as the time allows, see `Deadline`, on no more tokens than two validations have time for.
+    A run validates as often as the time allows, see `RunClock`, on no more tokens than two validations have time for.
     """
     seconds = budget.seconds_left()
     values = {"eval_every": None, "save_every": 0, **values, "time_limit": seconds}

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed
 from mlxlm.train.log import DISK_FULL_ERRNOS, RunLog
-from mlxlm.train.run import Run
+from mlxlm.train.run import Run, TrainState
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
-from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import has_hard_links
 from mlxlm.utils.formatting import human_bytes
