@@ -119,7 +119,7 @@ def test_last_good_checkpoint_is_before_the_loss_rose(new_run, monkeypatch):
 def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validation_loss):
     """A run of a few steps, in which the loss alone shows no divergence. Chance is ln 300 = 5.70 nats."""
     run, losses = new_run("run", steps=3, eval_every=2), iter([9.0, validation_loss])
-    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
+    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
     if validation_loss < np.log(300) + 1:
         assert finish(run)[-1].best_loss == validation_loss
         return
@@ -129,7 +129,7 @@ def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validatio
 
 def test_nan_validation_loss_stops_training(new_run, monkeypatch):
     run, nan = new_run("run", eval_every=2), Evaluation(float("nan"), float("nan"), 9)
-    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: nan)
+    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: nan)
     with pytest.raises(TrainingError, match="stopped at step 2: the validation loss is nan"):
         finish(run)
     assert run.checkpoints() == []
@@ -248,7 +248,7 @@ def test_read_errors_end_the_run(new_run, monkeypatch):
 def test_time_asleep_is_reported_and_counts_nowhere(new_run, monkeypatch):
     """The clocks of a run stand still while the machine sleeps."""
     run, asleep = new_run("run", steps=4), iter([5.0, 5.0, 14.0, 7814.0, 7814.0])
-    monkeypatch.setattr("mlxlm.train.trainer.seconds_asleep", lambda: next(asleep))
+    monkeypatch.setattr("mlxlm.train.loop.seconds_asleep", lambda: next(asleep))
     events = finish(run)
     (warning,) = (e for e in events if isinstance(e, TrainingWarning))
     assert (warning.step, warning.message) == (3, "this machine slept for 2h10m, which is no training time")
@@ -256,6 +256,6 @@ def test_time_asleep_is_reported_and_counts_nowhere(new_run, monkeypatch):
 
 
 def test_low_power_mode_is_reported(new_run, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.trainer.platform.low_power_mode", lambda: True)
+    monkeypatch.setattr("mlxlm.train.loop.platform.low_power_mode", lambda: True)
     warnings = [e.message for e in finish(new_run("run", steps=1)) if isinstance(e, TrainingWarning)]
     assert warnings == ["this Mac is in Low Power Mode, which slows training down"]

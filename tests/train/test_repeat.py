@@ -23,8 +23,8 @@ def test_repeat_is_bit_equal(new_run, tmp_path, capsys):
         assert entries(copy, event) == entries(run, event)
     assert again[-1].step == rest[-1].step
     assert contents(copy.checkpoints()[-1]) == contents(run.checkpoints()[-1])
-    (copy.path / "repeat_plan.json").write_text('{"learning_rates": [1], "validations": []}')
-    with pytest.raises(ConfigError, match="repeat_plan.json is damaged"):
+    (copy.path / "repeat_plan.jsonl").write_text('{"event": "step", "step": 1, "learning_rate": 1}\n')
+    with pytest.raises(ConfigError, match="repeat_plan.jsonl is damaged"):
         finish(Run.open(copy.path), resume=True)
     assert _run(["pretrain", "--repeat", str(run.path), "--out", str(tmp_path / "other"), "--steps", "3"]) == 2
     assert "--repeat takes --out" in capsys.readouterr().err

@@ -28,7 +28,7 @@ from mlxlm.utils.errors import ConfigError
         ({"time_limit": 0}, "time_limit is 0, it must be a positive number"),
         ({"time_limit": "2h"}, "time_limit is '2h', it must be a positive number"),
         ({"eval_every": None}, "eval_every is None"),  # needs a time limit
-        ({"repeat_plan": "../x"}, "repeat_plan is '../x', it must be repeat_plan.json or null"),
+        ({"repeat_plan": "../x"}, "repeat_plan is '../x', it must be repeat_plan.jsonl or null"),
     ],
 )
 def test_invalid_settings(change, expected):

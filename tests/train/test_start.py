@@ -13,7 +13,7 @@ from mlxlm.tokenizer import train as train_tokenizer
 from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, run_data, start_run
 from mlxlm.train.events import TextLimited
 from mlxlm.train.optimizers import default_weight_decay
-from mlxlm.train.step_batches import StepBatches
+from mlxlm.train.worker import StepBatches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK, read_log
 

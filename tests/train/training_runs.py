@@ -15,7 +15,7 @@ QUICK = {"steps": 20, "batch_size": 4, "max_seq_length": 32, "learning_rate": 3e
 TIME_LIMIT = {"time_limit": 30.0, "eval_every": 0, "save_every": 5}
 
 
-def ticking_clock(seconds: float = 0.25) -> Callable[[], float]:
+def ticking_clock(seconds: float = 0.2) -> Callable[[], float]:
     """A clock that advances by `seconds` at each call, the same in every run."""
     return partial(next, itertools.count(0.0, seconds))
 
