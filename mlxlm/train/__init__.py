@@ -21,9 +21,8 @@ from mlxlm.train.finetune import open_base_model, start_finetune
 from mlxlm.train.loop import train
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import TokenizerOptions
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import start_run
+from mlxlm.train.start import TokenizerOptions, start_run
 from mlxlm.train.step_benchmark import Probe, probe
 from mlxlm.train.throttle import PowerPolicy
 from mlxlm.train.trackers import check_trackers

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed
-from mlxlm.train.log import DISK_FULL_ERRNOS, RunLog
+from mlxlm.train.events import DISK_FULL_ERRNOS, CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed, RunLog
 from mlxlm.train.run import Run, TrainState
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
