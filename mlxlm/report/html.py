@@ -1,7 +1,7 @@
 """Self-contained HTML pages, readable without network and without scripts, with line charts as SVG.
 
-The page's style sheet colors the charts. matplotlib's SVG takes 4.4 s and 133 kB for the page of a run of 50 steps; these take 0.02 s and 37 kB, and `page.js`
-reads their points to show the values under the pointer.
+The page's style sheet colors the charts. matplotlib's SVG takes 4.4 s and 133 kB for the page of a run of 50 steps;
+these take 0.02 s and 37 kB, and `page.js` reads their points to show the values under the pointer.
 """
 
 from __future__ import annotations
