@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm.data.bad_input import OnBad
-from mlxlm.data.text import Advance, Document, invalid_utf8, reading, split_pieces
+from mlxlm.data.text import Advance, Document, OnBad, invalid_utf8, reading, split_pieces
 from mlxlm.utils.errors import DataError
 
 TEXT_COLUMNS = ("text", "messages")  # that are read by default

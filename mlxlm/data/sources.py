@@ -15,9 +15,8 @@ from typing import IO, Any, BinaryIO
 
 import zstandard
 
-from mlxlm.data.bad_input import OnBad, raise_error
 from mlxlm.data.rows import TABLE_SUFFIXES, csv_documents, json_documents, table_documents
-from mlxlm.data.text import READ_BYTES, Advance, Document, reading, text_document
+from mlxlm.data.text import READ_BYTES, Advance, Document, OnBad, raise_error, reading, text_document
 from mlxlm.utils.errors import DataError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
 
