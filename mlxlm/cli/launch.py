@@ -35,16 +35,11 @@ _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS
 def launch(hosts: str | int, args: list[str]) -> int:
     """Run `mlxlm ARGS` in several processes, and return the exit code of rank 0.
 
-    The first signal that stops this command lets rank 0 finish its step, the second ends it at once, and the third
-    kills all processes.
+    The first signal lets rank 0 finish its step, the second ends it at once, and the third kills all processes.
 
     Args:
-        hosts: The number of processes on this machine; or hosts for `make_hostfile`; or the path of a hostfile.
+        hosts: The number of processes on this machine; or names of hosts, see `make_hostfile`; or a hostfile.
         args: The command line.
-
-    Raises:
-        ConfigError: A host has no address, or the first one isn't this machine.
-        PlatformError: There is no mlx.launch.
     """
     sharing = hosts if isinstance(hosts, int) else 1  # processes that share this machine
     with tempfile.TemporaryDirectory(prefix="mlxlm-") as folder:
@@ -133,7 +128,7 @@ def strip_options(args: list[str], flags: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def finish_before_sigterm(num_processes: int) -> Iterator[None]:
-    """Show an error of the block before mlx.launch ends this process, as it does once any process has failed."""
+    """Let an error of the block be shown: mlx.launch ends all processes once any of them has failed."""
     try:
         yield
     except BaseException:

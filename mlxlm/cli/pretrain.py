@@ -80,7 +80,7 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
     from mlxlm.train import join_process_group, run_worker
 
     with join_process_group() as process_group, finish_before_sigterm(process_group.size):
-        if process_group.is_main_process:
+        if process_group.rank == 0:
             _train(process_group, data, options)
         else:
             with StopRequest().catch_signals() as stop:

@@ -63,11 +63,6 @@ class ProcessGroup:
             with suppress(RankLostError):
                 self.broadcast_object(None)
 
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this rank writes files and shows the progress: rank 0."""
-        return self.rank == 0
-
     def batches_per_process(self, count: int) -> int:
         """Return each rank's share of a step's `count` batches. Raises PlatformError if the shares aren't equal."""
         if count % self.size:
