@@ -63,7 +63,7 @@ class CheckpointSaver:
     def save(self, state: TrainState, validated: bool = False) -> CheckpointSaved | CheckpointNotSaved | None:
         """Write the checkpoint of step `state.step`, see `Run.save_checkpoint`.
 
-        If that step is saved already, only its `state.json` is updated, with a validation that came later (`validated`).
+        If that step is saved already, its `state.json` gets the validation that came later (`validated`).
 
         Returns:
             None if the step was saved already; CheckpointNotSaved if the disk is full.

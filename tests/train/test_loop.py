@@ -11,7 +11,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
-from mlxlm.data import TrainBatches
+from mlxlm.data import DataOptions, Manifest, TrainBatches
 from mlxlm.evaluate import Evaluation
 from mlxlm.generation import generate
 from mlxlm.report import read_run
@@ -20,7 +20,7 @@ from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, V
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError, DataError, DeviceError, TrainingError
-from tests.train.training_runs import contents, finish, read_log
+from tests.train.training_runs import GPT2, contents, finish, read_log
 
 
 def logged(run: Run, event: str, *fields: str) -> list[tuple]:
@@ -28,15 +28,18 @@ def logged(run: Run, event: str, *fields: str) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("weights", "changes"),
     [
-        {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True},
-        {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9},
+        (None, {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True}),
+        (None, {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9}),
+        ([3, 1], {"packing": "best-fit", "document_mask": True}),
+        ([1, 1], {"document_mask": True, "grad_accumulation_steps": 2, "config": GPT2}),
     ],
 )
-def test_resume_is_bit_equal(new_run, changes):
+def test_resume_is_bit_equal(new_run, two_sources, weights, changes):
     """20 steps are 10, a resume and 10. The resumed run first does the validation that was due when it was stopped."""
-    whole, parts = new_run("whole", **changes), new_run("parts", **changes)
+    data = weights and DataOptions(two_sources, weights)
+    whole, parts = new_run("whole", data, **changes), new_run("parts", data, **changes)
     assert isinstance(finish(whole)[-1], Finished)
     events = finish(parts, stop_at=10)
     assert events[-1] == Stopped(10, parts.path) and not [e for e in events if isinstance(e, Validation)]
@@ -47,6 +50,19 @@ def test_resume_is_bit_equal(new_run, changes):
     for event in ("step", "validation"):
         assert logged(whole, event, "loss") == logged(parts, event, "loss")
     assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+def test_epochs_of_weighted_sources_and_of_padded_rows(new_run, two_sources):
+    def started(name, weights, **settings):
+        run = new_run(name, DataOptions(two_sources, weights), steps=12, **settings)
+        return run, next(train(run, load(run.path)))
+
+    _, mixed = started("mixed", [3, 1], packing="best-fit", document_mask=True)
+    assert set(mixed.epochs_by_source) == {"a.jsonl", "b.jsonl"} and mixed.dropped_fraction == 0 < mixed.padding < 0.1
+    assert mixed.epochs_by_source["a.jsonl"] > 2 * mixed.epochs_by_source["b.jsonl"]  # they have as many documents
+    run, whole = started("whole", None, document_mask=True, grad_accumulation_steps=2)
+    assert whole.epochs_by_source == {"train": whole.epochs} and whole.padding == 0 < whole.dropped_fraction < 0.02
+    assert whole.epochs == pytest.approx(12 * 4 * 2 * 32 / Manifest.read(run.data).train.tokens, rel=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9, "dropout": 0.1}])
