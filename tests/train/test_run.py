@@ -21,6 +21,11 @@ from mlxlm.utils.errors import CheckpointError, DataError
 from tests.train.training_runs import GPT2, finish, flip_byte, read_log
 
 
+def test_the_best_validation_so_far_is_saved(new_run):
+    events = finish(new_run("run", steps=7, eval_every=3, save_every=0))
+    assert [e.step for e in events if isinstance(e, CheckpointSaved)] == [3, 6, 7]
+
+
 def test_save_total_limit_keeps_the_best_checkpoint(new_run):
     run = new_run("run", steps=12, save_every=2, save_total_limit=2, eval_every=4)
     finish(run)
