@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 _DATA = json.loads(Path(__file__).with_name("small_world.json").read_text("utf-8"))
 WORDS, PLOTS = _DATA["words"], _DATA["plots"]
 NAMES: list[str] = WORDS["girls"] + WORDS["boys"]
+PLACES: list[str] = WORDS["indoors"] + WORDS["outdoors"]
 
 CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SENTENCE_START = re.compile(r'(^|[.!?] |(?:^| )")([a-z])')
@@ -75,8 +76,8 @@ def cast(rng: random.Random) -> dict[str, str]:
     kinds = {
         "toy": WORDS["toys"],
         "color": WORDS["colors"],
-        "place": WORDS["places"],
-        "outside": WORDS["places"][4:],
+        "place": PLACES,
+        "outside": WORDS["outdoors"],
         "pet": WORDS["pets"],
     }
     kinds |= {
@@ -138,7 +139,7 @@ def answer_about_text(rng: random.Random) -> Turn:
     lists = (
         NAMES,
         WORDS["toys"],
-        [*WORDS["places"], *WORDS["hiding_places"]],
+        [*PLACES, *WORDS["hiding_places"]],
         WORDS["colors"],
         [*WORDS["foods"], *WORDS["fruits"]],
     )
