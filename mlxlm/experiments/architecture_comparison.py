@@ -19,7 +19,6 @@ from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, rel
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.report.plots import plot_runs
-from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import Budget, check_duration
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
@@ -32,6 +31,7 @@ from mlxlm.train.start import (
     no_phase,
     set_default_dtype,
     steps_for,
+    with_tokenizer,
 )
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
@@ -261,7 +261,7 @@ def start_comparison(
     _variant_settings(variants, configs, settings)
     with atomic_new_folder(out) as folder:
         loaded, shards = prepare_shared_data(folder, data, tokenizer, config.vocab_size, seed=shared.seed, phase=phase)
-        configs = [_with_tokenizer(variant_config, loaded) for variant_config in configs]
+        configs = [with_tokenizer(variant_config, loaded) for variant_config in configs]
         if settings.get("steps") is None:
             settings["steps"] = _steps(configs, _variant_settings(variants, configs, settings), budget, shards, phase)
         _variant_settings(variants, configs, settings)  # check all variants before the first is trained
@@ -304,15 +304,6 @@ def _variant_settings(
             result.append(TrainSettings.provisional(values))
             check_memory(config, result[-1])
     return result
-
-
-def _with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    return config.with_changes(
-        vocab_size=tokenizer.vocab_size,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def _steps(

@@ -212,12 +212,7 @@ def _choose_model(
             config, values, choice = auto_size(seconds, tokens, tokenizer.vocab_size, values, law, processes)
     elif token_seconds is not None:
         values = batch_settings(config, TRAINING_FRACTION * seconds / token_seconds, values)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    config = config.with_changes(vocab_size=tokenizer.vocab_size, **ids)
+    config = with_tokenizer(config, tokenizer)
     if budget.minutes is not None and fits_batch:  # large enough to use all cores, small enough for the memory
         if values["batch_size"] < platform.cpu_cores():
             with phase(MEASURING_LABEL, None):
@@ -234,6 +229,16 @@ def _choose_model(
         # An answer ends with the end of its turn, a text with the end of its document.
         config = config.with_changes(eos_token_id=[tokenizer.eos_token_id, tokenizer.special_tokens["<|end|>"]])
     return config, values, choice
+
+
+def with_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """Return the configuration with the vocabulary size and the special tokens of `tokenizer`."""
+    return config.with_changes(
+        vocab_size=tokenizer.vocab_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig:
