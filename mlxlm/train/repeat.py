@@ -29,10 +29,10 @@ def repeat_run(out: Path | str, original: Run) -> Run:
         problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
         raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
     original.check_data()
-    if not any(entry["event"] == "finished" for entry in read_log_entries(original.log_file)):
+    events = [entry["event"] for entry in read_log_entries(original.log_file)]
+    if "finished" not in events:
         raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
-    steps = sum(entry["event"] == "step" for entry in read_log_entries(original.log_file))
-    settings = replace(original.settings, steps=steps, time_limit=None, repeat_plan=REPEAT_PLAN_FILE)
+    settings = replace(original.settings, steps=events.count("step"), time_limit=None, repeat_plan=REPEAT_PLAN_FILE)
     run = Run.create(out, original.config, settings, load(original.path), original.data)
     with os_errors_as(CheckpointError, "write", run.path):
         shutil.copyfile(original.log_file, run.path / REPEAT_PLAN_FILE)
