@@ -2,14 +2,15 @@
 
 import json
 import threading
-from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from mlxlm.data import DataOptions, prepare
 from mlxlm.data.shards import verify_shards
 from mlxlm.tokenizer import load
-from mlxlm.train import Step, train
+from mlxlm.train import Step, loop, train
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import finish, flip_byte
 
@@ -45,13 +46,18 @@ def test_training_starts_during_the_check_and_saving_waits(new_run, monkeypatch,
         if go.is_set():
             raise DataError(f"{folder} has changed")
 
-    def result(check, *timeout, real=Future.result):
-        if not check.done() and threading.current_thread() is threading.main_thread():
-            go.set()  # something waits for the check
-        return real(check, *timeout)
+    @contextmanager
+    def check_shards(data, real=loop._check_shards):
+        with real(data) as check:
 
-    monkeypatch.setattr("mlxlm.train.loop.verify_shards", slow)
-    monkeypatch.setattr("mlxlm.train.loop.Future.result", result)
+            def result():
+                go.set()  # something waits for the check
+                return check.result()
+
+            yield SimpleNamespace(done=check.done, result=result)
+
+    monkeypatch.setattr(loop, "verify_shards", slow)
+    monkeypatch.setattr(loop, "_check_shards", check_shards)
     steps = []
     with pytest.raises(DataError, match="has changed"):
         for event in train(run, load(run.path)):
