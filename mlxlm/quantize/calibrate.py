@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
-from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
+from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
 
 _BATCH_TOKENS = 2048  # that go through a block at once
 

@@ -12,19 +12,19 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
-from mlxlm.checkpoint.layerwise import LayerwiseModel
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.load import LayerwiseModel
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats, calibrate_blocks
+from mlxlm.quantize.calibration_text import Texts
 from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error
-from mlxlm.quantize.lazy_quantize import lazy_quantize
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
 from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.rtn import lazy_quantize
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.quantize.text import Texts
 from mlxlm.utils.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens"

@@ -4,8 +4,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.layerwise import LayerwiseModel
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.load import LayerwiseModel
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 

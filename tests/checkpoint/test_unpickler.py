@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mlxlm.checkpoint import pytorch, unpickler
-from mlxlm.checkpoint.unpickler import PickleError, Storage, TensorView, read_pickle
+from mlxlm.checkpoint import pytorch
+from mlxlm.checkpoint.pytorch import PickleError, Storage, TensorView, read_pickle
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.pickles import archive, state
 
@@ -40,7 +40,7 @@ def test_other_pickles_are_errors(tmp_path, content, expected):
 
 
 def test_the_number_of_operations_is_limited(monkeypatch):
-    monkeypatch.setattr(unpickler, "_MAX_READS", 1000)
+    monkeypatch.setattr(pytorch, "_MAX_READS", 1000)
     with pytest.raises(PickleError, match="more than 1000 reads"):
         read_pickle(b"\x80\x02" + b"]" * 1000 + b".")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
+from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.families import WeightMapping
 from mlxlm.utils.errors import CheckpointError
 

@@ -15,9 +15,9 @@ from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
-from mlxlm.convert import convert, reference_backends
-from mlxlm.convert.output_formats import HuggingFaceWriter, writer_for
-from mlxlm.convert.tensor_diff import tensor_diff
+from mlxlm.convert import convert, cross_check
+from mlxlm.convert.compare import tensor_diff
+from mlxlm.convert.conversion import HuggingFaceWriter, writer_for
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
@@ -358,7 +358,7 @@ def test_other_types_than_requested_are_notes(write_model, tmp_path):
 
 
 def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", lambda *_, **__: pytest.fail("started"))
     source = write_model()
     for out in ("out", "out.gguf"):
         checks = results(convert(source, tmp_path / out))
@@ -372,9 +372,9 @@ def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp
 
     def ask(backend, *_args, **_options):
         backends_run.append(backend)
-        raise reference_backends.BackendUnavailable("not here")
+        raise cross_check.BackendUnavailable("not here")
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", ask)
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", ask)
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out", cross_check=True)
     assert not backends_run and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"

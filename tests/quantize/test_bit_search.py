@@ -37,7 +37,7 @@ def test_sensitivities_fall_with_bits_and_are_positive(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
-    for cost in bit_search.sensitivities(checkpoint, plan, windows).values():
+    for cost in bit_search.estimate_sensitivities(checkpoint, plan, windows).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
         assert values == sorted(values, reverse=True) and values[-1] > 0
 
@@ -47,7 +47,7 @@ def test_estimated_costs_are_those_of_single_matrices(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
     windows = np.random.default_rng(0).integers(20, 300, (16, 32)).astype(np.int32)
-    estimated = bit_search.sensitivities(checkpoint, plan, windows)
+    estimated = bit_search.estimate_sensitivities(checkpoint, plan, windows)
     decoder = load_model(model)[0]
     source = log_softmax(decoder(mx.array(windows)).astype(mx.float32))
     ratios = []

@@ -2,11 +2,11 @@
 
 import pytest
 
-from mlxlm.quantize import bit_search, bit_targets, quantize
+from mlxlm.quantize import bit_search, quantize
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes
 
-measure, measured = bit_search.sensitivities, {}
+measure, measured = bit_search.estimate_sensitivities, {}
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def sensitivities_measured_once(monkeypatch):
             measured[key] = measure(checkpoint, plan, windows, progress)
         return measured[key]
 
-    monkeypatch.setattr(bit_search, "sensitivities", cached)
+    monkeypatch.setattr(bit_search, "estimate_sensitivities", cached)
 
 
 def test_max_size_bounds_the_bytes_on_disk(model, tmp_path, texts):
@@ -45,13 +45,13 @@ def test_target_bpw_is_better_than_uniform_bits(model, tmp_path, texts):
 
 def test_max_kl_with_few_candidates_on_disk(model, tmp_path, texts, monkeypatch):
     num_folders = []
-    quantize_tensors = bit_targets.quantize_tensors
+    quantize_tensors = bit_search.quantize_tensors
 
     def watched(job, plan, scratch, label):
         num_folders.append(len(list(scratch.parent.iterdir())))
         return quantize_tensors(job, plan, scratch, label)
 
-    monkeypatch.setattr(bit_targets, "quantize_tensors", watched)
+    monkeypatch.setattr(bit_search, "quantize_tensors", watched)
     report = quantize(
         model, tmp_path / "out", max_kl=0.05, method="gptq", calibration_text=texts[0], eval_text=texts[1]
     )
@@ -69,7 +69,7 @@ def test_matrices_without_cost_get_the_remaining_bytes(model, tmp_path, texts, m
 
 
 def test_sizes_alone_refuse_a_target_before_anything_is_measured(model, tmp_path, texts, monkeypatch):
-    monkeypatch.setattr(bit_search, "sensitivities", None)
+    monkeypatch.setattr(bit_search, "estimate_sensitivities", None)
     for target in ({"target_bpw": 1.5}, {"max_size": 1000}):
         with pytest.raises(ConfigError, match="can't be reached"):
             quantize(model, tmp_path / "out", calibration_text=texts[0], evaluate=False, **target)

@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import convert
-from mlxlm.quantize import REPORT_FILE, evaluation, quantize
+from mlxlm.quantize import REPORT_FILE, quantize, report
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.quantize.conftest import needed_bytes
 
@@ -86,13 +86,13 @@ def test_warnings(model, tmp_path, texts):
 
 def test_decoding_speeds_on_a_gpu(model, monkeypatch):
     source = open_checkpoint(model)
-    monkeypatch.setattr(evaluation, "ON_CPU", False)
-    monkeypatch.setattr(evaluation, "SECONDS", 1.0)
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
-    assert evaluation.decode_speeds(source, source, [1, 2, 3]) == (4.0, 4.0, None)
-    assert "context is too short" in evaluation.decode_speeds(source, source, [1] * 127)[2]
-    monkeypatch.setattr(evaluation.platform, "total_memory", lambda: 1000)
-    assert "don't fit in memory" in evaluation.decode_speeds(source, source, [1, 2, 3])[2]
+    monkeypatch.setattr(report, "ON_CPU", False)
+    monkeypatch.setattr(report, "SECONDS", 1.0)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
+    assert report.decode_speeds(source, source, [1, 2, 3]) == (4.0, 4.0, None)
+    assert "context is too short" in report.decode_speeds(source, source, [1] * 127)[2]
+    monkeypatch.setattr(report.platform, "total_memory", lambda: 1000)
+    assert "don't fit in memory" in report.decode_speeds(source, source, [1, 2, 3])[2]
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's buffers are another matter")

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from mlxlm.quantize import quantize, text
+from mlxlm.quantize import calibration_text as text
+from mlxlm.quantize import quantize
 from mlxlm.utils.errors import MlxlmError
 
 

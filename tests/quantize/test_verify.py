@@ -4,8 +4,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights, save_weights
-from mlxlm.checkpoint.tokenizer_files import copy_tokenizer as carry
-from mlxlm.convert.reference_backends import BackendOutput, BackendRejected
+from mlxlm.checkpoint.huggingface import copy_tokenizer as carry
+from mlxlm.convert.cross_check import BackendOutput, BackendRejected
 from mlxlm.quantize import quantize
 from mlxlm.utils.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def test_folder_that_mlx_lm_rejects_is_an_error(model, tmp_path, monkeypatch):
             raise BackendRejected(f"{backend} can't read it: {path} is wrong")
         return BackendOutput([0] * 32, [0.0] * 32, 1.0)
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", refuses)
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", refuses)
     with pytest.raises(CheckpointError, match="mlx_lm can't read it.*without cross_check"):
         quantize(model, tmp_path / "out", evaluate=False, cross_check=True)
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.config_to_gguf import architecture_for
+from mlxlm.checkpoint.gguf.writer import architecture_for
 from mlxlm.families import config_from_hf
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxlm.checkpoint.gguf.reader import read_header
+from mlxlm.checkpoint.gguf.header import read_header
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.raw_gguf import Raw, array, text
 

@@ -8,9 +8,8 @@ import gguf as gguf_package
 import pytest
 
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.metadata import MetadataReader
-from mlxlm.checkpoint.gguf.reader import read_header
-from mlxlm.checkpoint.gguf.tokenizer_from_gguf import read_tokenizer
+from mlxlm.checkpoint.gguf.header import MetadataReader, read_header
+from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import TokenizerError
 from tests.checkpoint.gguf.gguf_models import random_model, tensors_of

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
-from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
+from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import TokenizerError

@@ -10,7 +10,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface
-from mlxlm.checkpoint.gguf.reader import Array, read_header
+from mlxlm.checkpoint.gguf.header import Array, read_header
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights

@@ -8,8 +8,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.llama2c import open_llama2c, write
-from mlxlm.checkpoint.llama2c.tokenizer import tokenizer_bytes
+from mlxlm.checkpoint.llama2c import open_llama2c, tokenizer_bytes, write
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError

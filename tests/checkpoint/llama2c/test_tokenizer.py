@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from mlxlm.checkpoint.llama2c.tokenizer import find_tokenizer, read_tokenizer, tokenizer_bytes
+from mlxlm.checkpoint.llama2c import find_tokenizer, read_tokenizer, tokenizer_bytes
 from mlxlm.tokenizer import Tokenizer, load, sentencepiece, train
 from mlxlm.utils.errors import TokenizerError
 from tests.checkpoint.llama2c.conftest import VOCAB, sentencepiece_proto

@@ -6,8 +6,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
-from mlxlm.checkpoint.mlx_lm import load as mlx_lm_load
-from mlxlm.checkpoint.mlx_lm.build import build_model
+from mlxlm.checkpoint.mlx_lm import model as mlx_lm_model
+from mlxlm.checkpoint.mlx_lm.model import build_model
 from mlxlm.utils.errors import CheckpointError
 
 pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
@@ -71,5 +71,5 @@ def test_default_sizes_of_the_architecture(tmp_path):
     del text["vocab_size"], text["layer_types"]
     values = {"model_type": "gemma3", "text_config": text}
     model, _ = build_model(values)
-    assert mlx_lm_load._count(text, model, "vocab_size") == 262_208
-    assert mlx_lm_load._count(text, model, "max_position_embeddings") == 131_072
+    assert mlx_lm_model._count(text, model, "vocab_size") == 262_208
+    assert mlx_lm_model._count(text, model, "max_position_embeddings") == 131_072

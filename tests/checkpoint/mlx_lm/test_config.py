@@ -1,6 +1,6 @@
 """Configurations in mlx_lm's names."""
 
-from mlxlm.checkpoint.mlx_lm.config import to_mlx_lm_config
+from mlxlm.checkpoint.mlx_lm.config_fields import to_mlx_lm_config
 
 
 def test_llama4_with_empty_no_rope_layers():

@@ -1,4 +1,4 @@
-"""Tensors that are quantized when they are read, so that a model streams from disk to disk in constant memory."""
+"""Rounding to nearest (RTN)."""
 
 from __future__ import annotations
 

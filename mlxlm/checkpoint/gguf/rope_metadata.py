@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.metadata import MetadataReader, shortest_decimal
+from mlxlm.checkpoint.gguf.header import MetadataReader, shortest_decimal
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.config import ModelConfig
