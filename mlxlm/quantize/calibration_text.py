@@ -1,4 +1,4 @@
-"""Texts for calibration and evaluation: files, a run's data or a built-in text. The two never share a part."""
+"""QuantizationTexts for calibration and evaluation: files, a run's data or a built-in text. The two never share a part."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class EvalText:
 
 
 @dataclass(frozen=True)
-class Texts:
+class QuantizationTexts:
     """The texts that the settings need, empty ones without a name for those that aren't needed.
 
     Attributes:
@@ -89,7 +89,7 @@ class Texts:
         return self.calibration.windows(self.window_length, CALIBRATION_TOKENS)
 
 
-def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Texts:
+def read_texts(source: Checkpoint, settings: QuantizationSettings) -> QuantizationTexts:
     """Read the texts that the settings need.
 
     Raises:
@@ -99,7 +99,7 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Texts:
     length = min(WINDOW_TOKENS, source.config.max_position_embeddings)
     calibration, evaluation = CalibrationText("", np.zeros(0, np.int32)), EvalText("", [], 0)
     if not (settings.needs_calibration_text or settings.needs_eval_text):
-        return Texts(calibration, evaluation, length)
+        return QuantizationTexts(calibration, evaluation, length)
     root = locate(source.path).root if source.path.is_dir() else None
     run = root if root is not None and is_run_folder(root) else None
     try:
@@ -112,7 +112,7 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Texts:
         calibration = calibration_text(run, tokenizer, settings.calibration_text, whole)
     if settings.needs_eval_text:
         evaluation = eval_text(run, tokenizer, settings.eval_text, settings.calibration_text)
-    return Texts(calibration, evaluation, length)
+    return QuantizationTexts(calibration, evaluation, length)
 
 
 def calibration_text(run: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:

@@ -1,4 +1,4 @@
-"""Rounding to nearest (RTN)."""
+"""Rounding to nearest (RTN): tensors are quantized when they are read, from disk to disk in constant memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import eval_in_parallel, mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.quantize.packed_matrix import PackedMatrix, quantize_rtn
+from mlxlm.quantize.packed_matrix import PackedMatrix, row_pieces
 from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
 
 OnMatrix = Callable[[str, mx.array, PackedMatrix, Format], None]
+
+
+def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
+    """Round `weight` `[rows, width]` to nearest as mlx_lm.convert does; scales and biases have its dtype."""
+    pieces = eval_in_parallel(partial(mx.quantize, weight[rows], **chosen.to_dict()) for rows in row_pieces(weight))
+    return PackedMatrix.concatenate_rows([PackedMatrix(*piece) for piece in pieces])
 
 
 def lazy_quantize(

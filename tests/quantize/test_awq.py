@@ -9,8 +9,8 @@ from mlxlm.model import Decoder
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
-from mlxlm.quantize.packed_matrix import quantize_rtn
 from mlxlm.quantize.quantization_plan import Format
+from mlxlm.quantize.rtn import quantize_rtn
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,

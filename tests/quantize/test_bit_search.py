@@ -9,9 +9,10 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search
-from mlxlm.quantize.awq import get_submodule
-from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
+from mlxlm.quantize.calibrate import get_submodule
+from mlxlm.quantize.packed_matrix import dequantized
 from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.rtn import quantize_rtn
 from mlxlm.utils.errors import ConfigError
 
 

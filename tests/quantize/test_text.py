@@ -1,4 +1,4 @@
-"""Texts for calibration and evaluation."""
+"""QuantizationTexts for calibration and evaluation."""
 
 import shutil
 
