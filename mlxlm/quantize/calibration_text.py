@@ -1,4 +1,4 @@
-"""QuantizationTexts for calibration and evaluation: files, a run's data or a built-in text. The two never share a part."""
+"""Texts for calibration and evaluation: files, a run's data or a built-in text. The two never share a part."""
 
 from __future__ import annotations
 

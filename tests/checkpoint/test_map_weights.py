@@ -1,5 +1,7 @@
 """Fused, grouped, transposed and interleaved tensors: converted both ways, and read once."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,6 +1,9 @@
-"""Checkpoints loaded through mlx_lm, and the errors."""
+"""Models that only mlx_lm implements: built from config.json, loaded, and the errors."""
+
+from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,10 +12,35 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import model as mlx_lm_model
+from mlxlm.checkpoint.mlx_lm.config_fields import to_mlx_lm_config
+from mlxlm.checkpoint.mlx_lm.model import build_model
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.cli.main import _run
 from mlxlm.convert.inspect import describe
 from mlxlm.utils.errors import CheckpointError
+
+GRANITE = {
+    "model_type": "granite", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "logits_scaling": 1.0, "attention_multiplier": 0.3, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+}  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(name=value, ...)`: a folder of a Granite model with these fields; None removes one."""
+
+    def write(**changes):
+        values = {name: value for name, value in {**GRANITE, **changes}.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        save_weights(tmp_path, {"model.embed_tokens.weight": mx.zeros((97, 32))})
+        return tmp_path
+
+    return write
+
 
 pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
 
@@ -135,3 +163,73 @@ def test_building_a_model_reads_no_weights(write):
     (folder / "model.safetensors").unlink()
     model, limit = build_with_mlx_lm(checkpoint)
     assert model.model_type == "granite" and limit is None
+
+
+pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
+
+
+@pytest.mark.parametrize("kind", ["os", "base", "cache", "..utils", "granite.ModelArgs", "../granite", "gpt_neo", ""])
+def test_only_models_of_mlx_lm_are_imported(write, kind):
+    before = set(sys.modules)
+    with pytest.raises(CheckpointError, match=f"neither mlxlm nor mlx_lm has a model for model_type {kind!r}"):
+        load_model(write(model_type=kind))
+    assert {name for name in set(sys.modules) - before if not name.startswith(("mlx_lm.", "encodings."))} <= {"mlx_lm"}
+
+
+def test_module_that_exits_is_an_error(write, capsys):
+    if "hf_olmo" in sys.modules:
+        pytest.skip("the package that mlx_lm's olmo needs is installed")
+    with pytest.raises(CheckpointError, match="olmo can't be imported: .*try: pip install ai2-olmo"):
+        load_model(write(model_type="olmo", d_model=32))
+    with pytest.raises(CheckpointError, match="needs a config.json with d_model"):
+        load_model(write(model_type="olmo"))
+    assert capsys.readouterr().out == ""
+
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "sliding_window": 16, "vocab_size": 97,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}  # fmt: skip
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+MULTIMODAL = {
+    "gemma3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "gemma3n": {
+        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "max_position_embeddings": 128, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4, "final_logit_softcapping": 30.0, "activation_sparsity_pattern": [0.0] * 6,
+        "hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "altup_coef_clip": 120.0, "altup_active_idx": 0,
+        "altup_correct_scale": True, "laurel_rank": 4, "intermediate_size": [48] * 6,
+    },
+    "gemma4": {
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision", "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "rope_parameters": ROPE,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_text_config_of_multimodal_models(kind):
+    text = {**TEXT, **MULTIMODAL[kind], "model_type": f"{kind}_text"}
+    model, limit = build_model({"model_type": kind, "text_config": text})
+    assert limit is None
+    assert model(mx.array([[1, 2, 3]])).shape == (1, 3, 97)
+    assert model.layers[0].self_attn.head_dim == 256  # that of every Gemma whose file has none
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention is 'all'"):
+        build_model({"model_type": kind, "text_config": {**text, "use_bidirectional_attention": "all"}})
+
+
+def test_default_sizes_of_the_architecture(tmp_path):
+    text = {**TEXT, **MULTIMODAL["gemma3"], "model_type": "gemma3_text"}
+    del text["vocab_size"], text["layer_types"]
+    values = {"model_type": "gemma3", "text_config": text}
+    model, _ = build_model(values)
+    assert mlx_lm_model._count(text, model, "vocab_size") == 262_208
+    assert mlx_lm_model._count(text, model, "max_position_embeddings") == 131_072
+
+
+def test_llama4_with_empty_no_rope_layers():
+    values = {"num_hidden_layers": 4, "no_rope_layers": [], "model_type": "llama4_text"}
+    assert to_mlx_lm_config(values) == to_mlx_lm_config({**values, "no_rope_layers": None}) | {"no_rope_layers": []}

@@ -1,4 +1,6 @@
-"""QuantizationTexts for calibration and evaluation."""
+"""Texts for calibration and evaluation."""
+
+from __future__ import annotations
 
 import shutil
 

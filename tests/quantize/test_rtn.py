@@ -1,4 +1,6 @@
-"""Tensors quantized on the way from disk to disk."""
+"""Rounding to nearest while tensors are read."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest

@@ -1,5 +1,8 @@
-"""llama2.c files against a Llama in NumPy that rotates neighbouring pairs as run.c does."""
+"""llama2.c files against a Llama in NumPy that rotates neighbouring pairs as run.c does, and tokenizer files."""
 
+from __future__ import annotations
+
+import io
 import struct
 
 import numpy as np
@@ -8,13 +11,35 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.llama2c import open_llama2c, tokenizer_bytes, write
+from mlxlm.checkpoint.llama2c import find_tokenizer, open_llama2c, read_tokenizer, tokenizer_bytes, write
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.tokenizer import Tokenizer, load, sentencepiece, train
+from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
 
 DIM, INNER, LAYERS, HEADS, KV, VOCAB, LENGTH = 32, 48, 2, 4, 2, 300, 16
 TOKENS = [[1, 7, 42, 250, 3, 3, 99]]
+
+
+def sentencepiece_proto(**settings) -> bytes:
+    import sentencepiece as spm
+
+    text = ["the cat sat on a mat", "and saw two birds in the garden", "  while rain fell", "a hat, that cat"]
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(text * 5), model_writer=model, model_type="bpe", vocab_size=VOCAB, byte_fallback=True,
+        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "minloglevel": 2, **settings},
+    )  # fmt: skip
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A SentencePiece model like llama2.c's own, of 300 tokens."""
+    proto = sentencepiece_proto()
+    model = sentencepiece.parse(proto, "test")
+    names = sentencepiece.special_names(model)
+    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=proto)
 
 
 def config(**changes) -> ModelConfig:
@@ -176,46 +201,6 @@ def test_write_overwrites_nothing(tmp_path, tokenizer):
         write(beside, config(), tensors, tokenizer)
 
 
-def test_wrong_file_sizes_are_errors(tmp_path, weights):
-    content = file_bytes(weights, tied=False)
-    path = tmp_path / "model.bin"
-    for size in (0, 4, 27, 30, 255, 256, 5000, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match="model.bin is truncated"):
-            open_llama2c(path)
-    path.write_bytes(content + b"\0")
-    with pytest.raises(CheckpointError, match="its header says"):
-        open_llama2c(path)
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "expected"),
-    [
-        (0, 3, "not a multiple of n_heads"),
-        (0, -32, "dim is -32"),
-        (4, 2**31 - 1, "is truncated|parameters"),
-        (8, 1_000_000, "n_layers is 1000000, more than"),
-        (8, 0, "n_layers is 0"),
-        (12, 3, "dim 32 is not a multiple of n_heads 3"),
-        (16, 3, "num_key_value_heads 3 does not divide"),
-        (20, -(2**31), "work: vocab_size"),
-        (24, 2**31 - 1, "rotary table ends"),
-    ],
-)
-def test_impossible_header_numbers_are_errors(tmp_path, weights, at, value, expected):
-    content = bytearray(file_bytes(weights, tied=True))
-    struct.pack_into("<i", content, at, value)
-    (tmp_path / "model.bin").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"model.bin.*({expected})"):
-        open_llama2c(tmp_path / "model.bin")
-
-
-def test_other_versions_are_errors(tmp_path):
-    (tmp_path / "model.bin").write_bytes(struct.pack("<Ii", 0x616B3432, 1) + bytes(248))
-    with pytest.raises(CheckpointError, match="model.bin has a format that run.c doesn't read.*--version 0"):
-        open_llama2c(tmp_path / "model.bin")
-
-
 def test_file_truncated_after_opening(tmp_path, weights):
     path = tmp_path / "model.bin"
     path.write_bytes(file_bytes(weights, tied=True))
@@ -232,3 +217,67 @@ def test_rotary_tables_hold_cosines_and_sines(tmp_path, tokenizer):
     expected = np.concatenate([np.cos(angles).ravel(), np.sin(angles).ravel()])
     stored = np.fromfile(tmp_path / "model.bin", np.float32)[-expected.size :]
     np.testing.assert_allclose(stored, expected, atol=1e-6)
+
+
+def test_unsupported_tokenizers_are_errors(tmp_path, tokenizer, tiny_tokenizer, make_text):
+    with pytest.raises(TokenizerError, match="SentencePiece tokenizer like Llama 2.s, this one is byte-level"):
+        tokenizer_bytes(tiny_tokenizer, VOCAB)
+    ours = train([make_text(3000)], 320, "sentencepiece")
+    with pytest.raises(TokenizerError, match="token 3 .* run.c needs '<0x00>'"):
+        tokenizer_bytes(ours, 320)
+    with pytest.raises(TokenizerError, match="has 300 tokens, the model 299"):
+        tokenizer_bytes(tokenizer, 299)
+    for settings, problem in [
+        ({"add_dummy_prefix": False}, "doesn't put a space"),
+        ({"remove_extra_whitespaces": True}, "removes repeated spaces"),
+    ]:
+        proto = sentencepiece_proto(**settings)
+        runtime = sentencepiece.convert(sentencepiece.parse(proto, "test"))
+        with pytest.raises(TokenizerError, match=problem):
+            tokenizer_bytes(Tokenizer(runtime, {}, sentencepiece_model=proto), VOCAB)
+
+
+def test_rows_without_a_token_get_an_unused_one(tmp_path, tokenizer):
+    (tmp_path / "tokenizer.bin").write_bytes(tokenizer_bytes(tokenizer, VOCAB + 4))
+    padded = read_tokenizer(tmp_path / "tokenizer.bin", VOCAB + 4)
+    assert padded.vocab_size == VOCAB + 4 and padded.special_tokens["<unused302>"] == 302
+    assert padded.encode("<unused302> cat") == tokenizer.encode("<unused302> cat")
+
+
+def test_find_tokenizer(tmp_path):
+    model = tmp_path / "stories.bin"
+    with pytest.raises(TokenizerError, match="no tokenizer beside .*stories.bin .*tok300.bin or tokenizer.bin"):
+        find_tokenizer(model, 300)
+    for name in ("tokenizer.bin", "tok300.bin", "stories.tokenizer.bin"):
+        (tmp_path / name).write_bytes(b"")
+        assert find_tokenizer(model, 300).name == name
+
+
+def test_llama2_tokenizer_on_real_text(tmp_path, shared_data):
+    """Through the file, the ids are SentencePiece's own."""
+    import sentencepiece as spm
+
+    source = shared_data.parent / "tokenizers/llama2/tokenizer.model"
+    if not source.is_file():
+        pytest.skip("no Llama 2 tokenizer beside this checkout")
+    path = tmp_path / "tokenizer.bin"
+    path.write_bytes(tokenizer_bytes(load(source), 32000))
+    read = read_tokenizer(path, 32000)
+    reference = spm.SentencePieceProcessor(model_file=str(source))
+    for file in sorted(shared_data.glob("*.txt")):
+        text = file.read_text(encoding="utf-8")[:10_000]
+        assert read.encode(text, add_special_tokens=False) == reference.encode(text)
+    assert tokenizer_bytes(read, 32000) == path.read_bytes()
+
+
+def test_tokenizers_of_other_models_are_errors(tmp_path, tokenizer):
+    path = tmp_path / "tokenizer.bin"
+    path.write_bytes(tokenizer_bytes(tokenizer, VOCAB))
+
+    def fails(expected: str, vocab_size: int) -> None:
+        with pytest.raises(TokenizerError, match=rf"tokenizer.bin.*{expected}"):
+            read_tokenizer(path, vocab_size)
+
+    fails("ends before token 300", VOCAB + 1)
+    fails("ends before token 300", 1_000_000)
+    fails("has 2000000 tokens", 2_000_000)

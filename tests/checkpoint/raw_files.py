@@ -1,8 +1,54 @@
-"""GGUF files built from their parts, valid or not."""
+"""safetensors, PyTorch and GGUF files from their parts, valid or not."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import struct
+import zipfile
+
+
+def header_file(path, header: dict | bytes, data: bytes = b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    return path
+
+
+def entry(first, last, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
+
+
+def _int(value: int) -> bytes:
+    return pickle.BININT + struct.pack("<i", value)
+
+
+def _tuple(values) -> bytes:
+    return pickle.MARK + b"".join(map(_int, values)) + pickle.TUPLE
+
+
+def state(entries) -> bytes:
+    """The pickle that `torch.save` makes of `{name: (kind, key, numel, offset, shape, strides)}`."""
+    result = pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.MARK
+    for name, (kind, key, numel, offset, shape, strides) in entries.items():
+        storage = pickle.MARK + _text("storage") + b"ctorch\n" + kind.encode() + b"\n" + _text(key) + _text("cpu")
+        storage += _int(numel) + pickle.TUPLE + pickle.BINPERSID
+        arguments = pickle.MARK + storage + _int(offset) + _tuple(shape) + _tuple(strides) + pickle.NEWFALSE
+        arguments += b"ccollections\nOrderedDict\n" + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.TUPLE
+        result += _text(name) + b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + pickle.REDUCE
+    return result + pickle.SETITEMS + pickle.STOP
+
+
+def archive(path, content: bytes, records: dict[str, bytes], **options):
+    with zipfile.ZipFile(path, "w", **options) as file:
+        file.writestr("archive/data.pkl", content)
+        for key, raw in records.items():
+            file.writestr(f"archive/data/{key}", raw)
+    return path
 
 
 class Raw:
