@@ -19,7 +19,7 @@ from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.data import Document
-from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
+from mlxlm.evaluate.loss import first_tokens, window_lengths, windows
 from mlxlm.families import get_quantization_config
 from mlxlm.kernels import log_softmax
 from mlxlm.model import Block
