@@ -33,7 +33,6 @@ from mlxlm.families.weight_mapping import WeightMapping
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import SPACE
 from mlxlm.utils.errors import CheckpointError, ConfigError, MissingTokenizerError, TokenizerError, os_errors_as
-from mlxlm.utils.files import atomic_new_files
 
 _MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
 _HEADER = struct.Struct("<7i")
@@ -88,10 +87,14 @@ def open_llama2c(path: Path | str) -> Checkpoint:
 FORMAT = FileFormat(lambda path, start: path.suffix == ".bin" and not is_pytorch_file(start), open_llama2c)
 
 
-def check_output_path(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> bytes:
-    """Check that `write` can write this model to `path`; return the content of its `tokenizer.bin`.
+def check_output(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Check that a llama2.c file can have this model, and that `path` and `tokenizer.bin` beside it are free.
 
-    Raises as `write` does.
+    Raises:
+        ConfigError: Names a field that run.c can't represent. It computes Llama with a rotary base of 10000 and an
+            epsilon of 1e-5 for every model.
+        TokenizerError: run.c would encode text differently.
+        CheckpointError: `tokenizer.bin` exists and is another one, or `path` has its name.
     """
     content = tokenizer_bytes(tokenizer, config.vocab_size)
     _check_representable(config)
@@ -101,35 +104,27 @@ def check_output_path(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> 
     with os_errors_as(CheckpointError, "read", beside):
         if beside.exists() and (beside.stat().st_size != len(content) or beside.read_bytes() != content):
             raise CheckpointError(f"{beside} already exists and belongs to another model", "another output folder")
-    return content
 
 
-def write(path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
+def write(path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
     """Write a file and `tokenizer.bin` beside it, one tensor in memory at a time.
 
-    The model file appears last. A `tokenizer.bin` that already exists stays if it is the same.
+    Call `check_output` before, and use `atomic_new_files`, so that a failed write leaves nothing.
 
     Raises:
-        ConfigError: Names a field that run.c can't represent. It computes Llama with a rotary base of 10000 and an
-            epsilon of 1e-5 for every model.
-        TokenizerError: run.c would encode text differently.
-        CheckpointError: `path` or another `tokenizer.bin` exists, or a tensor is missing, has no place in the file
-            or has values that are not finite.
+        CheckpointError: A tensor is missing, has no place in the file or has values that are not finite.
     """
-    path = Path(path)
-    tokenizer_content = check_output_path(path, config, tokenizer)
     tensors = to_file_weights(_weight_mappings(config), tensors)
     extra = tensors.keys() - {name for name, _ in _tensor_order(config)}
     if extra:
         raise CheckpointError(f"{min(extra)} has no place in a llama2.c file")
-    with atomic_new_files(path) as folder:
-        (folder / _TOKENIZER).write_bytes(tokenizer_content)
-        with (folder / path.name).open("wb") as file:
-            sizes = {field: getattr(config, name) for field, name in _FIELDS.items()}
-            sizes["vocab_size"] *= 1 if config.tie_word_embeddings else -1
-            file.write(_HEADER.pack(*sizes.values()))
-            for name, shape in _tensor_order(config):
-                file.write(_float32_values(name, shape, tensors) if name else _rope_tables(config))
+    path.with_name(_TOKENIZER).write_bytes(tokenizer_bytes(tokenizer, config.vocab_size))
+    with path.open("wb") as file:
+        sizes = {field: getattr(config, name) for field, name in _FIELDS.items()}
+        sizes["vocab_size"] *= 1 if config.tie_word_embeddings else -1
+        file.write(_HEADER.pack(*sizes.values()))
+        for name, shape in _tensor_order(config):
+            file.write(_float32_values(name, shape, tensors) if name else _rope_tables(config))
 
 
 def _read_header(path: Path, start: bytes) -> ModelConfig:

@@ -146,7 +146,7 @@ class Llama2cWriter(Writer):
     def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
         super().__init__(checkpoint, out)
         self.tokenizer = checkpoint.load_tokenizer()
-        llama2c.check_output_path(out, self.config, self.tokenizer)
+        llama2c.check_output(out, self.config, self.tokenizer)
 
     def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
         """Write both files."""

@@ -22,7 +22,6 @@ from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
-from mlxlm.utils.files import atomic_new_file
 
 OUTTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # llama_ftype in llama.h
@@ -45,7 +44,7 @@ class WriteResult:
 
 
 def write(
-    path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer | None, outtype: str = "F16"
+    path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer | None, outtype: str = "F16"
 ) -> WriteResult:
     """Write a model that llama.cpp runs.
 
@@ -54,34 +53,29 @@ def write(
     errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K).
 
     Args:
-        path: The new file.
+        path: The file; use `atomic_new_files`, so that a failed write leaves nothing.
         config: The model's configuration.
         tensors: The decoder's tensors, not quantized.
         tokenizer: None writes a file without a tokenizer.
         outtype: One of OUTTYPES.
 
     Raises:
-        CheckpointError: llama.cpp can't run the model, `path` exists, or a weight is NaN or infinite. Nothing is left
-            at `path`.
+        CheckpointError: llama.cpp can't run the model, or a weight is NaN or infinite.
         TokenizerError: llama.cpp can't run the tokenizer.
     """
-    if outtype not in OUTTYPES:
-        raise CheckpointError(f"unknown GGUF type {outtype!r}", f"one of {', '.join(OUTTYPES)}")
     architecture = architecture_for(config)
-    if any(name.endswith(".scales") for name in tensors):
-        raise CheckpointError("quantized weights can't be written to a GGUF file", "the weights in 16 or 32 bits")
     file_tensors = _file_tensors(config, architecture, tensors)
     types = {name: _tensor_type(name, tensor, outtype, config) for name, tensor in file_tensors.items()}
     tokenizer_values, tokenizer_notes = tokenizer_metadata(tokenizer, config)
     metadata = {
         "general.type": "model",
-        "general.name": _model_name(Path(path).stem),
+        "general.name": _model_name(path.stem),
         "general.file_type": _FILE_TYPES[outtype],
         "general.quantization_version": 2,
         **config_metadata(config, architecture),
         **tokenizer_values,
     }
-    with atomic_new_file(path) as file:
+    with path.open("wb") as file:
         write_header(file, architecture.name, metadata, file_tensors, types)
         for name, tensor in file_tensors.items():
             for chunk in encode_tensor(name, tensor, types[name]):
