@@ -287,6 +287,7 @@ DAMAGE = {
         )),
         *((packed(4 * field, "i", value), "model.bin") for field in range(6)
           for value in (-1, 0, 10**6, 2**31 - 1, -(2**31)) if (field, value) != (5, -1)),  # an untied head
+        *((in_target(lambda data, n=n: data[:n]), "model.bin is truncated") for n in (0, 4, 27, 30, 5000, -1)),
         (in_target(lambda data: data + b"\0"), "its header says"),
         (lambda sample: (sample.folder / "tokenizer.bin").unlink(), "no tokenizer beside .*model.bin"),
     ],
