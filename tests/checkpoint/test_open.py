@@ -210,3 +210,6 @@ def test_pipe_as_state_is_ignored(tmp_path):
     os.mkfifo(tmp_path / "checkpoints" / "step-2" / "state.json")
     (tmp_path / "checkpoints" / "step-1" / "state.json").write_text('{"validation_loss": 1.5}')
     assert best_checkpoint(tmp_path).name == "step-1"
+    (tmp_path / "checkpoints" / "step-10").mkdir()
+    (tmp_path / "checkpoints" / "step-10" / "state.json").write_text('{"validation_loss": 1.5}')
+    assert best_checkpoint(tmp_path).name == "step-10"  # the latest of equal ones

@@ -37,6 +37,15 @@ def test_fit_to_size(model):
         bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() - 1)
 
 
+def test_formats_above_the_convex_hull_are_left_out(model):
+    """Here 3 bits save nothing: without the hull they would end the search before 4."""
+    checkpoint = open_checkpoint(model)
+    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    costs = {Format(2): 1.0, Format(3): 0.99, Format(4): 0.1}
+    _, path = bit_search.upgrade_path(plan, {matrix.name: costs for matrix in plan.matrices})
+    assert {step.chosen for step in path} == {Format(4)}
+
+
 def test_sensitivities_fall_with_bits_and_are_positive(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))

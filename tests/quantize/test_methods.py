@@ -10,6 +10,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert.compare import compare
+from mlxlm.quantize import METHODS as CHOICES
 from mlxlm.quantize import quantize
 from mlxlm.quantize.methods import METHODS, quantize_calibrated
 from mlxlm.quantize.quantization_plan import Format, uniform
@@ -31,6 +32,10 @@ def test_rtn_equals_mlx_lm(model, tmp_path, settings):
     assert set(ours) == set(reference)
     for name, value in reference.items():
         assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
+
+
+def test_all_registered_methods_can_be_chosen():
+    assert tuple(METHODS) == CHOICES
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
