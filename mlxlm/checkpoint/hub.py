@@ -1,30 +1,39 @@
-"""Download models from the Hugging Face hub, or find them in its cache."""
+"""Download models from the Hugging Face hub, or find them in its cache.
+
+huggingface_hub itself continues after a lost connection, but starts again in a new process, and its downloads of whole
+repositories don't stop at Ctrl-C: `download_source` downloads large files itself and continues where an earlier process
+stopped. The digests of a first download are kept beside the snapshot, so that files that change later don't go
+unnoticed, and are removed with it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
-import http.client
+import os
 import re
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.checkpoint import pytorch, safetensors
 from mlxlm.checkpoint.catalog import HubSource
-from mlxlm.checkpoint.first_download import recorded_revision
-from mlxlm.checkpoint.hub_resume import download_blob
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.checkpoint.locations import has_all_safetensors, has_pytorch
+from mlxlm.utils.digests import file_sha256
+from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.files import commit_file
+from mlxlm.utils.json_files import read_json_object, write_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
 _TIMEOUT = 5.0  # seconds
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of large files, and their name in the cache
+_DIGESTS_FILE = "mlxlm.json"  # in the folder of a repository: {"revision": commit, "sha256": {file: digest}}
+_MAX_DIGESTS = 1 << 20  # bytes of that file
+_LARGE = 64 << 20  # bytes; smaller files are always read, in a tenth of a second
 
 
 def is_id(text: str) -> bool:
@@ -42,10 +51,10 @@ def download(id: str) -> Path:
     """
     is_local = not is_reachable()
     folder = _snapshot(id, _SAFETENSORS, is_local)
-    if safetensors.is_complete(folder):
+    if has_all_safetensors(folder):
         return folder
     folder = _snapshot(id, _PYTORCH, is_local)
-    if pytorch.has_weights(folder):
+    if has_pytorch(folder):
         return folder
     raise CheckpointError(
         f"{id} has no safetensors and no PyTorch weights",
@@ -63,10 +72,15 @@ def download_config(id: str) -> Path:
 
 def is_reachable() -> bool:
     """Whether downloads are allowed and the hub answers within seconds; huggingface_hub retries for half a minute."""
-    from huggingface_hub import constants
-
     if platform.is_offline():
         return False
+    import http.client  # with the next ones 30 ms, too long for the start of every command
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants
+
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=_TIMEOUT).close()
@@ -93,7 +107,7 @@ def find_source(source: HubSource) -> Path | None:
         folder = huggingface_hub.snapshot_download(
             source.repository, revision=revision(source), allow_patterns=_SAFETENSORS, local_files_only=True
         )
-        return Path(folder) if safetensors.is_complete(Path(folder)) else None
+        return Path(folder) if has_all_safetensors(Path(folder)) else None
     return None
 
 
@@ -191,3 +205,89 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
     except Exception as error:  # whatever its HTTP client and file locks raise
         problem = f"{id} can't be downloaded: {' '.join(str(error).split()) or type(error).__name__}"
     raise CheckpointError(problem, hint)
+
+
+def download_blob(repository: str, file: str, revision: str | None, blobs: Path) -> None:
+    """Download a file to the folder where huggingface_hub looks for it, unless it is there or small.
+
+    Raises:
+        CheckpointError: Another process downloads it, it can't be written, or its digest is wrong.
+    """
+    from huggingface_hub import file_download
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, but not in __all__
+
+    url = file_download.hf_hub_url(repository, file, revision=revision)
+    metadata = file_download.get_hf_file_metadata(url)
+    blob = blobs / (metadata.etag or "")
+    if not _SHA256.fullmatch(blob.name) or blob.exists():
+        return
+    partial = blob.with_name(f"{blob.name}.incomplete")
+    with os_errors_as(CheckpointError, "write", blob):
+        blobs.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as out:
+            try:
+                fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"another process is downloading {repository}", "again when it is done") from None
+            size = out.tell()
+            if size != metadata.size:
+                headers = build_hf_headers()
+                file_download.http_get(url, out, resume_size=size, headers=headers, expected_size=metadata.size)
+            out.flush()
+            os.fsync(out.fileno())
+            if (digest := file_sha256(partial, CheckpointError)) != blob.name:
+                partial.unlink()
+                raise CheckpointError(f"{file} of {repository} arrived damaged: its SHA-256 is {digest}", "again")
+            commit_file(partial, blob)
+
+
+def recorded_revision(repository: Path) -> str | None:
+    """The commit whose digests are kept for a repository in the hub's cache, or None."""
+    return _read_digests(repository)[0]
+
+
+def record_digests(snapshot: Path) -> None:
+    """Keep the digests of a snapshot's files, unless they are kept already."""
+    if recorded_revision(snapshot.parents[1]) != snapshot.name:
+        digests = {file.name: _digest(file, whole=True) for file in sorted(snapshot.iterdir()) if file.is_file()}
+        write_json(snapshot.parents[1] / _DIGESTS_FILE, {"revision": snapshot.name, "sha256": digests})
+
+
+def check_digests(snapshot: Path, name: str, whole: bool = False) -> None:
+    """Compare a snapshot with the digests that are kept.
+
+    Args:
+        snapshot: Its folder in the hub's cache.
+        name: The model, for the error.
+        whole: Read large files, too, instead of trusting the digest that is their name in the cache.
+
+    Raises:
+        CheckpointError: A file has another digest.
+    """
+    revision, digests = _read_digests(snapshot.parents[1])
+    if revision != snapshot.name:
+        return
+    for file, digest in digests.items():
+        if (snapshot / file).is_file() and _digest(snapshot / file, whole) != digest:
+            hint = f"mlxlm models rm {name}, then mlxlm models pull {name}"
+            raise CheckpointError(f"{snapshot / file} has changed since its first download", hint)
+
+
+def _read_digests(repository: Path) -> tuple[str | None, dict[str, str]]:
+    if not (repository / _DIGESTS_FILE).is_file():
+        return None, {}
+    values = read_json_object(
+        repository / _DIGESTS_FILE, _MAX_DIGESTS, CheckpointError, f"remove {repository / _DIGESTS_FILE}"
+    )
+    revision, digests = values.get("revision"), values.get("sha256")
+    if not isinstance(revision, str) or not isinstance(digests, dict):
+        raise CheckpointError(
+            f"{repository / _DIGESTS_FILE} has no revision and sha256", f"remove {repository / _DIGESTS_FILE}"
+        )
+    return revision, digests
+
+
+def _digest(file: Path, whole: bool) -> str | None:
+    name = file.resolve().name
+    is_digest = not whole and file.stat().st_size >= _LARGE and _SHA256.fullmatch(name)
+    return name if is_digest else file_sha256(file, CheckpointError)

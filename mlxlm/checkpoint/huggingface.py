@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors, dtype_sizes
+from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
+from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
-from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, resolve_model_type
 from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 from mlxlm.utils.json_files import write_json
 
 # Fields of the source's configuration about its files (code is not copied), RoPE and quantization.
@@ -20,6 +24,11 @@ _REPLACED = {
     "_name_or_path", "auto_map", "custom_pipelines", "model_file", "dtype", "torch_dtype", "quantization",
     "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "transformers_version",
 }  # fmt: skip
+# Hugging Face's files of tokenizers, chat templates and generation settings.
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 
 
 def write(
@@ -72,3 +81,35 @@ def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, d
 def _dtype(tensors: LazyTensors) -> str:
     """The floating-point dtype with the most bytes, by PyTorch's name."""
     return next((name for name, _ in dtype_sizes(tensors.values()).most_common() if "float" in name), "float32")
+
+
+def copy_tokenizer(checkpoint: AnyCheckpoint, folder: Path) -> list[str]:
+    """Copy the source's tokenizer files to `folder`, or write the tokenizer of another format.
+
+    Returns:
+        A warning if the source has no tokenizer.
+
+    Raises:
+        TokenizerError: The tokenizer can't be read.
+    """
+    warnings = check_tokenizer(checkpoint)
+    if checkpoint.format in FOLDER_FORMATS:
+        root = locate(checkpoint.path).root
+        for name in _FILES:
+            if (root / name).is_file():
+                shutil.copyfile(root / name, folder / name)  # the hub's cache has symbolic links
+    elif not warnings:
+        checkpoint.load_tokenizer().save(folder)
+    return warnings
+
+
+def check_tokenizer(checkpoint: AnyCheckpoint) -> list[str]:
+    """Return a warning if the checkpoint has no tokenizer; raise TokenizerError if it has one that can't be read."""
+    try:
+        checkpoint.load_tokenizer()
+    except MissingTokenizerError as error:
+        return [f"the model has no tokenizer: {error.message}"]
+    except TokenizerError as error:
+        hint = "; ".join(filter(None, (error.hint, "remove the tokenizer's files to write the weights only")))
+        raise TokenizerError(f"the tokenizer can't be read: {error.message}", hint) from error
+    return []

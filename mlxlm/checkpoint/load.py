@@ -1,9 +1,9 @@
-"""Load a model, ready to run."""
+"""Load a model, ready to run: whole, or one layer at a time."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ from mlxlm.checkpoint.mlx_lm import MlxLmConfig, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config import ModelConfig
-from mlxlm.model import Decoder
+from mlxlm.model import Block, Decoder
+from mlxlm.model.norms import add_norm, make_norm
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_MEMORY_FRACTION = 0.9  # for the weights
+LAYER_PREFIX = "model.layers"
+# State between two layers: the residual stream and the previous layer's output, not yet added to it (None after the
+# embedding, and with norms on the residual stream), both [B, T, hidden].
+HiddenState = tuple[mx.array, mx.array | None]
 
 
 def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
@@ -120,3 +125,48 @@ def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:
     except RuntimeError as error:
         hint = "a file that no other program is writing"
         raise CheckpointError(f"the weights can't be read: {error}", hint) from None
+
+
+class LayerwiseModel:
+    """The parts of a checkpoint's decoder, each loaded when it is used.
+
+    They are the decoder's own modules and compute the same values, bit for bit. Nothing is cached.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.config = checkpoint.config
+        self._tensors = checkpoint.tensors
+        self._top_tensors = {n: t for n, t in checkpoint.tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.config.num_hidden_layers
+
+    def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
+        """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""
+        model = Decoder(self.config, layers=0).model
+        load_submodule(model, self._top_tensors, "model", self.config.quantization)
+        for tokens in batches:
+            residual = model.embed(tokens)
+            mx.eval(residual)  # otherwise its graph keeps the embedding in memory
+            yield residual, None
+
+    def load_layer(self, index: int) -> Block:
+        """Load layer `index`: `block(residual, hidden_states, cache) -> (residual, hidden_states)`."""
+        block = Block(self.config, index)
+        load_submodule(block, self._tensors, f"{LAYER_PREFIX}.{index}", self.config.quantization)
+        return block
+
+    def head(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        """Load the head: a function from the state after the last layer to logits `[B, T, V]`."""
+        decoder = Decoder(self.config, layers=0)
+        load_submodule(decoder, self._top_tensors, "", self.config.quantization)
+        return lambda residual, hidden_states: decoder.head(decoder.model.final_norm(residual, hidden_states))
+
+    def final_norm(self) -> Callable[[mx.array, mx.array | None], mx.array]:
+        """Load the final norm: a function from the state after the last layer to the head's input `[B, T, hidden]`."""
+        norm = None if self.config.layer_norms.after_addition else make_norm(self.config)
+        if norm is not None:
+            load_submodule(norm, self._top_tensors, "model.norm", self.config.quantization)
+        return lambda residual, hidden_states: add_norm(norm, residual, hidden_states)[1]

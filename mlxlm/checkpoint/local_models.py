@@ -1,19 +1,21 @@
-"""Find models on this machine: in mlxlm's own folder, Hugging Face's cache, and the folders of ollama and LM Studio."""
+"""Models on this machine: in mlxlm's own folder, Hugging Face's cache, and the folders of ollama and LM Studio."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.backend import platform
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource
-from mlxlm.checkpoint.locations import gguf_models
+from mlxlm.checkpoint import hub
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
+from mlxlm.checkpoint.locations import gguf_models, has_all_safetensors
 from mlxlm.utils.digests import file_sha256
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
 
 OWN, HUB, OLLAMA, LM_STUDIO = "mlxlm", "Hugging Face", "ollama", "LM Studio"
@@ -100,8 +102,6 @@ def hub_ids() -> list[str]:
 
 
 def _in_hub_cache(source: HubSource, sha256: str | None) -> Path | None:
-    from mlxlm.checkpoint import hub
-
     path = hub.find_source(source)
     # The cache names large files by their digest.
     return path if path is None or sha256 is None or path.resolve().name == sha256 else None
@@ -166,9 +166,9 @@ def _lm_studio_models() -> Iterator[LocalModel]:
 def _models_in(folder: Path, name: str, location: str) -> Iterator[LocalModel]:
     """The model of a folder with safetensors, or each of its GGUF files."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        from mlxlm.checkpoint.safetensors import is_complete
-
-        yield LocalModel(name, folder, folder_size(folder), location + ("" if is_complete(folder) else INCOMPLETE))
+        yield LocalModel(
+            name, folder, folder_size(folder), location + ("" if has_all_safetensors(folder) else INCOMPLETE)
+        )
         return
     for files in gguf_models(folder):
         yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location)
@@ -188,3 +188,48 @@ def folder_size(path: Path) -> int:
 
 def _home() -> Path:
     return Path(os.path.expanduser("~"))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What will be removed: a file or folder, and its size."""
+
+    path: Path
+    bytes: int
+
+    def execute(self) -> None:
+        """Remove it."""
+        with os_errors_as(CheckpointError, "remove", self.path):
+            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
+
+
+def plan_removal(name: str) -> Removal:
+    """Find what to remove for a name of the catalog or a hub id, without removing it.
+
+    Raises:
+        CheckpointError: There is no such model, or it isn't mlxlm's to remove.
+    """
+    if name in bundled_models():
+        raise CheckpointError(f"{name} ships with mlxlm", "pip uninstall mlxlm")
+    if name.startswith(OLLAMA_PREFIX):
+        raise CheckpointError(f"{name} is ollama's", f"ollama rm {name.removeprefix(OLLAMA_PREFIX)}")
+    if name not in catalog():
+        return _hub_removal(name)
+    entry = catalog()[name]
+    local = find_entry(entry)
+    repository = next((source.repository for source in entry.sources if isinstance(source, HubSource)), None)
+    if repository and (local.location == HUB if local else platform.cached_repository(repository).is_dir()):
+        return _hub_removal(repository)
+    if local is None:
+        raise CheckpointError(f"{name} isn't on this machine", "mlxlm models, which shows where models are")
+    if local.location != OWN:
+        raise CheckpointError(f"{local.path} belongs to {local.location}", f"{local.location} itself")
+    return Removal(local.path, local.bytes)
+
+
+def _hub_removal(id: str) -> Removal:
+    """Remove a whole repository from Hugging Face's cache, or what an interrupted download left of it."""
+    folder = platform.cached_repository(id)
+    if not hub.is_id(id) or not folder.is_dir():
+        raise CheckpointError(f"{id} isn't in Hugging Face's cache", "mlxlm models, which shows where models are")
+    return Removal(folder, hub.cached_bytes(id))

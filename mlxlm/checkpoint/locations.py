@@ -1,21 +1,27 @@
-"""Find a model's files: in one folder, or in a run with its checkpoints."""
+"""Locate a model's files: config.json and weights of each format in a folder, or in a run with its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.json_files import read_json_object
 
 RUN_FILE = "train.json"
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
 GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split model
+FOLDER_FORMATS = ("safetensors", "pytorch")  # of weights with config.json and the tokenizer's files beside them
+SAFETENSORS_INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+MAX_INDEX = 24_000_000  # bytes of an index
 _MAX_STATE = 4 << 20  # bytes of state.json, which has a few hundred
+_NOT_MODELS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # PyTorch files of training scripts
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,39 @@ def locate(path: Path | str) -> Location:
     if best is None:
         raise CheckpointError(f"{path} is a run that has no checkpoint yet", "mlxlm pretrain --resume")
     return Location(path, best)
+
+
+def weights_format(folder: Path) -> str | None:
+    """The one of `FOLDER_FORMATS` that a folder has weights of, safetensors first; None if it has none."""
+    if (folder / SAFETENSORS_INDEX).exists() or any(folder.glob("model*.safetensors")):
+        return "safetensors"
+    return "pytorch" if has_pytorch(folder) else None
+
+
+def has_pytorch(folder: Path) -> bool:
+    """Whether a folder has a model in PyTorch's format."""
+    return (folder / PYTORCH_INDEX).exists() or bool(pytorch_files(folder))
+
+
+def pytorch_files(folder: Path) -> list[Path]:
+    """A folder's `pytorch_model*.bin`, else its only `.bin`, `.pt` or `.pth` file that isn't of a training script."""
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if files:
+        return files
+    files = [file for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")]
+    files = [file for file in files if not file.name.startswith(_NOT_MODELS)]
+    return files if len(files) == 1 else []
+
+
+def has_all_safetensors(folder: Path) -> bool:
+    """Whether a folder has all safetensors of its index and no links to nothing, as an interrupted download leaves."""
+    if weights_format(folder) != "safetensors" or any(not file.exists() for file in folder.iterdir()):
+        return False
+    files: Mapping[str, Any] = {}
+    if (folder / SAFETENSORS_INDEX).exists():
+        with suppress(CheckpointError):  # reported where it is opened
+            files = read_json_object(folder / SAFETENSORS_INDEX, MAX_INDEX, CheckpointError).get("weight_map") or {}
+    return all((folder / str(file)).is_file() for file in set(map(str, files.values())))
 
 
 def gguf_models(folder: Path) -> list[list[Path]]:

@@ -1,4 +1,8 @@
-"""Open a checkpoint of any format: headers are read and checked, values are read on demand."""
+"""Open a checkpoint of any format: headers are read and checked, values are read on demand.
+
+The way of every format: `locate` its files, read the tensors' descriptions, map their names to the decoder's
+(`map_weights`), compare their shapes with the configuration. `load` then reads the values.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,14 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import dequantize, pytorch, safetensors
+from mlxlm.checkpoint import dequantize, gguf, llama2c, pytorch, safetensors
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
-from mlxlm.checkpoint.gguf import open_gguf
+from mlxlm.checkpoint.download import resolve
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.checkpoint.llama2c import open_llama2c
-from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate
+from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
+from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
-from mlxlm.checkpoint.resolve import resolve
-from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.validation import is_unused_id
 from mlxlm.families import config_from_hf
@@ -32,6 +34,9 @@ from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError, ConfigError, os_errors_as
 from mlxlm.utils.json_files import read_json
 
+# Formats of one file, and of the weights in a folder with config.json; MLX's quantized matrices are in safetensors.
+_FILE_FORMATS = (gguf.FORMAT, llama2c.FORMAT)
+_FOLDER_TENSORS = {"safetensors": safetensors.folder_tensors, "pytorch": pytorch.folder_tensors}
 _PART_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -97,10 +102,9 @@ def open_decoder_checkpoint(source: Path | str, purpose: str = "used") -> Checkp
 def _open_file(path: Path) -> AnyCheckpoint:
     with open_regular(path, CheckpointError) as file:
         start = file.read(4)
-    if start == b"GGUF" or path.suffix == ".gguf":
-        return open_gguf(path)
-    if path.suffix == ".bin" and not pytorch.is_pytorch_file(start):
-        return open_llama2c(path)
+    for file_format in _FILE_FORMATS:
+        if file_format.matches(path, start):
+            return file_format.open(path)
     if path.suffix in _PART_SUFFIXES:
         raise CheckpointError(f"{path} is one file of a model", f"its folder, {path.parent}")
     raise CheckpointError(f"{path} is not a model", "a model folder, a .gguf file or a llama2.c .bin file")
@@ -109,7 +113,8 @@ def _open_file(path: Path) -> AnyCheckpoint:
 def _open_folder(path: Path) -> AnyCheckpoint:
     location = locate(path)
     file = location.root / "config.json"
-    if not file.exists() or not (safetensors.has_weights(location.weights) or pytorch.has_weights(location.weights)):
+    format = weights_format(location.weights)
+    if format is None or not file.exists():
         models = gguf_models(path)  # on the hub, often beside the config.json of their source
         if len(models) == 1:
             for encoder in filter(is_image_encoder, path.glob("*.gguf")):
@@ -122,10 +127,10 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
     values = _add_eos_ids(values, location.root / "generation_config.json")
-    weights = location.weights
-    is_pytorch = not safetensors.has_weights(weights) and pytorch.has_weights(weights)
-    format = "pytorch" if is_pytorch else "safetensors"
-    tensors = (pytorch if is_pytorch else safetensors).folder_tensors(weights)
+    if format is None:
+        expected = "model*.safetensors, pytorch_model*.bin or .gguf file"
+        raise CheckpointError(f"{location.weights} has no {expected}", "the folder of a model or a run")
+    weights, tensors = location.weights, _FOLDER_TENSORS[format](location.weights)
 
     def tokenizer() -> Tokenizer:
         return load_tokenizer(location.root)

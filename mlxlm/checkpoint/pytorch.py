@@ -1,15 +1,23 @@
 """Read PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`) without PyTorch and without running code from them.
 
 Since PyTorch 1.6 a file is a ZIP archive: `NAME/data.pkl` describes the tensors, and each record `NAME/data/KEY`
-contains one storage, uncompressed
-(https://docs.pytorch.org/docs/stable/notes/serialization.html).
+contains one storage, uncompressed (https://docs.pytorch.org/docs/stable/notes/serialization.html).
+
+Python's unpickler calls whatever a pickle names. The one below only has the operations that `torch.save` writes for a
+dictionary of tensors (pickle protocols 2 to 5, https://docs.python.org/3/library/pickletools.html), and knows a few
+names, none of which it imports. It is a subclass of the unpickler in Python, which unlike the one in C doesn't
+allocate memory for the largest index of its memo.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import struct
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,14 +25,12 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.locations import PYTORCH_INDEX, pytorch_files
 from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
-from mlxlm.checkpoint.unpickler import PickleError, TensorView, read_pickle
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 
-_INDEX = "pytorch_model.bin.index.json"
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 writes pickles, the first of a large number
-_NOT_MODELS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights in files of training scripts
 _MAX_DIRECTORY = 4_000_000  # bytes of a ZIP file's directory, about 100 for each storage
 _MAX_PICKLE = 4_000_000
@@ -42,16 +48,18 @@ _STORAGE_TYPES = {
     "ByteStorage": (np.uint8, mx.uint8, "U8"),
     "BoolStorage": (np.bool_, mx.bool_, "BOOL"),
 }
+# A tensor needs about 70 reads, and no file in use has 10,000 tensors.
+_MAX_READS = 700_000
+_MAX_INT_KEY = 2**31  # optimizers number their parameters
+_OPERATIONS = """PROTO MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
+    EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE BINGET
+    LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE"""
+_DTYPES = "float32 float16 bfloat16 float64 int64 int32 int16 int8 uint8 bool"
 
 
 def is_pytorch_file(start: bytes) -> bool:
     """Whether a file that starts with these 4 bytes is one of PyTorch's."""
     return start[:4] in (_ZIP, _LEGACY)
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has a model in PyTorch's format."""
-    return (folder / _INDEX).exists() or bool(_files(folder))
 
 
 def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
@@ -63,9 +71,9 @@ def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: Names the file and the tensor.
     """
-    if (folder / _INDEX).exists():
-        return indexed_tensors(folder / _INDEX, file_tensors)
-    return joined_tensors(_files(folder), file_tensors)
+    if (folder / PYTORCH_INDEX).exists():
+        return indexed_tensors(folder / PYTORCH_INDEX, file_tensors)
+    return joined_tensors(pytorch_files(folder), file_tensors)
 
 
 def file_tensors(path: Path) -> dict[str, LazyTensor]:
@@ -210,10 +218,114 @@ def _are_counts(values: Any) -> bool:
     return isinstance(values, tuple) and len(values) <= 8 and all(type(n) is int and 0 <= n < 2**31 for n in values)
 
 
-def _files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("pytorch_model*.bin"))
-    if files:
-        return files
-    files = [file for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")]
-    files = [file for file in files if not file.name.startswith(_NOT_MODELS)]
-    return files if len(files) == 1 else []
+class PickleError(Exception):
+    """A pickle that is not a dictionary of tensors."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A PyTorch storage, in the record `key`."""
+
+    kind: str  # "BFloat16Storage"
+    key: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor: a view of a storage. Shape and strides count elements and are not checked yet."""
+
+    storage: Storage
+    offset: Any
+    shape: Any
+    strides: Any
+
+
+def read_pickle(raw: bytes) -> Any:
+    """Return dictionaries, lists, tuples, numbers and strings, with a `TensorView` for each tensor.
+
+    Raises:
+        PickleError: The pickle is malformed or has other contents.
+    """
+    try:
+        return _Unpickler(_Reader(raw)).load()
+    except PickleError:
+        raise
+    except EOFError:
+        raise PickleError("it is cut off") from None
+    except Exception as error:
+        raise PickleError(f"it is malformed ({type(error).__name__})") from None
+
+
+class _Reader(io.BytesIO):
+    """The pickle, with a limit on the number of operations."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        if self.reads > _MAX_READS:
+            raise PickleError(f"it needs more than {_MAX_READS} reads, more than any model")
+        part = super().read(size)
+        if len(part) != size:
+            raise EOFError
+        return part
+
+
+class _Dict(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        # Hashing nested tuples can take forever, and many large integers share a hash.
+        if type(key) is not str and not (type(key) is int and 0 <= key < _MAX_INT_KEY):
+            raise TypeError
+        super().__setitem__(key, value)
+
+
+class _Operations(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> Any:
+        raise PickleError(f"it has operation {bytes([code])!r}, which no state_dict needs")
+
+
+def _rebuild_tensor(storage: Storage, offset: Any, shape: Any, strides: Any, *others: Any) -> TensorView:
+    if type(storage) is not Storage:
+        raise TypeError
+    flags = others[2] if len(others) > 2 else None
+    if isinstance(flags, dict) and any(flags.values()):  # "conj" and "neg": lazily conjugated or negated
+        raise PickleError(f"a tensor has {', '.join(map(str, flags))} set (resolve_neg, resolve_conj)")
+    return TensorView(storage, offset, shape, strides)
+
+
+def _ordered_dict() -> _Dict:  # without arguments
+    return _Dict()
+
+
+# What REDUCE can call. Each returns one of its arguments or a new, small object.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *others: data,
+    "torch.Size": lambda sizes: sizes,
+    "collections.OrderedDict": _ordered_dict,
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    dispatch = _Operations(
+        {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPERATIONS.split()}
+        | {
+            pickle.FRAME[0]: lambda unpickler: unpickler.read(8),
+            pickle.EMPTY_DICT[0]: lambda unpickler: unpickler.append(_Dict()),
+            pickle.BUILD[0]: lambda unpickler: unpickler.stack.pop(),  # attributes, as a state_dict's `_metadata`
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in (*_STORAGE_TYPES, *_DTYPES.split()):
+            return name
+        if (function := _FUNCTIONS.get(f"{module}.{name}")) is None:
+            raise PickleError(f"it refers to {module}.{name}, and code in a file is never run")
+        return function
+
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, storage, key, _device, numel = pid
+        if kind != "storage" or storage not in _STORAGE_TYPES or type(key) is not str or type(numel) is not int:
+            raise TypeError
+        return Storage(storage, key, numel)

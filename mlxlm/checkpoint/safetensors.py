@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,16 +20,14 @@ from safetensors import SafetensorError, safe_open
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.bits import bits_of, max_abs
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
-from mlxlm.checkpoint.locations import MODEL_FILE
-from mlxlm.checkpoint.sharded import MAX_INDEX, indexed_tensors, joined_tensors
+from mlxlm.checkpoint.locations import MODEL_FILE, SAFETENSORS_INDEX
+from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
 from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
-from mlxlm.utils.json_files import read_json_object, write_json
+from mlxlm.utils.json_files import write_json
 
 SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
-_PATTERN = "model*.safetensors"
 
 # Dtypes that MLX reads, by the format's names; it returns 8-bit floats as bytes.
 DTYPES = {
@@ -85,22 +83,6 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     return tensors, metadata
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors of a model or their index."""
-    return (folder / INDEX).exists() or any(folder.glob(_PATTERN))
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a folder has all safetensors of its index and no links to nothing, as an interrupted download leaves."""
-    if not has_weights(folder) or any(not file.exists() for file in folder.iterdir()):
-        return False
-    files: Mapping[str, Any] = {}
-    if (folder / INDEX).exists():
-        with suppress(CheckpointError):  # reported where it is opened
-            files = read_json_object(folder / INDEX, MAX_INDEX, CheckpointError).get("weight_map") or {}
-    return all((folder / str(file)).is_file() for file in set(map(str, files.values())))
-
-
 def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     """Describe all tensors of a model folder.
 
@@ -110,14 +92,11 @@ def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: Names the file and the tensor.
     """
-    if (folder / INDEX).exists():
-        return indexed_tensors(folder / INDEX, file_tensors)
+    if (folder / SAFETENSORS_INDEX).exists():
+        return indexed_tensors(folder / SAFETENSORS_INDEX, file_tensors)
     if (folder / MODEL_FILE).exists():  # others are variants of it: model.fp16.safetensors
         return joined_tensors([folder / MODEL_FILE], file_tensors)
-    if not (files := sorted(folder.glob(_PATTERN))):
-        expected = "model*.safetensors, pytorch_model*.bin or .gguf file"
-        raise CheckpointError(f"{folder} has no {expected}", "the folder of a model or a run")
-    return joined_tensors(files, file_tensors)
+    return joined_tensors(sorted(folder.glob("model*.safetensors")), file_tensors)
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
@@ -161,7 +140,7 @@ def write_shards(
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         write_file(folder / file, shard, finite, format)
         weight_map.update(dict.fromkeys(shard, file))
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / SAFETENSORS_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_file(path: Path, tensors: LazyTensors, finite: bool = False, format: str = "mlx") -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.locations import MAX_INDEX
 from mlxlm.utils.bounded_reads import read_bytes
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import parse_json_object
 
-MAX_INDEX = 24_000_000  # bytes
 _MAX_VALUES = 250_000
 
 

@@ -16,8 +16,7 @@ from mlxlm.utils.formatting import human_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mlxlm.convert.compare import Comparison
-    from mlxlm.convert.tensor_diff import TensorDiff
+    from mlxlm.convert.compare import Comparison, TensorDiff
     from mlxlm.data import Document
 
 _MAX_LISTED = 5
@@ -40,8 +39,7 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
     """
     from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare
-    from mlxlm.convert.compare import tokenize_for_both
-    from mlxlm.convert.tensor_diff import tensor_diff
+    from mlxlm.convert.compare import tensor_diff, tokenize_for_both
     from mlxlm.utils.errors import one_line
 
     first, second = open_checkpoint(a), open_checkpoint(b)

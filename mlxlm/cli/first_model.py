@@ -7,8 +7,8 @@ import sys
 import click
 
 from mlxlm.checkpoint.catalog import CatalogEntry, default_entry
+from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
 from mlxlm.checkpoint.local_models import find_entry
-from mlxlm.checkpoint.resolve import find, find_catalog_entry, no_such_model
 from mlxlm.cli.download_progress import license_text
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner

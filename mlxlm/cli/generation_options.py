@@ -113,7 +113,7 @@ def load_model(model: str) -> LoadedModel:
 
     A path is made absolute, because sessions and caches store it and may be used from another folder.
     """
-    from mlxlm.checkpoint.resolve import fetch
+    from mlxlm.checkpoint.download import fetch
     from mlxlm.generation import load
 
     fetch(model)  # before the spinner, since it has a progress bar

@@ -105,7 +105,7 @@ def _stored_dtype(model: str) -> str | None:
     """The dtype that a model folder generates in; None without weights, and on a CPU, which uses float32."""
     from mlxlm.backend.mlx import ON_CPU, mx
     from mlxlm.checkpoint import load_checkpoint, open_checkpoint
-    from mlxlm.checkpoint.resolve import find
+    from mlxlm.checkpoint.download import find
     from mlxlm.kernels.dispatch import DTYPE_NAMES
 
     path = find(model)

@@ -63,8 +63,7 @@ def list_models(as_json: bool) -> None:
 def pull(name: str) -> None:
     """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
     from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import check_files, download
-    from mlxlm.checkpoint.resolve import no_such_model
+    from mlxlm.checkpoint.download import check_files, download, no_such_model
 
     entry = catalog().get(name)
     if entry is None:
@@ -87,7 +86,7 @@ def rm(name: str, yes: bool) -> None:
 
     Models in the folders of ollama and LM Studio are not removed.
     """
-    from mlxlm.checkpoint.remove import plan_removal
+    from mlxlm.checkpoint.local_models import plan_removal
 
     removal = plan_removal(name)
     what = f"{removal.path}, {human_bytes(removal.bytes)}"

@@ -95,7 +95,7 @@ def serve(
     keys = _api_keys(flags["api_keys"])
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
-    from mlxlm.checkpoint.resolve import fetch
+    from mlxlm.checkpoint.download import fetch
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.models import Models, ModelSettings, load_model

@@ -31,7 +31,7 @@ def verify_receipt(model: str, steps: int, out: Path | None, **flags: bool) -> N
     sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
     it, and weights if their bits per byte differ by at most 25%. If anything is different, the exit code is 1.
     """
-    from mlxlm.checkpoint.resolve import resolve
+    from mlxlm.checkpoint.download import resolve
     from mlxlm.cli.training import phase, run_training, stop_on_signal
     from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
     from mlxlm.train import Stopped

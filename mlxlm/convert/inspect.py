@@ -13,7 +13,7 @@ from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoi
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
-from mlxlm.convert.tensor_diff import dequantized_tensors
+from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.convert.tensor_diff import config_diff
+from mlxlm.convert.compare import config_diff
 from mlxlm.model.positions import RotaryEmbedding
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, TokenizerError

@@ -12,10 +12,9 @@ from mlxlm.checkpoint.bits import bitwise_equal
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.config import ModelConfig
-from mlxlm.convert.compare import Comparison, compare
+from mlxlm.convert.compare import Comparison, compare, dequantized_tensors, to_float32
 from mlxlm.convert.cross_check import cross_check, greedy_tokens
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check, check_metadata
-from mlxlm.convert.tensor_diff import dequantized_tensors, to_float32
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 NUM_GREEDY_TOKENS = 64  # tokens
@@ -52,7 +51,7 @@ def verify(
         source: The source.
         written: The output, opened again.
         label: The output's name in errors.
-        backends: Other programs to run it with, names in `reference_backends.REQUIRED_PACKAGES`.
+        backends: Other programs to run it with, names in `cross_check.REQUIRED_PACKAGES`.
         progress: Called as `progress(phase, done, total)`.
         tokens_may_differ: Whether the writer has warned that other programs tokenize some texts differently.
 

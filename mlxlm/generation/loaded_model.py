@@ -10,10 +10,9 @@ from typing import Any
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend import device
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten, tree_unflatten
-from mlxlm.checkpoint.locations import locate
+from mlxlm.checkpoint.download import find_catalog_entry
+from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
-from mlxlm.checkpoint.resolve import find_catalog_entry
-from mlxlm.checkpoint.tokenizer_files import FOLDER_FORMATS
 from mlxlm.config import ModelConfig
 from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.generation.options import GenerationOptions

@@ -41,8 +41,8 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     if (root / "config.json").is_file():
         return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
+    from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
     from mlxlm.checkpoint.open import open_decoder_checkpoint
-    from mlxlm.checkpoint.resolve import find, find_catalog_entry, no_such_model
 
     if (entry := find_catalog_entry(name)) is not None:
         return config_from_hf(entry.config, source=f"the catalog's {name}")

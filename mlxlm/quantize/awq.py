@@ -14,9 +14,10 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.quantize.calibrate import InputStats
-from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, quantize_rtn
+from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, get_submodule
+from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized
 from mlxlm.quantize.quantization_plan import Format
+from mlxlm.quantize.rtn import quantize_rtn
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's RMS, which gives its scale; 0 is no scaling
 CLIP_RATIOS = tuple(1 - step / 20 for step in range(11))  # of a group's range; down to 0.5 as in the paper's code
@@ -58,15 +59,7 @@ def apply_best_scales(
 ) -> tuple[dict[str, InputStats], set[str]]:
     """Scale the channels of a block in place, in each group by the exponent with the smallest output error.
 
-    Args:
-        block: A decoder block.
-        config: The model's configuration.
-        inputs: Statistics of each layer's inputs.
-        formats: The format of each layer; None for one that isn't quantized.
-        dtype: Changed weights are rounded to this dtype of the output files.
-
-    Returns:
-        Statistics of the inputs after scaling, and the names of the modules that were changed.
+    See `CalibratedMethod.change_block`.
     """
     inputs, changed = dict(inputs), set()
     for group in scale_groups(config):
@@ -157,8 +150,11 @@ def _round_to(dtype: mx.Dtype, value: mx.array) -> mx.array:
     return value.astype(dtype).astype(value.dtype)
 
 
-def get_submodule(block: nn.Module, name: str) -> nn.Module:
-    """The submodule of a block or decoder with a dotted name."""
-    for part in name.split("."):
-        block = block[int(part) if part.isdigit() else part]
-    return block
+class AWQ(CalibratedMethod):
+    """Scales and clips before rounding."""
+
+    change_block = staticmethod(apply_best_scales)
+
+    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
+        """Round with the best clip ratio of each group."""
+        return quantize_clipped(module, weight, inputs.moments, fmt)

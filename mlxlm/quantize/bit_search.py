@@ -1,21 +1,34 @@
-"""Bits per matrix under a constraint: the KL divergence that each matrix costs, and where a byte saves most of it."""
+"""Bits per matrix for a target: bytes of the files, bits per weight, or a KL divergence."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn, tree_unflatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.huggingface import copy_tokenizer
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.map_weights import to_file_weights
+from mlxlm.checkpoint.safetensors import SHARD_BYTES
 from mlxlm.convert.verify import Progress
-from mlxlm.quantize.awq import get_submodule
-from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
+from mlxlm.families import config_to_hf, weight_mappings
+from mlxlm.quantize.calibrate import get_submodule
+from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
+from mlxlm.quantize.packed_matrix import dequantized
 from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
+from mlxlm.quantize.report import compare_with_source
+from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
+from mlxlm.quantize.settings import QuantizationSettings
+from mlxlm.quantize.source import Source
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 4  # of the rounding errors that are measured
@@ -29,6 +42,7 @@ _MAX_MEASUREMENTS = 6  # of whole models, to find the smallest one within the bo
 
 # Matrix -> format -> increase of the KL divergence, in nats per token, if only this matrix is quantized.
 Sensitivities = Mapping[str, Mapping[Format, float]]
+_MARGIN = 1024  # bytes: generation_config.json, names in config.json, padding
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class BitUpgrade:
     saved: float
 
 
-def sensitivities(
+def estimate_sensitivities(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
     windows: np.ndarray,
@@ -277,3 +291,107 @@ def _predicted(plan: QuantizationPlan, sensitivities: Sensitivities) -> float:
 
 def _slope(a: tuple[int, float, Format], b: tuple[int, float, Format]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def search_bits(job: Job, plan: QuantizationPlan, scratch: Path) -> tuple[QuantizationPlan, QuantizedTensors]:
+    """Search for the bits of each matrix, and quantize.
+
+    Raises:
+        ConfigError: The target can't be reached; the hint is the nearest one that can.
+    """
+    source, settings = job.source, job.settings
+    _check_reachable(source, smallest_plan(plan), settings)  # before minutes of measurements
+    windows = job.texts.calibration_windows
+    sensitivities = estimate_sensitivities(source.checkpoint_16bit, plan, windows, job.progress)
+    if settings.max_kl is not None:
+        return _search_kl(job, plan, sensitivities, settings.max_kl, scratch)
+    if settings.target_bpw is not None:
+        limit = _bytes_of_matrices(source, plan, settings.target_bpw)
+        plan = fit_to_size(plan, sensitivities, limit)
+    elif settings.max_size is not None:
+        plan = _plan_for_size(source, plan, sensitivities, settings.max_size)
+    return plan, quantize_tensors(job, plan, scratch)
+
+
+def _check_reachable(source: Source, smallest: QuantizationPlan, settings: QuantizationSettings) -> None:
+    """Raise ConfigError if the sizes alone show that a target can't be reached."""
+    if (target := settings.target_bpw) is not None and _bytes_of_matrices(source, smallest, target) < smallest.nbytes():
+        lowest = math.ceil(800 * (smallest.nbytes() + _other_tensor_bytes(source, smallest)) / source.parameters) / 100
+        raise ConfigError(f"{target:g} bits per weight can't be reached", f"{lowest} or more, or larger groups")
+    if settings.max_size is not None:
+        least = smallest.nbytes() + _other_bytes(source, smallest)
+        if settings.max_size < least:
+            raise ConfigError(f"{settings.max_size} bytes can't be reached", f"{least} or more, or larger groups")
+
+
+def _search_kl(
+    job: Job, plan: QuantizationPlan, sensitivities: Sensitivities, max_kl: float, scratch: Path
+) -> tuple[QuantizationPlan, QuantizedTensors]:
+    """Quantize candidates until the smallest that keeps the bound is known; files of the others are removed."""
+    results: dict[int, QuantizedTensors] = {}  # by the bytes of the plan, which no two candidates share
+
+    def measure(candidate: QuantizationPlan) -> float:
+        label = f", candidate {len(results) + 1}"
+        folder = Path(tempfile.mkdtemp(dir=scratch))
+        result = results[candidate.nbytes()] = quantize_tensors(job, candidate, folder, label)
+        quantized = job.source.with_tensors(candidate, result.tensors)
+        kl = compare_with_source(job.source.checkpoint, quantized, job.texts.evaluation, job.progress, label).kl
+        # Each candidate within the bound is smaller than the one before.
+        for other in list(scratch.iterdir()):
+            if (other == folder) != (kl <= max_kl):
+                shutil.rmtree(other)
+        return kl
+
+    plan = fit_to_kl(plan, sensitivities, max_kl, measure)
+    return plan, results[plan.nbytes()]
+
+
+def _bytes_of_matrices(source: Source, plan: QuantizationPlan, target_bpw: float) -> int:
+    """Bytes that an average of bits per weight leaves for the matrices of the plan."""
+    return math.floor(target_bpw * source.parameters / 8) - _other_tensor_bytes(source, plan)
+
+
+def _plan_for_size(
+    source: Source, plan: QuantizationPlan, sensitivities: Sensitivities, max_size: int
+) -> QuantizationPlan:
+    smallest = smallest_plan(plan)
+    rest = _other_bytes(source, smallest)
+    for _ in range(3):  # the size of the metadata depends on the plan, a little
+        larger = fit_to_size(plan, sensitivities, max(smallest.nbytes(), max_size - rest))
+        rest = _other_bytes(source, larger)
+        if larger.nbytes() + rest <= max_size:
+            return larger
+    return smallest
+
+
+def _other_bytes(source: Source, plan: QuantizationPlan) -> int:
+    """Bytes of all files without the matrices of the plan."""
+    tokenizer = _tokenizer_bytes(source.checkpoint)
+    return _other_tensor_bytes(source, plan) + tokenizer + _metadata_bytes(source, plan)
+
+
+def _other_tensor_bytes(source: Source, plan: QuantizationPlan) -> int:
+    """Bytes of the tensors that aren't matrices of the plan."""
+    matrices = {f"{module}.weight" for matrix in plan.matrices for module in matrix.modules}
+    return sum(t.nbytes for name, t in source.checkpoint_16bit.tensors.items() if name not in matrices)
+
+
+def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
+    """An upper bound of the folder's bytes besides the values of tensors and the tokenizer: headers, index, config."""
+    config = source.checkpoint.config.with_changes(quantization=plan.quantization_config())
+    tensors = lazy_quantize(source.checkpoint_16bit.tensors, plan)
+    stored = to_file_weights(weight_mappings(config, for_mlx=True), tensors)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    header = sum(
+        len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [total, total]}}))
+        for name, tensor in stored.items()
+    )
+    index = sum(len(name) + 60 for name in stored) if total > SHARD_BYTES else 0
+    values = json.dumps({**source.checkpoint.hf_config, **config_to_hf(config)}, indent=2, default=str)
+    return header + index + len(values.encode("utf-8")) + _MARGIN
+
+
+def _tokenizer_bytes(checkpoint: Checkpoint) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tokenizer(checkpoint, Path(folder))
+        return sum(file.stat().st_size for file in Path(folder).iterdir())

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of each linear layer, computed block by block with one block in memory."""
+"""Calibration: second moments of the inputs of each linear layer, block by block with one block in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
-from mlxlm.checkpoint.layerwise import LAYER_PREFIX, HiddenState, LayerwiseModel
+from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
+from mlxlm.config import ModelConfig
+from mlxlm.quantize.packed_matrix import PackedMatrix
+from mlxlm.quantize.quantization_plan import Format
 
 _BATCH_TOKENS = 2048  # that go through a block at once
 
@@ -25,6 +28,45 @@ class InputStats:
 
     moments: np.ndarray
     dxxt: np.ndarray | None = None
+
+
+class CalibratedMethod:
+    """Quantizes matrices for the inputs that they get. A method is one file, and an entry of `METHODS` in methods.py.
+
+    Attributes:
+        runs_source: Whether the unquantized model runs beside the quantized one, for `InputStats.dxxt`.
+    """
+
+    runs_source = False
+
+    def change_block(
+        self,
+        block: nn.Module,
+        config: ModelConfig,
+        inputs: Mapping[str, InputStats],
+        formats: Mapping[str, Format | None],
+        dtype: mx.Dtype,
+    ) -> tuple[Mapping[str, InputStats], set[str]]:
+        """Change a block's weights before they are quantized, without changing what it computes.
+
+        Args:
+            block: A decoder block, changed in place.
+            config: The model's configuration.
+            inputs: Statistics of each layer's inputs.
+            formats: The format of each layer; None for one that isn't quantized.
+            dtype: Changed weights are rounded to this dtype of the output files.
+
+        Returns:
+            Statistics of the inputs after the change, and the names of the modules that were changed.
+        """
+        return inputs, set()
+
+    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
+        """Quantize rows of a matrix, 16-bit `[rows, width]`; scales and biases have its dtype."""
+        raise NotImplementedError
+
+    def end_block(self) -> None:
+        """Free what the matrices of one block share."""
 
 
 # on_block(name, block, inputs by layer name within the block): quantizes the block and sets its weights.
@@ -163,3 +205,10 @@ def calibrate_blocks(
         recorder.record("head", final_norm(state, None))
         recorder.end_batch()
     return recorder.stats()["head"]
+
+
+def get_submodule(block: nn.Module, name: str) -> nn.Module:
+    """The submodule of a block or decoder with a dotted name."""
+    for part in name.split("."):
+        block = block[int(part) if part.isdigit() else part]
+    return block

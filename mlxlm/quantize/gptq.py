@@ -10,8 +10,10 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack, quantize_rtn
+from mlxlm.quantize.calibrate import CalibratedMethod, InputStats
+from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack
 from mlxlm.quantize.quantization_plan import Format
+from mlxlm.quantize.rtn import quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper
@@ -166,3 +168,23 @@ def _range(group: np.ndarray, importance: np.ndarray, fmt: Format, dtype: mx.Dty
         best = (mx.where(better, error, best[0]), mx.where(better, scale, best[1]), mx.where(better, bias, best[2]))
     mx.eval(best)
     return np.array(best[1])[:, 0], np.array(best[2])[:, 0]
+
+
+class GPTQ(CalibratedMethod):
+    """Compensates for rounding, and for the change of the inputs by the layers before."""
+
+    runs_source = True
+
+    def __init__(self) -> None:
+        self._factor: tuple[InputStats, np.ndarray] | None = None  # the last one: query, key and value share it
+
+    def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:
+        """Round column by column."""
+        if self._factor is None or self._factor[0] is not inputs:
+            self._factor = None  # free it before the next one is computed
+            self._factor = inputs, inverse_hessian_cholesky(inputs.moments)
+        return gptq(weight, inputs.moments, fmt, inputs.dxxt, factor=self._factor[1])
+
+    def end_block(self) -> None:
+        """Free the factor, which is as large as the moments."""
+        self._factor = None

@@ -1,4 +1,4 @@
-"""Quantize all tensors of a model: round to nearest, or run GPTQ or AWQ block by block."""
+"""Quantize all tensors of a model in one pass over its layers: rounded as they are read, or by a calibrated method."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
-from mlxlm.checkpoint.layerwise import LayerwiseModel
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.load import LayerwiseModel
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
 from mlxlm.convert.verify import Progress
-from mlxlm.quantize import awq
-from mlxlm.quantize.calibrate import InputStats, calibrate_blocks
-from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error
-from mlxlm.quantize.lazy_quantize import lazy_quantize
+from mlxlm.quantize.awq import AWQ
+from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, calibrate_blocks, get_submodule
+from mlxlm.quantize.calibration_text import QuantizationTexts
+from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
 from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.rtn import lazy_quantize
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.quantize.text import Texts
 from mlxlm.utils.errors import CheckpointError
+
+# None rounds to nearest (rtn.py), which needs no calibration and streams.
+METHODS: dict[str, type[CalibratedMethod] | None] = {"rtn": None, "gptq": GPTQ, "awq": AWQ}
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -61,21 +64,21 @@ class Job:
 
     source: Source
     settings: QuantizationSettings
-    texts: Texts
+    texts: QuantizationTexts
     progress: Progress
 
 
 def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:
     """Quantize all matrices of `plan`; `label` is appended to the names of phases."""
-    source, method = job.source, job.settings.method
-    if method == "rtn":
+    source, method = job.source, METHODS[job.settings.method]
+    if method is None:
         return _round_to_nearest(source.checkpoint_16bit, plan)
     config = source.checkpoint.config
     tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
     untied_head = plan.formats.get(HEAD) is not None
     total = config.num_hidden_layers * (1 + tied) + untied_head
-    counter = progress_counter(job.progress, f"calibrating ({method}){label}", total)
-    return quantize_calibrated(source.checkpoint_16bit, plan, method, job.texts.calibration_windows, scratch, counter)
+    counter = progress_counter(job.progress, f"calibrating ({job.settings.method}){label}", total)
+    return quantize_calibrated(source.checkpoint_16bit, plan, method(), job.texts.calibration_windows, scratch, counter)
 
 
 def progress_counter(progress: Progress, phase: str, total: int) -> Callable[[str], None]:
@@ -96,12 +99,12 @@ def _round_to_nearest(checkpoint: Checkpoint, plan: QuantizationPlan) -> Quantiz
 def quantize_calibrated(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
-    method: str,
+    method: CalibratedMethod,
     windows: np.ndarray,
     scratch: Path,
     progress: Callable[[str], None] = lambda name: None,
 ) -> QuantizedTensors:
-    """Quantize with GPTQ or AWQ.
+    """Quantize with a calibrated method.
 
     The blocks are calibrated on the quantized embedding. A tied embedding is calibrated as the head, which takes a run
     through the source first, and as a table with the same weight. Other tables have no inputs: their rows are
@@ -111,7 +114,7 @@ def quantize_calibrated(
     Args:
         checkpoint: A model in 16 bits.
         plan: The format of each matrix.
-        method: "gptq" or "awq".
+        method: The method, for this model only.
         windows: Calibration tokens, int `[N, T]`.
         scratch: An empty folder for the result.
         progress: Called with the name of each finished block.
@@ -122,7 +125,7 @@ def quantize_calibrated(
         head_moments = calibrate_blocks(None, source, windows[::_TIED_SHARE], None, progress).moments
     embeddings = quantizer.quantize_embeddings(head_moments)
     calibrated = LayerwiseModel(replace(checkpoint, tensors={**checkpoint.tensors, **embeddings}))
-    unquantized = source if method == "gptq" else None
+    unquantized = source if method.runs_source else None
     head_inputs = calibrate_blocks(unquantized, calibrated, windows, quantizer.quantize_block, progress)
     if (head_format := plan.formats.get(HEAD)) is not None:
         quantizer.quantize_head(head_inputs, head_format)
@@ -133,11 +136,10 @@ def quantize_calibrated(
 class _BlockQuantizer:
     """Quantizes embeddings, blocks and head one after the other, and keeps the results in files of `scratch`."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: QuantizationPlan, method: str, scratch: Path):
+    def __init__(self, checkpoint: Checkpoint, plan: QuantizationPlan, method: CalibratedMethod, scratch: Path):
         self._checkpoint, self._plan, self._method, self._scratch = checkpoint, plan, method, scratch
         self._stored: dict[str, LazyTensor] = {}
         self._errors: dict[str, float] = {}
-        self._factor: tuple[InputStats, np.ndarray] | None = None  # the last one: query, key and value share it
 
     def quantize_embeddings(self, head_moments: np.ndarray | None) -> dict[str, LazyTensor]:
         """Quantize the embeddings; returns them dequantized, by tensor name. `head_moments`: inputs of a tied head."""
@@ -165,21 +167,20 @@ class _BlockQuantizer:
         """Quantize the layers of a block, and set its weights to the dequantized ones."""
         formats = {layer: self._plan.formats.get(f"{name}.{layer}") for layer in inputs}
         results: dict[str, mx.array] = {}
-        if self._method == "awq":
-            dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
-            inputs, changed = awq.apply_best_scales(block, self._checkpoint.config, inputs, formats, dtype)
-            for layer in sorted(changed):
-                for parameter, value in tree_flatten(awq.get_submodule(block, layer).parameters()):
-                    results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
+        dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
+        inputs, changed = self._method.change_block(block, self._checkpoint.config, inputs, formats, dtype)
+        for layer in sorted(changed):
+            for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
+                results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
         for layer_name, fmt in formats.items():
             if fmt is None:
                 continue
-            layer, module = awq.get_submodule(block, layer_name), f"{name}.{layer_name}"
+            layer, module = get_submodule(block, layer_name), f"{name}.{layer_name}"
             weight = layer.weight.astype(self._checkpoint.tensors[f"{module}.weight"].dtype)
             packed = self._quantize(module, weight, inputs[layer_name], fmt)
             layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
             results |= packed.parts(module)
-        self._factor = None
+        self._method.end_block()
         if results:
             self._save(name, results)
 
@@ -197,10 +198,7 @@ class _BlockQuantizer:
         try:
             for start in range(0, weight.shape[0], _ROWS):
                 rows = weight[start : start + _ROWS]
-                if self._method == "gptq":
-                    piece = gptq(rows, inputs.moments, fmt, inputs.dxxt, factor=self._factor_of(inputs))
-                else:
-                    piece = awq.quantize_clipped(module, rows, inputs.moments, fmt)
+                piece = self._method.quantize(module, rows, inputs, fmt)
                 squared += output_error(rows, piece, fmt, error_moments)
                 mx.eval(*piece.parts(module).values())
                 mx.clear_cache()
@@ -210,12 +208,6 @@ class _BlockQuantizer:
         change, size = squared
         self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
         return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces)
-
-    def _factor_of(self, inputs: InputStats) -> np.ndarray:
-        if self._factor is None or self._factor[0] is not inputs:
-            self._factor = None  # free it before the next one is computed
-            self._factor = inputs, inverse_hessian_cholesky(inputs.moments)
-        return self._factor[1]
 
     def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
         file = self._scratch / f"{name}.safetensors"

@@ -40,12 +40,6 @@ class PackedMatrix(NamedTuple):
         return cls(*(None if parts[0] is None else mx.concatenate(parts) for parts in zip(*pieces, strict=True)))
 
 
-def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
-    """Round `weight` `[rows, width]` to nearest with mx.quantize; scales and biases have its dtype."""
-    pieces = eval_in_parallel(partial(mx.quantize, weight[rows], **chosen.to_dict()) for rows in _pieces(weight))
-    return PackedMatrix.concatenate_rows([PackedMatrix(*piece) for piece in pieces])
-
-
 def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
     """Dequantize to float32 `[rows, width]`, without intermediate rounding."""
     if packed.biases is None:
@@ -62,12 +56,12 @@ def weight_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> floa
         error = dequantized(piece, chosen).flatten() - source
         return source @ source, error @ error
 
-    sums = eval_in_parallel(partial(squares, rows) for rows in _pieces(weight))
+    sums = eval_in_parallel(partial(squares, rows) for rows in row_pieces(weight))
     size, error = (math.fsum(value.item() for value in values) for values in zip(*sums, strict=True))
     return math.sqrt(error / size) if size else 0.0
 
 
-def _pieces(weight: mx.array) -> list[slice]:
+def row_pieces(weight: mx.array) -> list[slice]:
     """Ranges of rows to process one by one: in float32 the whole matrix would take much memory."""
     rows = max(1, _AT_ONCE // weight.shape[1])
     return [slice(start, start + rows) for start in range(0, weight.shape[0], rows)]

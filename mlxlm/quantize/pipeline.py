@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import shutil
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxlm.backend.mlx import limit_buffer_cache, mx
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
 from mlxlm.checkpoint import huggingface
+from mlxlm.checkpoint.bits import bits_of
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.huggingface import copy_tokenizer
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
-from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
-from mlxlm.convert.output_formats import check_folder_name, folder_name
-from mlxlm.convert.verify import Progress
-from mlxlm.quantize.bit_targets import search_bits
-from mlxlm.quantize.evaluation import evaluate
+from mlxlm.convert.compare import to_float32
+from mlxlm.convert.conversion import check_folder_name, folder_name
+from mlxlm.convert.cross_check import cross_check, greedy_tokens
+from mlxlm.convert.metadata import Check, check_metadata
+from mlxlm.convert.verify import Progress, comparison_tokens
+from mlxlm.quantize.bit_search import search_bits
+from mlxlm.quantize.calibration_text import EvalText, read_texts
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
-from mlxlm.quantize.plot import plot_quantization
 from mlxlm.quantize.quantization_plan import GROUP_SIZES, QuantizationPlan, recipe, uniform
-from mlxlm.quantize.report import QuantizationReport
+from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source
-from mlxlm.quantize.text import EvalText, read_texts
-from mlxlm.quantize.verify import checksum, cross_check_mlx_lm, verify
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists
 from mlxlm.utils.json_files import write_json
@@ -33,6 +38,9 @@ from mlxlm.utils.json_files import write_json
 REPORT_FILE, PLOT_FILE = "quantization.json", "quantization.png"
 _SCRATCH = ".scratch"
 _FEW_TOKENS = 256  # a mean over fewer tokens says little
+_PROMPT_TOKENS, _GREEDY_TOKENS = 16, 32
+# mlx_lm runs only MLX's quantized products, which take 0.02 to 0.9 GB of weights a second on a CPU.
+_MAX_CPU_PARAMETERS = 5_000_000
 
 
 def quantize(
@@ -168,3 +176,59 @@ def _warnings(source_tensors: LazyTensors, text: EvalText) -> list[str]:
     if text.documents and text.predicted < _FEW_TOKENS:
         warnings.append(f"evaluated on {text.predicted} tokens of {text.name}: fewer than {_FEW_TOKENS} say little")
     return warnings
+
+
+def checksum(value: mx.array) -> int:
+    """CRC-32 of an array's bytes."""
+    return zlib.crc32(bits_of(value).data)
+
+
+def verify(
+    source: Checkpoint, written: Checkpoint, label: str, checksums: Mapping[str, int], progress: Progress
+) -> list[Check]:
+    """Compare a quantized folder with what was computed, and its tokenizer and configuration with the source's.
+
+    Args:
+        source: The source.
+        written: The folder, opened again.
+        label: Its name in errors.
+        checksums: Tensor name -> `checksum` of the value that was written.
+        progress: Called as `progress(phase, done, total)`.
+
+    Raises:
+        CheckpointError: Something differs.
+    """
+    for done, (name, tensor) in enumerate(written.tensors.items(), start=1):
+        if checksum(tensor.read()) != checksums.get(name):
+            raise CheckpointError(f"{label}: {name} is not what was written", "check the disk")
+        progress("comparing tensors", done, len(written.tensors))
+    unquantized = replace(written, config=written.config.with_changes(quantization=None))
+    return [
+        Check("tensors", "equal", f"{len(checksums)} tensors, bit for bit"),
+        *check_metadata(source, unquantized, label),
+    ]
+
+
+def cross_check_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, progress: Progress) -> Check:
+    """Compare our greedy tokens of a quantized folder with those of mlx_lm.
+
+    Raises:
+        CheckpointError: mlx_lm predicts other tokens, or can't read the folder although it reads the source.
+    """
+    config, parameters = written.config, written.config.parameter_count()
+    if ON_CPU and parameters > _MAX_CPU_PARAMETERS:
+        limit = f"{_MAX_CPU_PARAMETERS // 10**6}M"
+        return Check("mlx_lm", "skipped", f"quantized products are slow on a CPU, the limit is {limit} parameters")
+    if 4 * parameters > 0.6 * platform.total_memory():
+        return Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB of memory in float32")
+    # mlx_lm runs some families without their sliding window.
+    limits = (config.max_position_embeddings, config.sliding_window, config.longrope_original_length)
+    room = min(limit for limit in limits if limit)
+    if room < 2:
+        return Check("mlx_lm", "skipped", "the model's context is one token")
+    prompt = comparison_tokens(source)[: min(_PROMPT_TOKENS, room // 2)]
+    # In float32, which mlx_lm is set to as well: rounding of activations would decide ties.
+    generated = greedy_tokens(to_float32(written), prompt, min(_GREEDY_TOKENS, room - len(prompt)))
+    tokens = [*prompt, *generated]
+    [check] = cross_check(source, written, label, ("mlx_lm",), tokens, len(prompt), progress)
+    return check

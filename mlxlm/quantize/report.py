@@ -1,11 +1,34 @@
-"""What a quantized model costs: sizes, divergence from its source, errors by layer."""
+"""What a quantized model costs: sizes, divergence from its source, errors by layer, speed."""
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mlxlm.backend import platform
+from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.convert.compare import Comparison, compare
 from mlxlm.convert.metadata import Check
+from mlxlm.convert.verify import Progress
+from mlxlm.generation import Context, generate_tokens
+from mlxlm.quantize.calibration_text import EvalText
+from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.plots import TITLE_SIZE, label_axes, legend_outside, new_figure, save_figure
+
+_MAX_NEW_TOKENS = 256  # of one continuation
+_TURNS, SECONDS = 3, 1.0  # measured turns of each model after one to warm up, and the duration of each
+_PROMPT_TOKENS = 16  # of the speed measurement
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
+_OUTSIDE_LAYERS = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
+_COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe", 8: "#045a8d"}  # by bits
 
 
 @dataclass(frozen=True)
@@ -109,3 +132,144 @@ class QuantizationReport:
         if self.metrics is not None:
             values["metrics"]["bits_per_byte_change"] = self.metrics.bits_per_byte_change
         return {**values, "worst_layers": self.worst_layers()}
+
+
+def compare_with_source(
+    source: Checkpoint, result: Checkpoint, text: EvalText, progress: Progress, label: str = ""
+) -> Comparison:
+    """Compare a quantized model with its source on the evaluation text.
+
+    Raises:
+        CheckpointError: The KL divergence is not finite.
+    """
+
+    def on_layer(done: int, total: int) -> None:
+        progress(f"comparing with the source{label}", done, total)
+
+    comparison = compare(source, result, text.documents, progress=on_layer)
+    if not math.isfinite(comparison.kl):
+        raise CheckpointError("the KL divergence of the result from its source is not finite", "more bits")
+    return comparison
+
+
+def evaluate(source: Checkpoint, result: Checkpoint, text: EvalText, progress: Progress) -> QuantizationMetrics:
+    """Evaluate a quantized model on a text, and measure its decoding speed."""
+    comparison = compare_with_source(source, result, text, progress)
+    progress("measuring speed", 0, 1)
+    before, after, note = decode_speeds(source, result, text.documents[0][:_PROMPT_TOKENS])
+    progress("measuring speed", 1, 1)
+    bits_per_byte = comparison.tokens / text.bytes / math.log(2)  # of a loss of 1 nat per token
+    return QuantizationMetrics(
+        text=text.name,
+        tokens=comparison.tokens,
+        context_length=comparison.context_length,
+        stride=comparison.stride,
+        kl=comparison.kl,
+        top1_agreement=comparison.top1_agreement,
+        bits_per_byte_before=bits_per_byte * comparison.loss_a,
+        bits_per_byte_after=bits_per_byte * comparison.loss_b,
+        hidden_state_errors=comparison.layers,
+        speed_before=before,
+        speed_after=after,
+        speed_note=note,
+    )
+
+
+def decode_speeds(
+    before: Checkpoint, after: Checkpoint, prompt: Sequence[int]
+) -> tuple[float | None, float | None, str | None]:
+    """Tokens per second of two models after `prompt`, the median of some turns, and a note; None if not measured."""
+    if ON_CPU:
+        return None, None, "not measured: on a CPU all weights are computed in float32, whatever their bits"
+    room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
+    if 3 * before.config.parameter_count() > room:  # bytes of both models
+        return None, None, "not measured: the two models don't fit in memory together"
+    count = min(_MAX_NEW_TOKENS, context - len(prompt))
+    if count < 2:
+        return None, None, "not measured: the context is too short"
+    models = [load_checkpoint(checkpoint)[0] for checkpoint in (before, after)]
+    rates: list[list[float]] = [[], []]
+    for turn in range(1 + _TURNS):
+        for rate, model in zip(rates, models, strict=True):
+            rate.append(_rate(model, prompt, count, SECONDS if turn else 0.0))
+    speed_before, speed_after = (statistics.median(rate[1:]) for rate in rates)
+    return speed_before, speed_after, None
+
+
+def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -> float:
+    """Tokens per second over at least `seconds`, without the first token of each continuation of `count` tokens."""
+    elapsed, generated = 0.0, 0
+    while True:
+        last = None
+        for _ in generate_tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
+            now = time.monotonic()
+            if last is not None:
+                elapsed, generated = elapsed + now - last, generated + 1
+                if elapsed >= seconds:
+                    return generated / elapsed
+            last = now
+
+
+def plot_quantization(report: QuantizationReport, path: Path) -> None:
+    """Draw the error of each matrix by layer, colored by bits, and below it the error of the hidden states.
+
+    Raises:
+        CheckpointError: The file can't be written.
+    """
+    metrics = report.metrics
+    figure = new_figure(9, 6.5 if metrics else 4.2)
+    panels = figure.subplots(2 if metrics else 1, 1, squeeze=False)[:, 0]
+    title = f"{Path(report.path).name}: {report.bits_per_weight:.2f} bits per weight, {report.method}"
+    label_axes(panels[0], y=f"relative error of {report.error_of}")
+    _plot_matrices(panels[0], report)
+    if metrics is not None:
+        errors = list(metrics.hidden_state_errors.values())
+        label_axes(panels[1], y="relative error of hidden states")
+        panels[1].plot(range(-1, len(errors) - 1), errors, "o-", ms=3, color=_COLORS[8])
+        title += (
+            f": KL {metrics.kl:.4f} nats/token, top-1 {100 * metrics.top1_agreement:.1f} %, "
+            f"{metrics.bits_per_byte_change:+.4f} bits/byte"
+        )
+    figure.suptitle(title, fontsize=TITLE_SIZE)
+    panels[-1].set_xlabel("layer")
+    last = _last_layer(report)
+    outside = {-1: "embedding"} | ({last + 1: "head"} if "lm_head" in report.errors else {})
+    for panel in panels:
+        panel.margins(y=0.08)
+        panel.set_ylim(0, panel.get_ylim()[1])
+        panel.set_xlim(-1.5, max(last, *outside) + 0.5)
+        panel.set_xticks([*range(0, last + 1, max(last, 0) // 16 + 1), *outside])
+        panel.xaxis.set_major_formatter(lambda x, _position: outside.get(round(x), f"{x:.0f}"))
+    save_figure(figure, path)
+
+
+def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bits_used: set[int] = set()
+    handles: list[Any] = []
+    for marker, (kind, points) in zip("os^vDP*XhH<>d", _errors_by_kind(report).items(), strict=False):
+        x, y, bits = zip(*sorted(points), strict=True)
+        axes.plot(x, y, lw=0.6, color="#bbb", zorder=1)
+        axes.scatter(x, y, c=[_COLORS[b] for b in bits], marker=marker, s=26, zorder=2)
+        handles.append(Line2D([], [], marker=marker, ls="", color="#555", label=kind))
+        bits_used.update(bits)
+    handles += [Patch(color=_COLORS[b], label=f"{b} bits") for b in sorted(bits_used)]
+    legend_outside(axes, handles=handles)
+
+
+def _last_layer(report: QuantizationReport) -> int:
+    return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
+
+
+def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:
+    """Kind of matrix -> (layer, error, bits) of each; the embedding is layer -1, the head follows the last layer."""
+    last = _last_layer(report)
+    kinds: dict[str, list[tuple[int, float, int]]] = {}
+    for module, error in report.errors.items():
+        match = _LAYER.match(module)
+        kind = match[2] if match else _OUTSIDE_LAYERS.get(module, module.rpartition(".")[2])
+        layer = int(match[1]) if match else (last + 1 if module == "lm_head" else -1)
+        kinds.setdefault(kind, []).append((layer, error, report.bits[module]))
+    return kinds

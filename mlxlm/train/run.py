@@ -17,9 +17,9 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface, locations
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.locations import MODEL_FILE, RUN_FILE, best_checkpoint, read_checkpoint_state, validation_loss
+from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_hashed
-from mlxlm.checkpoint.weight_mapping import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlxlm.checkpoint import hub, resolve
+from mlxlm.checkpoint import download, hub
 from mlxlm.checkpoint.catalog import (
     HubSource,
     PyPISource,
@@ -71,7 +71,7 @@ def test_planning_downloads_nothing():
 def test_a_folder_has_priority_over_a_name(model_dir, monkeypatch, tmp_path):
     model_dir.rename(tmp_path / "qwen3-0.6b")
     monkeypatch.chdir(tmp_path)
-    assert str(resolve.resolve("qwen3-0.6b")) == "qwen3-0.6b"
+    assert str(download.resolve("qwen3-0.6b")) == "qwen3-0.6b"
     assert find_config("qwen3-0.6b").vocab_size == 300
 
 
@@ -80,7 +80,7 @@ def test_a_folder_of_the_package_is_a_model(model_dir, monkeypatch, tmp_path):
     model_dir.rename(tmp_path / "models" / "small-world")
     monkeypatch.setattr("mlxlm.checkpoint.catalog.resource", lambda name: tmp_path / name)
     assert list(bundled_models()) == ["small-world"] and model_names()[0] == "small-world"
-    assert resolve.resolve("small-world") == tmp_path / "models" / "small-world"
+    assert download.resolve("small-world") == tmp_path / "models" / "small-world"
     assert find_config("small-world").vocab_size == 300
 
 
@@ -89,13 +89,13 @@ def test_offline(monkeypatch, tmp_path, variable):
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="qwen3-4b isn't on this machine, and downloads are forbidden"):
-        resolve.resolve("qwen3-4b")
+        download.resolve("qwen3-4b")
 
 
 @pytest.mark.parametrize("name", ["smolm2-135m", "smollm2_135m"])
 def test_misspelled_name(name):
     with pytest.raises(CheckpointError, match=rf"there is no model '{name}' \(try: smollm2-135m\)"):
-        resolve.resolve(name)
+        download.resolve(name)
 
 
 def test_looking_up_names_does_not_import_mlx():

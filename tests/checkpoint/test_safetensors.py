@@ -1,17 +1,22 @@
-"""safetensors files: read, written, and invalid ones."""
+"""safetensors files: read, written, sharded, and their values through their bits."""
+
+from __future__ import annotations
 
 import json
+import math
+import shutil
 
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import load_weights, save_weights
+from mlxlm.checkpoint import load_weights, open_checkpoint, save_weights
+from mlxlm.checkpoint.bits import bitwise_equal, fits_float16, max_abs
 from mlxlm.checkpoint.safetensors import file_tensors, folder_tensors, write_shards
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.raw_safetensors import entry, header_file
+from tests.checkpoint.raw_files import entry, header_file
 
 
 def test_shards_have_an_index_and_load_back(tmp_path):
@@ -43,30 +48,6 @@ def test_each_read_is_a_new_array_and_nothing_is_cached(tmp_path):
             mx.eval(tensor.read())
     assert mx.get_active_memory() - before < 2 << 20
     assert mx.get_peak_memory() - before < 3 << 20  # of 16 MB
-
-
-@pytest.mark.parametrize(
-    ("header", "nbytes", "expected"),
-    [
-        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, 12, "invalid offset for tensor `b`"),
-        ({"a": entry(0, 8, [2])}, 4, "file not fully covered"),
-        ({"a": entry(0, 12, [2])}, 12, "invalid shape, data type, or offset"),
-        ({"a": entry(0, 8, [2**62, 2**62])}, 8, "overflow computing buffer size"),
-        ({"a": entry(0, 0, [2**31, 0])}, 0, "a has an impossible shape"),
-        ({"a": entry(0, 4, [1] * 1000)}, 4, r"an impossible shape: \[1, [1, ]{,50}, \.\.\.\]"),
-        ({"a": entry(0, 8, [8], "F8_E5M2")}, 8, "a is of type F8_E5M2, which MLX doesn't read"),
-        ({"a": entry(0, 8, [1], "F64")}, 8, "a is of type F64"),
-        ({"__metadata__": {"a": 1}}, 0, "expected a string"),
-        (b'{"a": {"dtype": "' + b"F" * 100_000 + b'"}}', 0, "is not a valid safetensors file: .{,250}$"),
-        (b'{"a":' * 50_000, 0, "recursion limit"),
-        (b" " * 8_000_001, 0, "at most 8000000 are possible"),
-    ],
-)
-def test_invalid_headers_are_errors(tmp_path, header, nbytes, expected):
-    path = header_file(tmp_path / "model.safetensors", header, bytes(nbytes))
-    with pytest.raises(CheckpointError, match=expected) as caught:
-        file_tensors(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_unusual_names_are_allowed(tmp_path):
@@ -109,3 +90,36 @@ def test_tensors_are_aligned(tmp_path):
     safe = pytest.importorskip("safetensors.numpy")
     reference = safe.load_file(tmp_path / "model.safetensors")
     assert all(np.array_equal(reference[name], np.array(value)) for name, value in weights.items())
+
+
+def test_several_files_without_an_index(model_dir):
+    shutil.copy(model_dir / "model.safetensors", model_dir / "model.fp16.safetensors")
+    assert open_checkpoint(model_dir).format == "safetensors"  # the other is a variant
+    (model_dir / "model.safetensors").rename(model_dir / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="is also in another file of"):
+        open_checkpoint(model_dir)
+
+
+DTYPES = [mx.float16, mx.bfloat16, mx.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_magnitude(dtype):
+    for values, expected in (
+        ([0.5, -3.0, 2.0], 3.0), ([0.5, -1.0, 2.0], 2.0), ([-0.0], 0.0), ([-2.0, -7.0], 7.0), ([], 0.0),
+        ([1.0, float("inf")], math.inf), ([-float("inf"), 4.0], math.inf),
+    ):  # fmt: skip
+        assert max_abs(mx.array(values, dtype=dtype)) == expected
+    assert math.isnan(max_abs(mx.array([1.0, float("nan"), 2.0], dtype=dtype)))
+    assert max_abs(mx.array([[1.0, 2.0], [-5.0, 3.0]], dtype=dtype).T[1]) == 3.0  # not contiguous
+
+
+def test_what_fits_into_float16():
+    assert fits_float16(mx.array([65504.0, -65504.0])) and fits_float16(mx.array([float("nan"), float("inf")]))
+    assert not fits_float16(mx.array([70000.0])) and not fits_float16(mx.array([-70000.0], dtype=mx.bfloat16))
+
+
+def test_equal_to_the_bit():
+    assert bitwise_equal(mx.array([1.0, float("nan")]), mx.array([1.0, float("nan")]))
+    assert not bitwise_equal(mx.array([0.0]), mx.array([-0.0]))
+    assert bitwise_equal(mx.array([1, 2], dtype=mx.int64), mx.array([1, 2], dtype=mx.int64))

@@ -17,7 +17,7 @@ from tests.generation.conftest import lm  # noqa: F401
 @pytest.fixture(autouse=True)
 def short_speed_measurement(monkeypatch):
     """`mlxlm quantize` generates a few tokens instead of some seconds of them."""
-    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

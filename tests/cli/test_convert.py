@@ -46,7 +46,7 @@ def test_an_existing_output_is_refused_first(model, tmp_path, capsys, monkeypatc
 
 def test_choices_are_those_of_the_library():
     from mlxlm.cli.convert import convert
-    from mlxlm.convert.output_formats import DTYPES, OUTTYPES
+    from mlxlm.convert.conversion import DTYPES, OUTTYPES
 
     choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
     assert [outtype.upper() for outtype in choices["outtype"]] == list(OUTTYPES)

@@ -9,8 +9,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint, MlxLmCheckpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import compare as module
-from mlxlm.convert.compare import compare
-from mlxlm.convert.tensor_diff import tensor_diff
+from mlxlm.convert.compare import compare, tensor_diff
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError

@@ -15,9 +15,9 @@ from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert import conversion as module
-from mlxlm.convert import convert, reference_backends
-from mlxlm.convert.output_formats import HuggingFaceWriter, writer_for
-from mlxlm.convert.tensor_diff import tensor_diff
+from mlxlm.convert import convert, cross_check
+from mlxlm.convert.compare import tensor_diff
+from mlxlm.convert.conversion import HuggingFaceWriter, writer_for
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.quantize import quantize
@@ -151,7 +151,7 @@ def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, outtype, b
 
 def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     source = write_model()
-    weights = taken_out(source)
+    weights = remove_weights(source)
     name = "model.layers.1.mlp.up_proj"
     packed = dict(zip(("weight", "scales", "biases"), mx.quantize(weights.pop(f"{name}.weight"), 32, 4), strict=True))
     save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
@@ -186,7 +186,7 @@ def test_dtypes(write_model, tmp_path):
     assert results(wide)["tensors"] == results(wide)["logits"] == "equal" and wide.bits_per_weight == 32
 
 
-def taken_out(folder) -> dict[str, mx.array]:
+def remove_weights(folder) -> dict[str, mx.array]:
     """The weights of a folder, which has none then."""
     weights = mx.load(str(folder / "model.safetensors"))
     mx.eval(weights)
@@ -195,7 +195,7 @@ def taken_out(folder) -> dict[str, mx.array]:
 
 
 def change(folder, name: str, value) -> None:
-    weights = taken_out(folder)
+    weights = remove_weights(folder)
     weights[name] = mx.where(mx.arange(weights[name].size).reshape(weights[name].shape) == 7, value, weights[name])
     save_weights(folder, weights)
 
@@ -347,7 +347,7 @@ def test_what_points_to_code_does_not_come_along(write_model, tmp_path):
 
 def test_other_types_than_requested_are_notes(write_model, tmp_path):
     source = write_model(dtype="bfloat16", tie_word_embeddings=True, intermediate_size=80)
-    weights = taken_out(source)
+    weights = remove_weights(source)
     save_weights(source, {n: w.astype(mx.float32) if "norm" in n else w for n, w in weights.items()})
     assert convert(source, tmp_path / "out", verify_output=False).dtype == "bfloat16, float32"
     report = convert(source, tmp_path / "out.gguf", outtype="Q4_0", verify_output=False)
@@ -358,7 +358,7 @@ def test_other_types_than_requested_are_notes(write_model, tmp_path):
 
 
 def test_other_programs_run_only_with_cross_check(write_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", lambda *_, **__: pytest.fail("started"))
     source = write_model()
     for out in ("out", "out.gguf"):
         checks = results(convert(source, tmp_path / out))
@@ -372,9 +372,9 @@ def test_programs_do_not_run_on_models_that_they_do_not_support(write_model, tmp
 
     def ask(backend, *_args, **_options):
         backends_run.append(backend)
-        raise reference_backends.BackendUnavailable("not here")
+        raise cross_check.BackendUnavailable("not here")
 
-    monkeypatch.setattr("mlxlm.convert.reference_backends.run_backend", ask)
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", ask)
     monkeypatch.setattr("mlxlm.convert.verify.NUM_GREEDY_TOKENS", 4)
     report = convert(write_model("own", positions="alibi"), tmp_path / "own-out", cross_check=True)
     assert not backends_run and results(report)["transformers"] == results(report)["mlx_lm"] == "skipped"

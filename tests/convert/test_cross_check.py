@@ -15,7 +15,7 @@ from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
-from mlxlm.convert import convert, cross_check, reference_backends
+from mlxlm.convert import convert, cross_check
 from mlxlm.convert.verify import verify
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
@@ -62,22 +62,22 @@ def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
 def answering(monkeypatch, answer) -> None:
     """Replace the other programs by `answer(backend, path, ids, start)`."""
     monkeypatch.setattr(
-        cross_check.reference_backends,
+        cross_check,
         "run_backend",
         answer,
     )
 
 
-def predictions(ids, start, other=0, gap=0.0) -> reference_backends.BackendOutput:
+def predictions(ids, start, other=0, gap=0.0) -> cross_check.BackendOutput:
     """The text's own tokens, but for the first, which is another one by `other`."""
     own = list(ids[start:])
-    return reference_backends.BackendOutput([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], logit_std=1.0)
+    return cross_check.BackendOutput([own[0] + other, *own[1:]], [gap, *[0.0] * (len(own) - 1)], logit_std=1.0)
 
 
 def test_ties_are_equal_and_missing_programs_are_skipped(memory, monkeypatch):
     def answer(backend, path, ids, start):
         if backend == "transformers":
-            raise reference_backends.BackendUnavailable("not installed")
+            raise cross_check.BackendUnavailable("not installed")
         return predictions(ids, start, *((1, 0.01) if backend == "llama.cpp" else ()))
 
     answering(monkeypatch, answer)
@@ -124,7 +124,7 @@ def test_a_difference_that_is_not_ours_is_a_warning(memory, tmp_path, monkeypatc
 def test_a_rejected_output_is_a_warning_with_its_final_name(folder, tmp_path, monkeypatch):
     def answer(backend, path, ids, start):
         if backend == "mlx_lm":
-            raise reference_backends.BackendRejected(
+            raise cross_check.BackendRejected(
                 f"mlx_lm can't read it: ValueError: The model at {path.name} in {path} is odd"
             )
         return predictions(ids, start)
@@ -138,9 +138,7 @@ def test_a_rejected_output_is_a_warning_with_its_final_name(folder, tmp_path, mo
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(
-        reference_backends.BackendRejected, match=r"out: mlx_lm can't read it.*try: without cross_check"
-    ):
+    with pytest.raises(cross_check.BackendRejected, match=r"out: mlx_lm can't read it.*try: without cross_check"):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
@@ -156,10 +154,8 @@ def test_other_tokens_of_a_text_are_an_error_unless_the_writer_warns(folder, mon
 
 def stand_in(monkeypatch, program: str) -> None:
     """A process that needs no time to start stands for the other program: `program` reads `request`."""
-    monkeypatch.setattr(
-        reference_backends, "REQUIRED_PACKAGES", dict.fromkeys(reference_backends.REQUIRED_PACKAGES, ())
-    )
-    monkeypatch.setattr(reference_backends, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
+    monkeypatch.setattr(cross_check, "REQUIRED_PACKAGES", dict.fromkeys(cross_check.REQUIRED_PACKAGES, ()))
+    monkeypatch.setattr(cross_check, "_CHILD", f"import json, sys; request = json.load(sys.stdin); {program}")
 
 
 def test_process(tmp_path, monkeypatch):
@@ -168,8 +164,8 @@ def test_process(tmp_path, monkeypatch):
         "print('loading'); print(json.dumps({'tokens': request['ids'][request['start']:], 'logit_gaps': [0.0],"
         " 'logit_std': 1.0, 'text_ids': [4]}))",
     )
-    found = reference_backends.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2)
-    assert found == reference_backends.BackendOutput([3], [0.0], 1.0, text_ids=[4])
+    found = cross_check.run_backend("llama.cpp", tmp_path, [1, 2, 3], 2)
+    assert found == cross_check.BackendOutput([3], [0.0], 1.0, text_ids=[4])
 
 
 @pytest.mark.parametrize(
@@ -178,38 +174,38 @@ def test_process(tmp_path, monkeypatch):
         (
             "mlx_lm",
             "Traceback\nValueError: Model type mamba9 not supported.",
-            reference_backends.BackendUnavailable,
+            cross_check.BackendUnavailable,
             "mamba9 not",
         ),
         (
             "mlx_lm",
             "Traceback\nValueError: Missing 3 parameters",
-            reference_backends.BackendRejected,
+            cross_check.BackendRejected,
             "mlx_lm can't read it: .*Missing 3",
         ),
-        ("mlx_lm", "", reference_backends.BackendRejected, "exit code 1"),
+        ("mlx_lm", "", cross_check.BackendRejected, "exit code 1"),
         (
             "llama.cpp",
             "load: info\nllama_model_load: error loading model: unordered_map::at\nTraceback\nValueError: Failed",
-            reference_backends.BackendRejected, "error loading model: unordered_map::at",
+            cross_check.BackendRejected, "error loading model: unordered_map::at",
         ),
         (
             "llama.cpp", "llama_model_load: error loading model: unknown model architecture: 'x'\nValueError: Failed",
-            reference_backends.BackendUnavailable, "unknown model architecture",
+            cross_check.BackendUnavailable, "unknown model architecture",
         ),
     ],
 )  # fmt: skip
 def test_reasons_of_failed_processes(tmp_path, monkeypatch, backend, stderr, kind, reason):
     stand_in(monkeypatch, f"print({stderr!r}, file=sys.stderr); sys.exit(1)")
     with pytest.raises(kind, match=reason) as caught:
-        reference_backends.run_backend(backend, tmp_path, [1, 2], 1)
+        cross_check.run_backend(backend, tmp_path, [1, 2], 1)
     assert caught.type is kind
 
 
 def test_missing_packages(tmp_path, monkeypatch):
-    monkeypatch.setitem(reference_backends.REQUIRED_PACKAGES, "mlx_lm", ("no_such_module",))
-    with pytest.raises(reference_backends.BackendUnavailable, match="no_such_module not installed"):
-        reference_backends.run_backend("mlx_lm", tmp_path, [1, 2], 1)
+    monkeypatch.setitem(cross_check.REQUIRED_PACKAGES, "mlx_lm", ("no_such_module",))
+    with pytest.raises(cross_check.BackendUnavailable, match="no_such_module not installed"):
+        cross_check.run_backend("mlx_lm", tmp_path, [1, 2], 1)
 
 
 @pytest.fixture
@@ -220,16 +216,16 @@ def in_process(monkeypatch):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), monkeypatch.context() as patch:
             patch.setattr("sys.stdin", io.StringIO(input))
-            reference_backends.main()
+            cross_check.main()
         return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
 
-    monkeypatch.setattr(reference_backends.subprocess, "run", run)
+    monkeypatch.setattr(cross_check.subprocess, "run", run)
 
 
 def test_the_process_reads_its_request(tmp_path, monkeypatch):
-    monkeypatch.setitem(reference_backends.REQUIRED_PACKAGES, "another", ())
-    with pytest.raises(reference_backends.BackendRejected, match="KeyError: 'another'"):
-        reference_backends.run_backend("another", tmp_path, [1, 2], 1)
+    monkeypatch.setitem(cross_check.REQUIRED_PACKAGES, "another", ())
+    with pytest.raises(cross_check.BackendRejected, match="KeyError: 'another'"):
+        cross_check.run_backend("another", tmp_path, [1, 2], 1)
 
 
 def test_transformers_agrees_and_names_the_first_layer_that_differs(folder, in_process):
@@ -270,6 +266,6 @@ def test_what_llama_cpp_says_of_a_broken_file(folder, tmp_path):
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(data.replace(b"blk.0.attn_q", b"blk.0.attn_x"))
     with pytest.raises(
-        reference_backends.BackendRejected, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"
+        cross_check.BackendRejected, match=r"out: llama.cpp can't read it: .*error loading model.*attn_q"
     ):
         cross_check.cross_check_one("llama.cpp", checkpoint, checkpoint, "out", [1, 2, 3, 4, 5, 6], START)

@@ -10,7 +10,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
+from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import (
     config_from_hf,

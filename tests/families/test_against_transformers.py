@@ -10,8 +10,8 @@ from mlxlm.cache import make_cache
 from mlxlm.checkpoint.huggingface import write
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.checkpoint.open import open_checkpoint
-from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings

@@ -11,7 +11,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.load import load_model
-from mlxlm.checkpoint.mlx_lm.rope import with_rope_parameters
+from mlxlm.checkpoint.mlx_lm.install_rope import with_rope_parameters
 from mlxlm.families import config_from_hf, config_to_hf, unsupported_feature
 from mlxlm.utils.errors import MlxlmError
 

@@ -64,10 +64,10 @@ def no_plots(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
-    monkeypatch.setattr("mlxlm.quantize.evaluation.SECONDS", 0.0)
+    monkeypatch.setattr("mlxlm.quantize.report.SECONDS", 0.0)
     monkeypatch.setattr("mlxlm.quantize.bit_search.PROBE_TOKENS", 32)
-    monkeypatch.setattr("mlxlm.quantize.text.CALIBRATION_TOKENS", 2048)
-    monkeypatch.setattr("mlxlm.quantize.text.EVAL_TOKENS", 512)
+    monkeypatch.setattr("mlxlm.quantize.calibration_text.CALIBRATION_TOKENS", 2048)
+    monkeypatch.setattr("mlxlm.quantize.calibration_text.EVAL_TOKENS", 512)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from mlxlm.model import Decoder
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
-from mlxlm.quantize.packed_matrix import quantize_rtn
 from mlxlm.quantize.quantization_plan import Format
+from mlxlm.quantize.rtn import quantize_rtn
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,
@@ -63,7 +63,7 @@ def test_a_scaled_block_computes_the_same(family):
     before = list(block(stream, None))
     next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
     inputs = {name: InputStats(outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
-    _, changed = awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.float32)
+    _, changed = awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.float32)
     assert changed
     for old, new in zip(before, block(stream, None), strict=True):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
@@ -92,7 +92,7 @@ def test_scaling_reduces_the_error_of_outliers():
     plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
     next_layers = {fold_name for fold in awq.scale_groups(config) for fold_name in fold.next_layers}
     inputs = {reader: InputStats(outliers(awq.get_submodule(block, reader).weight.shape[1])) for reader in next_layers}
-    after, _ = awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, chosen), mx.float16)
+    after, _ = awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, chosen), mx.float16)
     weight = awq.get_submodule(block, name).weight
     scaled = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
     assert scaled.sum() < 0.3 * plain
@@ -124,7 +124,7 @@ def test_next_layers_compensate_for_a_rounded_norm():
     before = (1 + norm.weight) * reader.weight
     next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
     inputs = {name: InputStats(1000 * outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
-    awq.apply_best_scales(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.bfloat16)
+    awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.bfloat16)
     for weight in (norm.weight, reader.weight):
         assert mx.array_equal(weight.astype(mx.bfloat16).astype(mx.float32), weight)
     after = (1 + norm.weight) * reader.weight

@@ -10,8 +10,9 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert.compare import compare
+from mlxlm.quantize import METHODS as CHOICES
 from mlxlm.quantize import quantize
-from mlxlm.quantize.methods import quantize_calibrated
+from mlxlm.quantize.methods import METHODS, quantize_calibrated
 from mlxlm.quantize.quantization_plan import Format, uniform
 
 
@@ -31,6 +32,10 @@ def test_rtn_equals_mlx_lm(model, tmp_path, settings):
     assert set(ours) == set(reference)
     for name, value in reference.items():
         assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
+
+
+def test_all_registered_methods_can_be_chosen():
+    assert tuple(METHODS) == CHOICES
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
@@ -113,5 +118,5 @@ def test_embeddings_are_read_once_per_pass(write_model, tmp_path, texts):
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
     windows = np.array(ids, np.int32).reshape(-1, 100)
     (tmp_path / "scratch").mkdir()
-    quantize_calibrated(counting, plan, "gptq", windows, tmp_path / "scratch")
+    quantize_calibrated(counting, plan, METHODS["gptq"](), windows, tmp_path / "scratch")
     assert reads["model.embed_tokens.weight"] == 2 and reads["lm_head.weight"] == 1  # quantized, and run as it was

@@ -1,4 +1,6 @@
-"""Whole models: the report, the files, invalid sources and outputs."""
+"""Quantizing from end to end: reports, verification, and what is refused."""
+
+from __future__ import annotations
 
 import json
 from itertools import count
@@ -9,9 +11,11 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_weights, save_weights
+from mlxlm.checkpoint.huggingface import copy_tokenizer as carry
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import convert
-from mlxlm.quantize import REPORT_FILE, evaluation, quantize
+from mlxlm.convert.cross_check import BackendOutput, BackendRejected
+from mlxlm.quantize import PLOT_FILE, REPORT_FILE, quantize, report
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.quantize.conftest import needed_bytes
 
@@ -86,13 +90,13 @@ def test_warnings(model, tmp_path, texts):
 
 def test_decoding_speeds_on_a_gpu(model, monkeypatch):
     source = open_checkpoint(model)
-    monkeypatch.setattr(evaluation, "ON_CPU", False)
-    monkeypatch.setattr(evaluation, "SECONDS", 1.0)
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
-    assert evaluation.decode_speeds(source, source, [1, 2, 3]) == (4.0, 4.0, None)
-    assert "context is too short" in evaluation.decode_speeds(source, source, [1] * 127)[2]
-    monkeypatch.setattr(evaluation.platform, "total_memory", lambda: 1000)
-    assert "don't fit in memory" in evaluation.decode_speeds(source, source, [1, 2, 3])[2]
+    monkeypatch.setattr(report, "ON_CPU", False)
+    monkeypatch.setattr(report, "SECONDS", 1.0)
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=count(0, 0.25).__next__))
+    assert report.decode_speeds(source, source, [1, 2, 3]) == (4.0, 4.0, None)
+    assert "context is too short" in report.decode_speeds(source, source, [1] * 127)[2]
+    monkeypatch.setattr(report.platform, "total_memory", lambda: 1000)
+    assert "don't fit in memory" in report.decode_speeds(source, source, [1, 2, 3])[2]
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's buffers are another matter")
@@ -121,3 +125,52 @@ def test_indivisible_layers_are_skipped(write_model, tmp_path, texts):
     assert report.reduced_group_sizes["model.layers.0.self_attn.q_proj"] == 32
     assert report.formats["model.layers.0.mlp.down_proj"] is None
     assert "model.layers.0.mlp.down_proj" not in report.errors
+
+
+def test_verification_and_cross_check(model, tmp_path):
+    pytest.importorskip("mlx_lm")
+    report = quantize(model, tmp_path / "out", bits=4, evaluate=False, cross_check=True)
+    assert {check.name: check.result for check in report.checks} == dict.fromkeys(
+        ("tensors", "tokenizer", "configuration", "mlx_lm"), "equal"
+    )
+    assert report.to_dict()["checks"][0]["name"] == "tensors"
+
+
+def test_changed_values_on_disk_are_an_error(model, tmp_path, monkeypatch):
+    def spoil(folder, *arguments):
+        written = load_weights(folder)
+        written["model.norm.weight"] = written["model.norm.weight"] + 1
+        mx.eval(written)
+        save_weights(folder, written)
+        return []
+
+    monkeypatch.setattr(
+        "mlxlm.quantize.pipeline.copy_tokenizer", lambda source, folder: spoil(folder) or carry(source, folder)
+    )
+    with pytest.raises(CheckpointError, match=r"out: model.norm.weight is not what was written"):
+        quantize(model, tmp_path / "out", evaluate=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_mlx_lm_rejects_is_an_error(model, tmp_path, monkeypatch):
+    def refuses(backend, path, *arguments, **options):
+        if "source" not in str(path):
+            raise BackendRejected(f"{backend} can't read it: {path} is wrong")
+        return BackendOutput([0] * 32, [0.0] * 32, 1.0)
+
+    monkeypatch.setattr("mlxlm.convert.cross_check.run_backend", refuses)
+    with pytest.raises(CheckpointError, match="mlx_lm can't read it.*without cross_check"):
+        quantize(model, tmp_path / "out", evaluate=False, cross_check=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plot_of_a_family_with_other_file_names(write_model, tmp_path, plots):
+    neox = {
+        "model_type": "gpt_neox", "norm": "layer", "parallel_residual": True, "mlp_gated": False, "hidden_act": "gelu",
+        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "partial_rotary_factor": 0.25,
+        "intermediate_size": 256,
+    }  # fmt: skip
+    write_model(tmp_path / "source", **neox)
+    report = quantize(tmp_path / "source", tmp_path / "out", evaluate=False)
+    assert "model.h.0.attention.query_key_value" in report.formats
+    assert (tmp_path / "out" / PLOT_FILE).read_bytes().startswith(b"\x89PNG")

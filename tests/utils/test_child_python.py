@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mlxlm.convert.reference_backends import _CHILD
+from mlxlm.convert.cross_check import _CHILD
 from mlxlm.doctor.worker import _COMMAND
 from mlxlm.utils.child_python import python_command, python_environment
 from tests.paths import ROOT

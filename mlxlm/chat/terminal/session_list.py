@@ -13,7 +13,7 @@ from mlxlm.backend import platform
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session_format import peek_session
 from mlxlm.chat.terminal import autosave
-from mlxlm.checkpoint.resolve import find
+from mlxlm.checkpoint.download import find
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line, os_errors_as
 from mlxlm.utils.formatting import printable

@@ -1,6 +1,6 @@
-"""GGUF, llama.cpp's format: opened as a checkpoint, and written."""
+"""GGUF, llama.cpp's format: `reader` opens a file as a checkpoint, `writer` writes one."""
 
-from mlxlm.checkpoint.gguf.checkpoint import open_gguf
+from mlxlm.checkpoint.gguf.reader import FORMAT, open_gguf
 from mlxlm.checkpoint.gguf.writer import OUTTYPES, WriteResult, write
 
-__all__ = ["OUTTYPES", "WriteResult", "open_gguf", "write"]
+__all__ = ["FORMAT", "OUTTYPES", "WriteResult", "open_gguf", "write"]

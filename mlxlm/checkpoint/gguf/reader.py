@@ -1,275 +1,154 @@
-"""Read the header of a GGUF file: metadata and the table of tensors, every number checked before it is used.
-
-Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic, version, tensor count,
-metadata count; metadata as key, type, value; for each tensor name, dimensions (fastest first), type and offset;
-then the data, each tensor at a multiple of `general.alignment`. Versions 2 and 3 differ in byte order only.
-The gguf package's reader has no bounds; this one is for untrusted files.
-"""
+"""Open a GGUF file, or a model split over several: its configuration in Hugging Face's names, tensors and tokenizer."""
 
 from __future__ import annotations
 
-import math
-import mmap
-import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, FileFormat, MlxLmCheckpoint
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
+from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
+from mlxlm.checkpoint.gguf.tensors import read_tensor
+from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.locations import GGUF_PART
+from mlxlm.checkpoint.map_weights import to_decoder_weights
+from mlxlm.families import FAMILIES, config_from_hf, family_config, unsupported_feature
+from mlxlm.utils.errors import CheckpointError
 
-from mlxlm.checkpoint.gguf.ggml_types import GGMLType, ggml_types
-from mlxlm.utils.errors import CheckpointError, os_errors_as
-
-# Far above those of models: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
-_MAX_HEADER = 64 << 20  # bytes
-_MAX_TENSORS = _MAX_KEYS = 1 << 15
-_MAX_STRINGS = 1 << 21  # in all arrays together; skipping them takes half a second
-_MAX_STRING = 16 << 20  # bytes of one value, e.g. a chat template
-_MAX_NAME = 1024  # bytes; llama.cpp reads names of at most 63
-_MAX_DEPTH = 4  # of nested arrays
-_MAX_ALIGNMENT = 1 << 20
-
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
-_NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_MAX_PARTS = 1000
 
 
-@dataclass(frozen=True)
-class Array:
-    """An array of the metadata that stays in the file until `read`; `kind` is the number of its element type."""
+def open_gguf(path: Path | str) -> AnyCheckpoint:
+    """Open a GGUF file; any part of a split model ("...-00001-of-00003.gguf") opens all of them.
 
-    path: Path
-    kind: int
-    count: int
-    start: int
-    end: int
+    Only headers are read.
 
-    @property
-    def holds_strings(self) -> bool:
-        """Whether its elements are strings."""
-        return self.kind == _STRING
-
-    @property
-    def holds_numbers(self) -> bool:
-        """Whether its elements are numbers."""
-        return self.kind in _NUMBERS
-
-    def read(self) -> list[Any]:
-        """Return its elements: numbers, strings or lists. Bytes that aren't UTF-8 become U+FFFD."""
-        with os_errors_as(CheckpointError, "read", self.path), self.path.open("rb") as file:
-            file.seek(self.start)
-            content = file.read(self.end - self.start)
-        if len(content) != self.end - self.start:
-            raise CheckpointError(f"{self.path} has become shorter while it was read")
-        cursor = _Cursor(self.path, content, len(content))
-        return [cursor.value(self.kind, "an array", load_arrays=True) for _ in range(self.count)]
+    Raises:
+        CheckpointError, ConfigError: Names the file and the key. Errors of the tokenizer are raised when it is loaded.
+    """
+    header = _join_parts(read_header(Path(path)))
+    keys = MetadataReader(header)
+    architecture = get_architecture(keys)
+    values = read_hf_config(keys, architecture)
+    reason = unsupported_feature(values)
+    sizes = {**values, "model_type": "llama", "rope_parameters": None} if reason else values
+    config = config_from_hf(sizes, source=str(header.path))
+    tensors = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
+    if architecture.norm_offset:
+        tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
+    tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
+    if reason:
+        return MlxLmCheckpoint(header.path, "gguf", values, tensors, lambda: read_tokenizer(keys), reason)
+    return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(keys), config)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """Location of one tensor. `shape` is in NumPy's order, slowest dimension first."""
-
-    path: Path
-    shape: tuple[int, ...]
-    type: GGMLType
-    offset: int
-    nbytes: int
+FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)
 
 
-@dataclass(frozen=True)
-class Header:
-    """One file, or the parts of a split model together. Metadata values are numbers, strings and `Array`s."""
-
-    path: Path
-    metadata: Mapping[str, Any] = field(repr=False)
-    tensors: Mapping[str, TensorInfo] = field(repr=False)
+def _minus_one(tensor: LazyTensor) -> LazyTensor:
+    return tensor.astype(mx.float32).transform(lambda value: value - 1)
 
 
-def read_header(path: Path) -> Header:
-    """Read the header of one file. Raises CheckpointError naming the file and the invalid field."""
-    with os_errors_as(CheckpointError, "read", path):
-        size = path.stat().st_size
-        if size < 24:
-            raise CheckpointError(f"{path} is not a whole GGUF file: it has {size} bytes")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), min(size, _MAX_HEADER), access=mmap.ACCESS_READ) as data:
-            cursor = _Cursor(path, data, size)
-            tensor_count, key_count = _preamble(cursor)
-            metadata = _metadata(cursor, key_count)
-            return Header(path, metadata, _tensors(cursor, tensor_count, _alignment(metadata, path)))
-
-
-class _Cursor:
-    """A position in the header that never passes its end."""
-
-    def __init__(self, path: Path, data: bytes | mmap.mmap, size: int):
-        self.path, self.data, self.size = path, data, size
-        self.position = 0
-        self.strings = 0
-
-    def fail(self, message: str, hint: str | None = None) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {message}", hint)
-
-    def take(self, count: int, what: str) -> int:
-        """Advance by `count` bytes and return their start; `what` names the field in an error."""
-        start = self.position
-        if count > self.size - start:
-            raise self.fail(f"{what} ends past the end of the file", "copy or download the file again")
-        if count > len(self.data) - start:
-            raise self.fail(f"the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
-        self.position = start + count
-        return start
-
-    def u32(self, what: str) -> int:
-        return _U32.unpack_from(self.data, self.take(4, what))[0]
-
-    def u64(self, what: str) -> int:
-        return _U64.unpack_from(self.data, self.take(8, what))[0]
-
-    def text(self, what: str, limit: int = _MAX_STRING) -> str:
-        length = self.u64(what)
-        if length > limit:
-            raise self.fail(f"{what} claims {length} bytes, at most {limit} are possible")
-        start = self.take(length, what)
-        return self.data[start : start + length].decode("utf-8", "replace")
-
-    def name(self, what: str) -> str:
-        name = self.text(what, _MAX_NAME)
-        if not name or not name.isprintable():
-            raise self.fail(f"{what} is {name!r}, which is not a name")
-        return name
-
-    def value(self, kind: int, what: str, depth: int = 0, load_arrays: bool = False) -> Any:
-        """Read a number, a string or an array: a list with `load_arrays`, else an `Array` that stays in the file."""
-        if kind == _STRING:
-            return self.text(what)
-        if kind == _ARRAY:
-            return self._array(what, depth, load_arrays)
-        number = _NUMBERS.get(kind)
-        if number is None:
-            raise self.fail(f"{what} has the unknown type {kind}")
-        [value] = number.unpack_from(self.data, self.take(number.size, what))
-        if kind != _BOOL:
-            return value
-        if value > 1:
-            raise self.fail(f"{what} is {value}, which is neither true (1) nor false (0)")
-        return bool(value)
-
-    def _array(self, what: str, depth: int, load_arrays: bool) -> Any:
-        kind, count = self.u32(what), self.u64(what)
-        if depth >= _MAX_DEPTH:
-            raise self.fail(f"{what} has more than {_MAX_DEPTH} nested arrays")
-        if load_arrays:
-            return [self.value(kind, what, depth + 1, load_arrays) for _ in range(count)]
-        start = self.position
-        if kind in _NUMBERS:
-            self.take(count * _NUMBERS[kind].size, what)
-        else:
-            self._skip(kind, count, what, depth)
-        return Array(self.path, kind, count, start, self.position)
-
-    def _skip(self, kind: int, count: int, what: str, depth: int) -> None:
-        if kind not in (_STRING, _ARRAY):
-            raise self.fail(f"{what} is an array of the unknown type {kind}")
-        self.strings += count
-        if count * 8 > self.size - self.position or self.strings > _MAX_STRINGS:
-            raise self.fail(f"{what} claims {count} elements, more than the file can hold or a model needs")
-        if kind == _ARRAY:
-            for _ in range(count):
-                self._array(what, depth + 1, load_arrays=False)
-            return
-        at, last, length_at = self.position, len(self.data) - 8, _U64.unpack_from
-        for _ in range(count):  # `take` for each would be three times slower
-            if at > last:
-                self.take(at + 8 - self.position, what)  # raises
-            at += 8 + length_at(self.data, at)[0]
-        self.take(at - self.position, what)
-
-
-def _preamble(cursor: _Cursor) -> tuple[int, int]:
-    if cursor.data[:4] != b"GGUF":
-        raise cursor.fail("not a GGUF file")
-    cursor.position = 4
-    version = cursor.u32("the version")
-    if version and version & 0xFFFF == 0:
-        raise cursor.fail("this GGUF file is big-endian", "gguf-convert-endian of the gguf package")
-    if version not in (2, 3):
-        raise cursor.fail(f"GGUF version {version} is not supported", "a file of version 2 or 3")
-    tensors, keys = cursor.u64("the tensor count"), cursor.u64("the metadata count")
-    for count, limit, what in ((tensors, _MAX_TENSORS, "tensors"), (keys, _MAX_KEYS, "metadata values")):
-        if count > limit:
-            raise cursor.fail(f"the header claims {count} {what}, at most {limit} are possible")
-    return tensors, keys
-
-
-def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    for i in range(count):
-        key = cursor.name(f"the key of metadata value {i}")
-        if key in metadata:
-            raise cursor.fail(f"{key} occurs twice")
-        metadata[key] = cursor.value(cursor.u32(key), key)
-    return metadata
-
-
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        shown = alignment if isinstance(alignment, int | float) else "not a number"
+def _join_parts(header: Header) -> Header:
+    """The header of all parts of a split model together, with the metadata of the first."""
+    count = header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return header
+    name = GGUF_PART.fullmatch(header.path.name)
+    if type(count) is not int or not 1 < count <= _MAX_PARTS or name is None or int(name[3]) != count:
         raise CheckpointError(
-            f"{path}: general.alignment is {shown}, it must be a power of 2 from 8 to {_MAX_ALIGNMENT}"
+            f"{header.path}: split.count is {count if isinstance(count, int) else 'not a number'}, "
+            "which doesn't match the file's name",
+            "the original names of the parts, ...-00001-of-00002.gguf",
         )
-    return alignment
+    parts: list[Header] = []
+    tensors: dict[str, TensorInfo] = {}
+    for i in range(1, count + 1):
+        path = header.path.with_name(f"{name[1]}-{i:05d}-of-{count:05d}.gguf")
+        part = header if path == header.path else read_header(path)
+        if part.metadata.get("split.count") != count or part.metadata.get("split.no") != i - 1:
+            raise CheckpointError(f"{path}: split.no and split.count are not those of part {i} of {count}")
+        duplicate = next((name for name in part.tensors if name in tensors), None)
+        if duplicate:
+            raise CheckpointError(f"{path}: tensor {duplicate} is also in another part")
+        parts.append(part)
+        tensors |= part.tensors
+    first = parts[0]
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise CheckpointError(f"{first.path}: split.tensors.count is {expected}, the parts have {len(tensors)}")
+    return replace(first, tensors=tensors)
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    relative: dict[str, tuple[tuple[int, ...], GGMLType, int]] = {}
-    for i in range(count):
-        name = cursor.name(f"the name of tensor {i}")
-        if name in relative:
-            raise cursor.fail(f"tensor {name} occurs twice")
-        relative[name] = _tensor(cursor, name)
-    start = -(-cursor.position // alignment) * alignment
-    result = {}
-    for name, (shape, kind, offset) in relative.items():
-        nbytes = kind.nbytes(shape)
-        if offset % alignment:
-            raise cursor.fail(f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
-        if start + offset + nbytes > cursor.size:
-            beyond = start + offset + nbytes - cursor.size
-            raise cursor.fail(f"tensor {name} ends {beyond} bytes past the end", "copy or download the file again")
-        result[name] = TensorInfo(cursor.path, shape, kind, start + offset, nbytes)
-    in_order = sorted(result.items(), key=lambda item: item[1].offset)
-    for (before, first), (name, second) in zip(in_order, in_order[1:], strict=False):
-        if first.offset + first.nbytes > second.offset:
-            raise cursor.fail(f"tensors {before} and {name} overlap")
-    return result
+def get_architecture(keys: MetadataReader) -> Architecture:
+    """The architecture of a file. Raises CheckpointError for one that this decoder doesn't have."""
+    architecture = ARCHITECTURES.get(keys.architecture)
+    if architecture is None:
+        hint = "one of " + ", ".join(ARCHITECTURES)
+        raise keys.error(f"general.architecture is {keys.architecture!r}, which this decoder doesn't support", hint)
+    if keys.count("expert_count", 0):
+        raise keys.error("this model is a mixture of experts, which this decoder doesn't support")
+    return architecture
 
 
-def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, int]:
-    what = f"tensor {name}"
-    rank = cursor.u32(what)
-    if not 1 <= rank <= 4:
-        raise cursor.fail(f"{what} has {rank} dimensions, 1 to 4 are possible")
-    shape = tuple(cursor.u64(what) for _ in range(rank))[::-1]
-    number = cursor.u32(what)
-    kind = ggml_types().get(number)
-    if kind is None:
-        known = ", ".join(kind.name for kind in ggml_types().values())
-        raise cursor.fail(f"{what} is of type {number}, which can't be read", f"one of {known}")
-    if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block_size:
-        needed = f", rows of {kind.name} are multiples of {kind.block_size}" if kind.block_size > 1 else ""
-        raise cursor.fail(f"{what} is {list(shape)}, which is not a valid shape{needed}")
-    return shape, kind, cursor.u64(what)
+def read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str, Any]:
+    """Build Hugging Face's configuration of a file.
+
+    Raises:
+        CheckpointError: Names the file and the key.
+    """
+    _check_sizes(keys)
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", hidden // heads)
+    values = {
+        "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number(architecture.norm_eps_key),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+        **_read_token_ids(keys),
+    }
+    if architecture.free_head_dim:
+        values["head_dim"] = head_dim
+        if keys.count("attention.value_length", hidden // heads) != head_dim:
+            raise keys.error(f"{keys.architecture}.attention.value_length differs from key_length")
+    extra = architecture.read_fields(keys)
+    model_type = extra.get("model_type", architecture.families[0])
+    family = FAMILIES.get(model_type, FAMILIES["llama"])  # mlx_lm's models have Llama's names
+    values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
+    if architecture.uses_rope:
+        rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim)
+        values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
+    return {"model_type": model_type, **values, **extra}
 
 
-@contextmanager
-def mmap_tensor(info: TensorInfo) -> Iterator[np.ndarray]:
-    """Map the bytes of a tensor as uint8 `[rows, bytes per row]`; unmapped at the end of the block."""
-    rows = math.prod(info.shape[:-1])
-    with os_errors_as(CheckpointError, "read", info.path):
-        if info.path.stat().st_size < info.offset + info.nbytes:
-            raise CheckpointError(f"{info.path} has become shorter since it was opened")
-        yield np.memmap(info.path, np.uint8, "r", info.offset, (rows, info.nbytes // rows))
+def _check_sizes(keys: MetadataReader) -> None:
+    """Compare the sizes that others are derived from with the tensors."""
+    embedding = keys.header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise keys.error("there is no matrix token_embd.weight")
+    layers, tensors = keys.count("block_count"), len(keys.header.tensors)
+    if not 0 < layers <= tensors:
+        raise keys.error(f"{keys.architecture}.block_count is {layers}, there are {tensors} tensors")
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    if embedding.shape[1] != hidden or not heads:
+        raise keys.error(
+            f"token_embd.weight is {list(embedding.shape)}, {keys.architecture}.embedding_length is {hidden}"
+            f" and attention.head_count {heads}"
+        )
+
+
+def _read_token_ids(keys: MetadataReader) -> dict[str, Any]:
+    ids = {role: keys.id(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding", "eot", "eom")}
+    ends = (ids[role] for role in ("eos", "eot", "eom"))
+    eos = list(dict.fromkeys(id for id in ends if id is not None))
+    values = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
+    return {**values, "eos_token_id": eos[0] if len(eos) == 1 else eos or None}

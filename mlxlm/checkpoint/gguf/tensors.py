@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.reader import TensorInfo, mmap_tensor
+from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,18 +12,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architecture import Architecture
-from mlxlm.checkpoint.gguf.config_to_gguf import architecture_for, compatibility_notes, config_metadata
-from mlxlm.checkpoint.gguf.ggml_types import ggml_type
-from mlxlm.checkpoint.gguf.rope import rope_tensors
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.header import ggml_type
+from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
 from mlxlm.checkpoint.gguf.tensors import encode_tensor
-from mlxlm.checkpoint.gguf.tokenizer_to_gguf import tokenizer_metadata
+from mlxlm.checkpoint.gguf.tokenizer_metadata import tokenizer_metadata
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.checkpoint.weight_mapping import to_file_weights
+from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
-from mlxlm.utils.files import atomic_new_file
 
 OUTTYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # llama_ftype in llama.h
@@ -46,7 +44,7 @@ class WriteResult:
 
 
 def write(
-    path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer | None, outtype: str = "F16"
+    path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer | None, outtype: str = "F16"
 ) -> WriteResult:
     """Write a model that llama.cpp runs.
 
@@ -55,34 +53,29 @@ def write(
     errors are errors of the logits, which is why llama.cpp's quantizer also gives it more bits (Q6_K).
 
     Args:
-        path: The new file.
+        path: The file; use `atomic_new_files`, so that a failed write leaves nothing.
         config: The model's configuration.
         tensors: The decoder's tensors, not quantized.
         tokenizer: None writes a file without a tokenizer.
         outtype: One of OUTTYPES.
 
     Raises:
-        CheckpointError: llama.cpp can't run the model, `path` exists, or a weight is NaN or infinite. Nothing is left
-            at `path`.
+        CheckpointError: llama.cpp can't run the model, or a weight is NaN or infinite.
         TokenizerError: llama.cpp can't run the tokenizer.
     """
-    if outtype not in OUTTYPES:
-        raise CheckpointError(f"unknown GGUF type {outtype!r}", f"one of {', '.join(OUTTYPES)}")
     architecture = architecture_for(config)
-    if any(name.endswith(".scales") for name in tensors):
-        raise CheckpointError("quantized weights can't be written to a GGUF file", "the weights in 16 or 32 bits")
     file_tensors = _file_tensors(config, architecture, tensors)
     types = {name: _tensor_type(name, tensor, outtype, config) for name, tensor in file_tensors.items()}
     tokenizer_values, tokenizer_notes = tokenizer_metadata(tokenizer, config)
     metadata = {
         "general.type": "model",
-        "general.name": _model_name(Path(path).stem),
+        "general.name": _model_name(path.stem),
         "general.file_type": _FILE_TYPES[outtype],
         "general.quantization_version": 2,
         **config_metadata(config, architecture),
         **tokenizer_values,
     }
-    with atomic_new_file(path) as file:
+    with path.open("wb") as file:
         write_header(file, architecture.name, metadata, file_tensors, types)
         for name, tensor in file_tensors.items():
             for chunk in encode_tensor(name, tensor, types[name]):
@@ -175,3 +168,75 @@ def _write_padding(file: BinaryIO) -> None:
     from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 
     file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
+
+
+def architecture_for(config: ModelConfig) -> Architecture:
+    """llama.cpp's architecture for a model.
+
+    Raises:
+        CheckpointError: llama.cpp has no such model, or doesn't implement a field, which is named.
+    """
+    for architecture in ARCHITECTURES.values():
+        if config.model_type in architecture.families:
+            problem = next(_problems(config, architecture), None)
+            if problem:
+                message = f"this {config.model_type} model can't be written as GGUF for llama.cpp: {problem}"
+                raise CheckpointError(message, "a folder as output")
+            return architecture
+    families = ", ".join(family for architecture in ARCHITECTURES.values() for family in architecture.families)
+    raise CheckpointError(f"llama.cpp has no {config.model_type} models", f"a model of one of {families}")
+
+
+def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
+    if config.hidden_act not in architecture.activations:
+        yield f"hidden_act is {config.hidden_act!r}, its {architecture.name} has {architecture.activations[0]}"
+    if not architecture.free_head_dim and config.num_attention_heads * config.head_dim != config.hidden_size:
+        yield f"num_attention_heads · head_dim is not hidden_size ({config.hidden_size})"
+    out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
+    biases = {"attention_bias": config.attention_bias, "attention_out_bias": out_bias, "mlp_bias": config.mlp_bias}
+    for name, value in biases.items():
+        optional = architecture.biases == "any" or (architecture.biases == "qkv" and name == "attention_bias")
+        if not optional and value != (architecture.biases == "all"):
+            yield f"{name} is {value}"
+    if config.layer_types is not None and not architecture.sliding_window:
+        yield "layer_types differ"
+    yield from architecture.problems(config)
+    yield from rope_problems(config, architecture.rope_types)
+    if config.partial_rotary_factor != 1 and not architecture.partial_rotary:
+        yield f"partial_rotary_factor is {config.partial_rotary_factor}"
+
+
+def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:
+    """Describe where llama.cpp runs the file but computes something else than the source."""
+    notes, window = [], config.sliding_window
+    if window and not architecture.sliding_window and window < config.max_position_embeddings:
+        notes.append(
+            f"llama.cpp has no sliding window in {architecture.name}: beyond {window} tokens it attends to all of them"
+        )
+    if rope_type(config) == "longrope":
+        notes.append("llama.cpp selects longrope's long factors by its context size, not by the length of the text")
+    if config.hidden_act == "gelu":
+        notes.append("llama.cpp only has the tanh approximation of GELU")
+    return notes
+
+
+def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
+    """The model's metadata: keys with the architecture's prefix, values as `write_header` expects them."""
+    values: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        architecture.norm_eps_key: float(config.rms_norm_eps),
+    }
+    if architecture.free_head_dim:
+        values |= {f"attention.{part}_length": config.head_dim for part in ("key", "value")}
+    if config.positions == "rope":
+        values |= rope_metadata(config)
+    if config.sliding_window:
+        values["attention.sliding_window"] = config.sliding_window
+    values |= architecture.metadata(config)
+    return {f"{architecture.name}.{short}": value for short, value in values.items()}

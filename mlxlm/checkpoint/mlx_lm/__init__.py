@@ -4,6 +4,6 @@ Either the logits are those of the model that config.json describes, or loading 
 doesn't implement. Code inside a checkpoint's folder is never run.
 """
 
-from mlxlm.checkpoint.mlx_lm.load import MlxLmConfig, build_with_mlx_lm, load_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm.model import MlxLmConfig, build_with_mlx_lm, load_with_mlx_lm
 
 __all__ = ["MlxLmConfig", "build_with_mlx_lm", "load_with_mlx_lm"]

@@ -10,8 +10,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.ggml_types import ggml_types
-from mlxlm.checkpoint.gguf.reader import read_header
+from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, encode_tensor, parallel_map, read_tensor
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.utils.errors import CheckpointError

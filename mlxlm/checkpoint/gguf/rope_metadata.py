@@ -1,0 +1,161 @@
+"""RoPE in GGUF files: metadata keys and frequency tables from and to Hugging Face's `rope_parameters`.
+
+llama.cpp stores Llama 3's scaling as a table of divisors, one per frequency, and "longrope"'s factors as two tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.gguf.header import MetadataReader, shortest_decimal
+from mlxlm.checkpoint.gguf.tensors import read_tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.config import ModelConfig
+from mlxlm.config.rope_scaling import attention_factor, scaled_wavelengths, unscaled_wavelengths
+
+_LLAMA3_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (_LLAMA3_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_LLAMA3_CONTEXT = 8192  # original context length of Llama 3, which its GGUF files don't contain
+_LLAMA3_BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; not in their GGUF files
+_MAX_FREQUENCIES = 4096  # of a head; most have 64
+_YARN_FIELDS = ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+
+
+def rope_type(config: ModelConfig) -> str:
+    """The `rope_type` of a configuration, "default" without a scaling."""
+    return (config.rope_scaling or {}).get("rope_type", "default")
+
+
+def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str]:
+    """Yield why llama.cpp can't compute the RoPE scaling of a configuration, given the rope_types it supports."""
+    scaling, kind = config.rope_scaling or {}, rope_type(config)
+    if kind not in ("default", *supported):
+        yield f"rope_type is {kind!r}, it supports {', '.join(supported)}"
+    if kind == "longrope" and "factor" in scaling:
+        yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
+    if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
+        yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
+    if kind == "yarn" and not _is_plain_yarn(scaling):
+        yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
+
+
+def _is_plain_yarn(scaling: Mapping[str, Any]) -> bool:
+    attention = scaling.get("attention_factor")
+    others = {name for name, value in scaling.items() if name not in (*_YARN_FIELDS, "attention_factor") and value}
+    default = 0.1 * math.log(scaling["factor"]) + 1
+    return not others and scaling.get("truncate", True) and (attention is None or abs(attention - default) < 1e-6)
+
+
+def rope_metadata(config: ModelConfig) -> dict[str, Any]:
+    """The metadata of RoPE, keys below the architecture's prefix."""
+    values: dict[str, Any] = {"rope.dimension_count": config.rotary_dims, "rope.freq_base": float(config.rope_theta)}
+    scaling, kind = config.rope_scaling or {}, rope_type(config)
+    if kind in ("linear", "yarn", "longrope"):
+        values["rope.scaling.type"] = kind
+    if kind in ("linear", "yarn"):
+        values["rope.scaling.factor"] = float(scaling["factor"])
+    if kind in ("yarn", "llama3", "longrope"):
+        values["rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
+    if kind == "longrope":
+        values["rope.scaling.attn_factor"] = float(attention_factor(scaling, config.max_position_embeddings))
+    for name in ("beta_fast", "beta_slow"):
+        if kind == "yarn" and name in scaling:
+            values[f"rope.scaling.yarn_{name}"] = float(scaling[name])
+    return values
+
+
+def rope_tensors(config: ModelConfig) -> dict[str, LazyTensor]:
+    """The frequency tables of a configuration, by tensor name."""
+    scaling, kind = config.rope_scaling or {}, rope_type(config)
+    tables = {}
+    if kind == "llama3":
+        tables = {_LLAMA3_FACTORS: llama3_factors(scaling, config.rope_theta, config.head_dim)}
+    elif kind == "longrope":
+        tables = {_LONG_FACTORS: scaling["long_factor"], _SHORT_FACTORS: scaling["short_factor"]}
+    return {name: lazy_tensor(mx.array(values)) for name, values in tables.items()}
+
+
+def read_rope_parameters(keys: MetadataReader, head_dim: int) -> dict[str, Any]:
+    """Return Hugging Face's `rope_parameters` of a file. Raises CheckpointError, naming the key or the table."""
+    theta = keys.number("rope.freq_base", 10_000.0)
+    rotary_dims = keys.count("rope.dimension_count", head_dim)
+    return {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "partial_rotary_factor": rotary_dims / max(head_dim, 1),
+        **(_read_scaling(keys, theta) or {}),
+    }
+
+
+def _read_scaling(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
+    if keys.has_tensor(_LLAMA3_FACTORS):
+        return _read_llama3(keys, theta)
+    if keys.has_tensor(_LONG_FACTORS) or keys.has_tensor(_SHORT_FACTORS):
+        return _read_longrope(keys)
+    kind = keys.text(f"{keys.architecture}.rope.scaling.type", "linear")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise keys.error(f"{keys.architecture}.rope.scaling.type is {kind!r}, this decoder supports linear and yarn")
+    for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
+        if keys.has(f"rope.scaling.{name}") and keys.number(f"rope.scaling.{name}") not in (1.0, -1.0):
+            raise keys.error(f"{keys.architecture}.rope.scaling.{name} is not 1, which this decoder doesn't support")
+    yarn = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
+    }
+    betas = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
+    return yarn | {name: keys.number(short) for name, short in betas.items() if keys.has(short)}
+
+
+def _read_llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
+    factors = _read_factors(keys, _LLAMA3_FACTORS)
+    if (factors == 1).all():
+        return None
+    stored = keys.count("rope.scaling.original_context_length", 0)
+    factor = float(factors.max())
+    for original in dict.fromkeys((stored or _LLAMA3_CONTEXT, _LLAMA3_CONTEXT)):
+        lengths = {"factor": factor, "original_max_position_embeddings": original}
+        scaling = {"rope_type": "llama3", **lengths, **_LLAMA3_BOUNDS}
+        if factor > 1 and np.allclose(llama3_factors(scaling, theta, 2 * len(factors)), factors, rtol=1e-4):
+            return scaling
+    raise keys.error(
+        f"{_LLAMA3_FACTORS} is not the scaling of a Llama 3 model, the only one that this decoder supports"
+    )
+
+
+def _read_longrope(keys: MetadataReader) -> dict[str, Any]:
+    original = keys.count("rope.scaling.original_context_length")
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [shortest_decimal(factor) for factor in _read_factors(keys, _SHORT_FACTORS)],
+        "long_factor": [shortest_decimal(factor) for factor in _read_factors(keys, _LONG_FACTORS)],
+        "original_max_position_embeddings": original,
+    }
+    attention = keys.number("rope.scaling.attn_factor", 1.0)
+    if original > 1 and abs(attention - attention_factor(scaling, keys.count("context_length"))) > 1e-6:
+        scaling["attention_factor"] = attention
+    return scaling
+
+
+def _read_factors(keys: MetadataReader, name: str) -> np.ndarray:
+    info = keys.header.tensors.get(name)
+    if info is None or len(info.shape) != 1 or info.type.name != "F32" or info.shape[0] > _MAX_FREQUENCIES:
+        raise keys.error(f"{name} must be an F32 vector")
+    return np.array(read_tensor(info).read())
+
+
+def llama3_factors(scaling: Mapping[str, Any], theta: float, dims: int) -> np.ndarray:
+    """The divisor of each of the `dims` / 2 frequencies, float32."""
+    scaled = scaled_wavelengths(theta, dims, scaling)
+    return (np.array(scaled) / unscaled_wavelengths(theta, dims)).astype(np.float32)

@@ -1,0 +1,104 @@
+"""Rounding to nearest while tensors are read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import load_weights
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.checkpoint.safetensors import write_shards
+from mlxlm.quantize.packed_matrix import dequantized
+from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
+from mlxlm.quantize.source import cast_to_16bit, output_dtype
+from mlxlm.utils.errors import CheckpointError
+
+
+def test_headers_match_the_arrays(model):
+    checkpoint = open_checkpoint(model)
+    for chosen in (Format(3, 32), Format.of("mxfp8")):
+        plan = uniform(checkpoint.config, checkpoint.tensors, chosen)
+        made = lazy_quantize(checkpoint.tensors, plan)
+        for name, tensor in made.items():
+            value = tensor.read()
+            assert (tensor.shape, tensor.dtype, tensor.nbytes) == (value.shape, value.dtype, value.nbytes), name
+        total = sum(t.nbytes for n, t in made.items() if n.rpartition(".")[0] in plan.formats)
+        assert total == plan.nbytes()
+
+
+def test_each_matrix_is_read_once():
+    reads = []
+
+    def tensor(name: str) -> LazyTensor:
+        def read() -> mx.array:
+            reads.append(name)
+            return mx.random.normal((64, 64), key=mx.random.key(0)).astype(mx.float16)
+
+        return LazyTensor((64, 64), mx.float16, "F16", 64 * 64 * 2, read)
+
+    tensors = {f"{name}.weight": tensor(name) for name in "abc"}
+    plan = type("Plan", (), {"formats": dict.fromkeys("abc", Format(4))})
+    made = lazy_quantize(tensors, plan)
+    packed_first = sorted(made, key=lambda name: not name.endswith("weight"))
+    parts = {name: made[name].read() for name in packed_first}
+    assert sorted(reads) == ["a", "b", "c"]
+    values = mx.dequantize(parts["b.weight"], parts["b.scales"], parts["b.biases"], group_size=64, bits=4)
+    assert mx.abs(values - mx.random.normal((64, 64), key=mx.random.key(0))).max().item() < 0.3
+
+
+@pytest.mark.parametrize("chosen", [Format(4, 64), Format.of("mxfp4")], ids=str)
+def test_written_matrices_are_freed(tmp_path, chosen):
+    side, count, alive = 256, 20, []
+
+    def tensor(seed: int) -> LazyTensor:
+        def read() -> mx.array:
+            alive.append(mx.get_active_memory())
+            return mx.random.normal((side, side), key=mx.random.key(seed)).astype(mx.float16)
+
+        return LazyTensor((side, side), mx.float16, "F16", 2 * side * side, read)
+
+    tensors = {f"m{i}.weight": tensor(i) for i in range(count)}
+    plan = type("Plan", (), {"formats": {f"m{i}": chosen for i in range(count)}})
+    write_shards(tmp_path, lazy_quantize(cast_to_16bit(tensors, mx.float16), plan))
+    assert len(alive) == count and max(alive) - alive[0] < 2 * side * side
+    written = load_weights(tmp_path)
+    for i in (0, count - 1):
+        weight = mx.random.normal((side, side), key=mx.random.key(i)).astype(mx.float16)
+        for name, value in quantize_rtn(weight, chosen).parts(f"m{i}").items():
+            assert mx.array_equal(written[name], value), name
+
+
+def test_output_dtype():
+    half, bfloat, single = (lazy_tensor(mx.ones((64, 64), dtype=d)) for d in (mx.float16, mx.bfloat16, mx.float32))
+    assert output_dtype({"a": bfloat, "norm": lazy_tensor(mx.ones((64,)))}) == mx.bfloat16
+    assert output_dtype({"a": half, "b": bfloat, "c": half}) == mx.float16
+    assert output_dtype({"a": single}) == mx.float16
+    assert output_dtype({"a": single, "b": lazy_tensor(mx.array([1e5]))}) == mx.bfloat16
+
+
+def test_bytes_after_cast_to_16bit():
+    packed = LazyTensor((4, 64), mx.float32, "Q4_0", 144, lambda: mx.ones((4, 64)))
+    assert cast_to_16bit({"a": packed}, mx.float16)["a"].nbytes == 2 * 4 * 64
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_an_error(value):
+    broken = {"model.norm.weight": lazy_tensor(mx.array([1.0, value]))}
+    with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
+        output_dtype(broken)
+    with pytest.raises(CheckpointError, match="model.norm.weight has values that are not finite"):
+        cast_to_16bit(broken, mx.bfloat16)["model.norm.weight"].read()
+
+
+def test_values_out_of_range_are_an_error():
+    with pytest.raises(CheckpointError, match="big has values up to 1e.06, too large for 16 bits"):
+        cast_to_16bit({"big": lazy_tensor(mx.array([1e6]))}, mx.float16)["big"].read()
+
+
+def test_rounding_is_within_a_step():
+    weight = mx.random.normal((4, 64), key=mx.random.key(1)).astype(mx.float16)
+    packed = quantize_rtn(weight, Format(4))
+    assert (mx.abs(dequantized(packed, Format(4)) - weight) <= mx.abs(packed.scales).astype(mx.float32)).all().item()
