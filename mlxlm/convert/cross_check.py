@@ -17,7 +17,8 @@ from mlxlm.convert.metadata import SAMPLE_TEXT, Check
 from mlxlm.convert.reference_backends import BackendOutput, BackendRejected, BackendUnavailable
 from mlxlm.convert.tensor_diff import to_float32
 from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_activation_mismatch, resolve_model_type
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import decoding
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model.norms import add_norm
 from mlxlm.utils.errors import CheckpointError, TokenizerError
 
@@ -165,7 +166,7 @@ def greedy_tokens(
     """Generate `count` tokens greedily after `ids`; calls `on_progress` with the number of tokens so far."""
     model, _ = load_checkpoint(checkpoint)
     tokens = []
-    for token in generate_tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
+    for token in decoding.greedy_tokens(DecodeStep(model), ids, count):
         tokens.append(token)
         on_progress(len(tokens))
     return tokens

@@ -15,7 +15,8 @@ from mlxlm.checkpoint.weight_mapping import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -166,7 +167,7 @@ def test_greedy_tokens(case):
         expected = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    found = generate_tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_step_size=5)
+    found = greedy_tokens(DecodeStep(model), TOKENS[0, :18].tolist(), 16, prefill_step_size=5)
     assert list(found) == expected[0, 18:].tolist()
 
 
@@ -187,14 +188,17 @@ def test_longrope_while_a_text_grows(prompt, new):
     )  # fmt: skip
     seen = []
 
-    def record(logits):
-        seen.append(np.array(logits[0]))
-        return greedy(logits)
+    class Recording(DecodeStep):
+        def __call__(self, tokens, caches):
+            seen.append(super().__call__(tokens, caches))
+            return seen[-1]
 
-    tokens = generate_tokens(Context(model), TOKENS[0, :prompt].tolist(), record, new, prefill_step_size=5)
+    tokens = greedy_tokens(Recording(model), TOKENS[0, :prompt].tolist(), new, prefill_step_size=5)
     found = [next(tokens) for _ in wanted.logits]
     assert found == wanted.sequences[0, prompt:].tolist()
-    np.testing.assert_allclose(np.array(seen[: len(found)]), np.array([row[0] for row in wanted.logits]), atol=1e-4)
+    np.testing.assert_allclose(
+        np.array(mx.concatenate(seen[: len(found)])), np.array([row[0] for row in wanted.logits]), atol=1e-4
+    )
 
 
 SIZES = {

@@ -5,7 +5,7 @@ import pytest
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation.kv_memory import KVMemory
-from mlxlm.generation.running_batch import RunningBatch
+from mlxlm.generation.decoding import Batch
 from tests.generation.recording_model import recording
 from tests.generation.test_batching import alone, same
 

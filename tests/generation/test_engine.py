@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, device_thread
 from mlxlm.generation.drafters import DraftModel, PromptLookup
-from mlxlm.generation.running_batch import RunningBatch
+from mlxlm.generation.decoding import Batch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

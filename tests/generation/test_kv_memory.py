@@ -12,7 +12,7 @@ from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import KVMemory, activation_bytes, default_max_kv_bytes, prefill_step_size
-from mlxlm.generation.running_batch import RunningBatch
+from mlxlm.generation.decoding import Batch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.generation.request import encode_prompt
 from mlxlm.utils.errors import GenerationError
 
 Messages = list[dict[str, str]]  # each with "role" and "content"
