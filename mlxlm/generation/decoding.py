@@ -1,4 +1,4 @@
-"""The decoding loop: the rows of a batch, of which each step computes the next token, or with a draft several tokens."""
+"""The decoding loop: a step computes the next token of each row of a batch; with a draft, several tokens."""
 
 from __future__ import annotations
 

@@ -161,8 +161,8 @@ class Scheduler:
         self.waiting = [row for row in self.waiting if not row.cancelled]
         for row in self._batches.rows:
             if row.cancelled:
-                self._keep_prefix(row)
                 row.finished = True
+                self._keep_prefix(row)
         for row in self._reading_rows():
             row.finished = row.cancelled
         self._reading = [r for r in self._reading if not all(row.finished for row in r.rows)]

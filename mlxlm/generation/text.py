@@ -94,7 +94,7 @@ class Text(Row):
     # The engine's side.
 
     def prepare_sampler(self, lm: LoadedModel) -> None:
-        """Compile the constraint, if there is one, and make the sampler. Raises GenerationError as `Grammar.compile`."""
+        """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
         options = self.request.options
         grammar = None if self.cancelled else self.request.compile_grammar(lm)
         self.sampler = Sampler(options, self.prompt, options.seed or 0, tokenizer=lm.tokenizer, grammar=grammar)

@@ -136,10 +136,6 @@ def case(request, tmp_path_factory):
     return oracle, *load_checkpoint(checkpoint), checkpoint.tensors
 
 
-def greedy(logits):
-    return mx.argmax(logits, axis=-1)
-
-
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
 
 

@@ -10,8 +10,8 @@ import pytest
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, device_thread
-from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.decoding import Batch
+from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -254,9 +254,9 @@ def assert_all_as_alone(lm, engine, count, seed, kv=None):
 @pytest.mark.parametrize(("batch_size", "count"), [(1, 4), (3, 9), (8, 16), (32, 40)])
 def test_every_text_is_the_one_generated_alone(imprecise, batch_size, count, monkeypatch):
     decided_alone = []
-    decide_alone = RunningBatch._decide_alone
+    decide_alone = Batch._decide_alone
     monkeypatch.setattr(
-        RunningBatch, "_decide_alone", lambda *args, **kw: decided_alone.append(1) or decide_alone(*args, **kw)
+        Batch, "_decide_alone", lambda *args, **kw: decided_alone.append(1) or decide_alone(*args, **kw)
     )
     engine = Engine(imprecise, batch_size=batch_size)
     assert_all_as_alone(imprecise, engine, count, batch_size)
