@@ -76,7 +76,7 @@ class Engine:
     process, which all engines share.
 
     Args:
-        lm: The model.
+        lm: The model, with evaluated weights, as `load` returns it: see `eval_weights`.
         kv: Options of the key-value cache.
         batch_size: The maximum number of texts that are decoded at once.
         max_waiting: The maximum number of texts that wait for a free row. None for any number.
@@ -115,7 +115,6 @@ class Engine:
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting = batch_size, max_waiting
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
-        eval_weights(lm.model)
         self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = self._memory.max_bytes // 4
@@ -312,6 +311,7 @@ def get_engine(
     """
     key = (repr(kv), speculation, batch_size)
     if key not in lm.engines:
+        eval_weights(lm.model)
         engine = Engine(lm, kv=kv, speculation=speculation, batch_size=batch_size)
         while len(lm.engines) >= _MAX_ENGINES:
             del lm.engines[next(iter(lm.engines))]
