@@ -163,7 +163,7 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         return written
 
     with ResultFile(out) as file:
-        monkeypatch.setattr(results.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         file.write(line("a"))
         with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
             file.write(line("b"))
@@ -181,7 +181,7 @@ def test_an_interrupt_between_two_parts_of_a_line_leaves_whole_lines(out, monkey
 
     with ResultFile(out) as file:
         file.write(line("a"))
-        monkeypatch.setattr(results.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         with pytest.raises(KeyboardInterrupt):
             file.write(line("b"))
         monkeypatch.undo()
