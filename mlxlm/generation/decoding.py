@@ -177,9 +177,9 @@ class Batch(Generic[AnyRow]):
         """
         if any(row.finished and len(row) + row.idle_steps >= self._context_length for row in self.rows):
             self.remove_finished()  # the model has no positions beyond its context
-        last, logits = self._last, None
-        needs_last_token = any(row.sampler.needs_last_token for row in self.active_rows)
-        continues = any(row.is_fed or row.room > 1 for row in self.active_rows)
+        last, active, logits = self._last, self.active_rows, None
+        needs_last_token = any(row.sampler.needs_last_token for row in active)
+        continues = any(row.is_fed or row.room > 1 for row in active)
         if continues and not self._waits_for_draft():
             logits = self._forward(last.tokens)
             if needs_last_token:
@@ -249,10 +249,11 @@ class Batch(Generic[AnyRow]):
             their own that hold all tokens but it.
         """
         num_read, alone = 0, {}
-        certain = None if last.draft is not None or last.certain is None else last.certain.tolist()
-        drawn = (
-            [[token] for token in last.tokens.tolist()] if last.draft is None else [self._read_draft(last.draft, last)]
-        )
+        if last.draft is None:
+            drawn = [[token] for token in last.tokens.tolist()]
+            certain = None if last.certain is None else last.certain.tolist()
+        else:
+            drawn, certain = [self._read_draft(last.draft, last)], None
         for i, (row, tokens) in enumerate(zip(self.rows, drawn, strict=True)):
             if row.finished:
                 row.idle_steps += 1
@@ -271,7 +272,7 @@ class Batch(Generic[AnyRow]):
                 num_read += 1
                 if row.finished:
                     break
-            if row.finished and row not in alone:
+            if row.finished and row not in alone:  # else these caches hold another token than the last
                 on_finish(row)
         return num_read, alone
 
