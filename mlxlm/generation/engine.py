@@ -76,7 +76,7 @@ class Engine:
     process, which all engines share.
 
     Args:
-        lm: The model, with evaluated weights, as `load` returns it: see `eval_weights`.
+        lm: The model. Weights that `load` hasn't evaluated are evaluated with the first text.
         kv: Options of the key-value cache.
         batch_size: The maximum number of texts that are decoded at once.
         max_waiting: The maximum number of texts that wait for a free row. None for any number.
@@ -128,7 +128,7 @@ class Engine:
         self._lock = threading.Lock()
         self._inbox: deque[Text] = deque()
         self._num_compiling = 0
-        self._scheduled = self._closed = False
+        self._scheduled = self._closed = self._has_evaluated = False
         self._num_failures = device_thread.num_failures
 
     def submit(self, request: Request, *, on_prefill: Callable[[int], None] | None = None) -> TextStream:
@@ -144,6 +144,7 @@ class Engine:
             QueueFullError: `max_waiting` texts wait.
         """
         text = Text(self.lm, request, self.kv)
+        self._eval_weights()
         if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:
             limit = self._memory.max_tokens()
             size = human_bytes(self._memory.max_bytes)
@@ -192,6 +193,8 @@ class Engine:
             CheckpointError: If something else is at `path`, it can't be written, or caches of this model can't.
         """
 
+        self._eval_weights()
+
         def save() -> bool:
             self._drop_lost_results()
             context = Context(self.lm.model, self.kv)
@@ -210,6 +213,8 @@ class Engine:
         Raises:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options.
         """
+
+        self._eval_weights()
 
         def load() -> int:
             context = Context(self.lm.model, self.kv)
@@ -241,6 +246,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _eval_weights(self) -> None:
+        """Evaluate the weights in the thread of the caller, which may have made them."""
+        if not self._has_evaluated:
+            eval_weights(self.lm.model)
+            self._has_evaluated = True
 
     @property
     def _num_waiting(self) -> int:
@@ -311,7 +322,6 @@ def get_engine(
     """
     key = (repr(kv), speculation, batch_size)
     if key not in lm.engines:
-        eval_weights(lm.model)
         engine = Engine(lm, kv=kv, speculation=speculation, batch_size=batch_size)
         while len(lm.engines) >= _MAX_ENGINES:
             del lm.engines[next(iter(lm.engines))]

@@ -180,7 +180,6 @@ def test_a_constraint_that_can_not_be_compiled(lm):
 def test_engines_of_two_models_take_turns(lm):
     other = Decoder(lm.config)
     other.init_weights(seed=8)
-    mx.eval(other.parameters())
     other = replace(lm, model=other)
     engines = [Engine(lm), Engine(other)]
     streams = [engine.submit(request([5, 6, 7 + i], 30)) for i in range(3) for engine in engines]
