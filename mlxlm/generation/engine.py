@@ -192,7 +192,6 @@ class Engine:
         Raises:
             CheckpointError: If something else is at `path`, it can't be written, or caches of this model can't.
         """
-
         self._eval_weights()
 
         def save() -> bool:
@@ -213,7 +212,6 @@ class Engine:
         Raises:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options.
         """
-
         self._eval_weights()
 
         def load() -> int:
