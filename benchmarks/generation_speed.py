@@ -189,10 +189,13 @@ def share_of_bandwidth(path: Path, tokens: int, speed: float) -> float:
 
 def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
     import mlxlm
-    from mlxlm.backend.mlx import mx
-    from mlxlm.generation import Context, generate_tokens
+    from mlxlm.generation import Context, GenerationOptions, Sampler
+    from mlxlm.generation.context import UNLIMITED
+    from mlxlm.generation.decode_step import DecodeStep
+    from mlxlm.generation.decoding import Batch, Row
 
     model = mlxlm.load(path).model
+    step = DecodeStep(model)
 
     def generate(ids: list[int], context_length: int, n: int) -> Iterator:
         context = Context(model)
@@ -200,7 +203,13 @@ def open_mlxlm(path: Path) -> Callable[[list[int], int, int], Iterator]:
             with context.transaction() as read:
                 fill(context.caches, model, path, context_length)
                 read.extend(range(context_length))  # any tokens that the prompt begins with
-        return generate_tokens(context, [*range(context_length), *ids], lambda logits: mx.argmax(logits, axis=-1), n)
+        context.read(ids[:-1])
+        row, batch = Row([*range(context_length), *ids], n), Batch(step, UNLIMITED, None)
+        row.sampler = Sampler(GenerationOptions(temperature=0), row.prompt, 0)
+        batch.join([row], context.caches)
+        while not row.finished:
+            if batch.step():
+                yield row.last_token
 
     return generate
 

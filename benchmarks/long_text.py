@@ -50,15 +50,16 @@ def worker(count: int, size: str, bits: str) -> None:
     from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVOptions
     from mlxlm.families import load_preset
-    from mlxlm.generation import Context, generate_tokens
+    from mlxlm.generation import greedy_tokens
+    from mlxlm.generation.decode_step import DecodeStep
     from mlxlm.model import Decoder
 
     model = Decoder(load_preset("1m", vocab_size=2048, max_position_embeddings=2 * count))
     model.init_weights(0)
-    context = Context(model, KVOptions.of(size=int(size) or None, bits=bits))
+    kv = KVOptions.of(size=int(size) or None, bits=bits)
     samples, start = [], time.perf_counter()
     tenth = count // 10
-    for n, _ in enumerate(generate_tokens(context, [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), count), 1):
+    for n, _ in enumerate(greedy_tokens(DecodeStep(model), [1, 2, 3], count, kv=kv), 1):
         if n % tenth == 0:
             now = time.perf_counter()
             memory = {"active": mx.get_active_memory(), "resident": platform.process_memory()}

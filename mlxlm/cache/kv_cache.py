@@ -24,8 +24,19 @@ def round_length(length: int) -> int:
 class KVCache:
     """Keys and values `[B, H_kv, S, D]` of one layer, for a batch of texts.
 
-    All rows end at the same index of the buffers (left padding). The interface is a superset of that of mlx_lm's
-    caches. By default the cache is unbounded.
+    The interface is a superset of that of mlx_lm's caches. By default the cache is unbounded.
+
+    Between two calls this holds:
+
+    - All rows end at the same index of the buffers: row b's tokens are at `_starts[b]` to `_end` - 1. What is before
+      them is padding, which attention doesn't see; from `_end` up to the capacity is free.
+    - The text of row b has `_dropped[b]` more tokens: its next one has the position `_dropped[b] + _end - _starts[b]`.
+    - `_sinks[b]` are original keys and values of the first `rotation.keep` tokens, once row b has dropped others. The
+      keys in the buffers are always shifted from these, so that rounding errors don't add up.
+    - `_pads` is the left padding of the next update, after `set_left_padding`.
+    - `_bound` is at most the capacity, and no row of a rotating cache that ends there is too long: an update that ends
+      at or before it only writes. 0 if rows have changed, so that the next update makes room.
+    - `_first` is the index of the first position that the last update returned.
 
     Args:
         rotation: Limits the number of tokens per text.
@@ -48,17 +59,15 @@ class KVCache:
         self.rotation, self.window = rotation, window
         self.key_bits, self.value_bits = key_bits, value_bits
         self.long_factors: bool | None = None
+        self._clear()
+
+    def _clear(self) -> None:
         self._buffers: list[KVBuffer] = []  # of keys and of values; none before the first token
-        self._starts: list[int] = []  # index of each row's first token
-        self._dropped: list[int] = []  # number of tokens that each row has dropped
-        # Original keys and values of the sinks of rows that have dropped tokens. Keys are always shifted from these, so
-        # that rounding errors don't accumulate.
+        self._starts: list[int] = []
+        self._dropped: list[int] = []
         self._sinks: list[list[KVBuffer]] = []
-        self._pads: list[int] | None = None  # left padding of the next update
-        self._end = 0
-        self._bound = 0  # an update that ends at or before this index only writes
-        self._first = 0  # index of the first position that the last update returned
-        self._last_start = 0  # largest of `_starts` at the time of the last update
+        self._pads: list[int] | None = None
+        self._end = self._bound = self._first = 0
 
     @property
     def rows(self) -> int:
@@ -82,7 +91,7 @@ class KVCache:
     @property
     def first(self) -> mx.array | None:
         """Index of each row's first token in what the last update returned, int32 `[B]`. None if all are 0."""
-        if self._last_start <= self._first:
+        if max(self._starts, default=0) <= self._first:
             return None
         return mx.array([max(0, start - self._first) for start in self._starts], dtype=mx.int32)
 
@@ -128,15 +137,10 @@ class KVCache:
         if self._pads is not None:
             self._starts = [begin + pad if pad else start for pad, start in zip(self._pads, self._starts, strict=True)]
             self._pads = None
-        if rows == 1:
-            first = self._last_start = self._starts[0]
-        else:
-            first, self._last_start = min(self._starts), max(self._starts)
-        first = min(first, begin)
+        self._first = min(begin, *self._starts)
         if self.window is not None:
-            first = max(first, begin - self.window.num_visible)
-        self._first = first
-        return key_buffer.read(first, end), value_buffer.read(first, end)
+            self._first = max(self._first, begin - self.window.num_visible)
+        return key_buffer.read(self._first, end), value_buffer.read(self._first, end)
 
     def set_left_padding(self, pads: Sequence[int]) -> None:
         """Declare the first `pads[b]` positions of row b in the next update as padding.
@@ -167,7 +171,7 @@ class KVCache:
         """Make room for one token per row, which the caller writes to `buffers`; `end_step` appends it.
 
         Returns:
-            The position of the token in the buffers, that of each row's first token, and the capacity of the buffers.
+            The index of the token in the buffers, that of each row's first token, and the capacity of the buffers.
         """
         if self._end + 1 > self._bound:
             self._make_room(1)
@@ -381,9 +385,7 @@ class KVCache:
     @state.setter
     def state(self, value: tuple[mx.array, ...]) -> None:
         """Replace the contents with keys and values of texts that have dropped nothing and have no padding."""
-        empty = self._empty_like()
-        empty.long_factors = self.long_factors
-        self.__dict__ = empty.__dict__
+        self._clear()
         if not value:
             return
         parts = 1 if self.key_bits is None else 3

@@ -10,7 +10,7 @@ from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
 from mlxlm.chat.messages import Message
 from mlxlm.chat.plain_text import PLAIN
 from mlxlm.generation import LoadedModel
-from mlxlm.generation.jsonl.prompts import EXAMPLE_MESSAGE, check_is_question, check_message
+from mlxlm.generation.jsonl.requests import EXAMPLE_MESSAGE, check_is_question, check_message
 from mlxlm.utils.errors import GenerationError
 
 Messages = Sequence[Message | Mapping[str, Any]]  # a mapping has "role" and "content"

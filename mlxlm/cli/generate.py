@@ -92,7 +92,7 @@ def generate(
         settings = JsonlSettings(options, kv, **{name: flags[name] for name in names})
         run(jsonl, partial(load_model, model), make_encoder, settings)
         return
-    from mlxlm.generation.stream_generate import encode_prompt
+    from mlxlm.generation.request import encode_prompt
 
     text = _prompt_text(prompt)
     lm = load_model(model)

@@ -19,10 +19,16 @@ from mlxlm.cli.job_progress import JobProgress, progress
 from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.engine import BATCH_SIZE
-from mlxlm.generation.jsonl.prompts import EncodedPrompt, Messages, PromptEncoder
-from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, RequestReader, Sample
-from mlxlm.generation.jsonl.result_file import ResultFile
-from mlxlm.generation.jsonl.results import bad_request_fields, has_failed, sample_fields
+from mlxlm.generation.jsonl.requests import (
+    MAX_LINE_BYTES,
+    BadRequest,
+    EncodedPrompt,
+    Messages,
+    PromptEncoder,
+    RequestReader,
+    Sample,
+)
+from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.json_files import json_line
 

@@ -24,7 +24,8 @@ from mlxlm.checkpoint.load import LAYER_PREFIX, LayerwiseModel, load_checkpoint
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check
 from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_activation_mismatch, resolve_model_type
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import decoding
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model.norms import add_norm
 from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -305,7 +306,7 @@ def greedy_tokens(
     """Generate `count` tokens greedily after `ids`; calls `on_progress` with the number of tokens so far."""
     model, _ = load_checkpoint(checkpoint)
     tokens = []
-    for token in generate_tokens(Context(model), ids, lambda logits: mx.argmax(logits, axis=-1), count):
+    for token in decoding.greedy_tokens(DecodeStep(model), ids, count):
         tokens.append(token)
         on_progress(len(tokens))
     return tokens

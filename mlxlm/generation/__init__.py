@@ -8,10 +8,10 @@ for result in batch(lm, ["Once", "Twice"], num_samples=4):
     print(result.text)
 """
 
-from mlxlm.generation.batching import batch, run_batch
 from mlxlm.generation.context import Context
-from mlxlm.generation.decoding import generate_tokens
+from mlxlm.generation.decoding import greedy_tokens
 from mlxlm.generation.engine import Engine, EngineStats, QueueFullError, get_engine
+from mlxlm.generation.generate import batch, generate, run_batch, stream
 from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.generation.loaded_model import LoadedModel, load
 from mlxlm.generation.logit_filters import filter_logits
@@ -20,7 +20,6 @@ from mlxlm.generation.request import Request
 from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, Timings
 from mlxlm.generation.sampling import Sampler
 from mlxlm.generation.scoring import Score, score
-from mlxlm.generation.stream_generate import generate, stream
 from mlxlm.generation.text_stream import TextStream
 
 __all__ = [
@@ -43,9 +42,9 @@ __all__ = [
     "filter_logits",
     "generate",
     "get_engine",
+    "greedy_tokens",
     "load",
     "run_batch",
     "score",
     "stream",
-    "generate_tokens",
 ]

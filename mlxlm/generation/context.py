@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import (
@@ -22,11 +22,8 @@ from mlxlm.cache import (
 )
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.device_memory import eval_caches
-from mlxlm.utils.errors import CheckpointError, GenerationError
-
-if TYPE_CHECKING:
-    from mlxlm.generation.decode_step import DecodeStep
-    from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.utils.errors import CheckpointError
 
 UNLIMITED = sys.maxsize  # tokens
 
@@ -41,25 +38,11 @@ class Context:
         model: The model.
         kv: The options of the caches.
         caches: The caches, one per layer.
-        version: Counts the changes.
     """
 
-    version = 0
-
-    def __init__(self, model: nn.Module, kv: KVOptions | None = None, step: DecodeStep | None = None):
-        """Make empty caches.
-
-        Args:
-            model: The model.
-            kv: Options of the caches, None for all tokens, unquantized.
-            step: Computes single tokens; None for the model itself.
-
-        Raises:
-            GenerationError: For options that this model's caches don't support.
-        """
-        if not isinstance(kv, KVOptions | None):
-            raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
-        self.model, self.kv, self._step = model, kv or KVOptions(), step
+    def __init__(self, model: nn.Module, kv: KVOptions | None = None):
+        """Make empty caches. Raises GenerationError for options that this model's caches don't support."""
+        self.model, self.kv = model, kv or KVOptions()
         self.clear()
 
     @property
@@ -76,7 +59,6 @@ class Context:
     def clear(self) -> None:
         """Empty the context."""
         self._consistent = False
-        self.version += 1
         self.caches = make_cache(self.model, self.kv)
         self._ids = array("i")
         self._consistent = True
@@ -85,7 +67,6 @@ class Context:
     def transaction(self) -> Iterator[array[int]]:
         """Change caches and ids together or not at all. Yields the ids, to be changed in place."""
         self._consistent = False
-        self.version += 1
         try:
             yield self._ids
         except BaseException:
@@ -106,22 +87,11 @@ class Context:
             for cache in self.caches
         )
 
-    def check_unchanged(self, version: int) -> None:
-        """Raise GenerationError if another text has used the context since it had this `version`."""
-        if self.version != version:
-            raise GenerationError("another text has used this context in the meantime", "a context for each text")
-
     @property
     def max_update_size(self) -> int | None:
         """How many tokens fit before a rotating cache drops some; None if none ever does."""
         sizes = [getattr(cache, "max_update_size", None) for cache in self.caches]
         return min((size for size in sizes if size is not None), default=None)
-
-    def decode(self, token: mx.array) -> mx.array:
-        """Read one token, int32 `[1]`, and return the logits after it, `[1, V]`. Doesn't change `ids`."""
-        if self._step is None:
-            return self.model(token[None], cache=self.caches)[:, -1]
-        return self._step(token[None], self.caches)
 
     def trim_to_prefix(self, prompt: Sequence[int], length: int | None = None) -> int:
         """Trim the context to its longest common prefix with `prompt`, without the last token of `prompt`.
@@ -144,7 +114,7 @@ class Context:
             self.clear()
         shared = common_prefix_length(self._ids, prompt[:-1])
         surplus = len(self._ids) - shared
-        if surplus and shared and all(_can_trim(cache, surplus) for cache in self.caches):
+        if surplus and shared and all(can_trim(cache, surplus) for cache in self.caches):
             with self.transaction() as ids:
                 for cache in self.caches:
                     cache.trim(surplus)
@@ -160,11 +130,11 @@ class Context:
         # With a rotating cache, no token attends further back than the cache reaches.
         return original_length is not None and min(length, self.kv.size or UNLIMITED) > original_length
 
-    def tokens_before_long_factors(self, length: int) -> int:
-        """How many tokens can be generated after a text of this length until its factors change."""
+    def reread_at(self, length: int) -> int:
+        """The length at which a text, now of this one, has to be read again: its factors change there."""
         if self.has_long_factors(length) or not self.has_long_factors(UNLIMITED):
             return UNLIMITED
-        return self.model.longrope_original_length - length + 1
+        return self.model.longrope_original_length + 1
 
     @property
     def long_factors(self) -> bool:
@@ -265,7 +235,7 @@ def cache_identity(lm: LoadedModel, kv: KVOptions) -> dict[str, str]:
     }
 
 
-def _can_trim(cache: Any, n: int) -> bool:
+def can_trim(cache: Any, n: int) -> bool:
     """Whether a cache can drop its last n tokens. mlx_lm's caches only know whether they can be trimmed at all."""
     can_trim = getattr(cache, "can_trim", None)
     return cache.is_trimmable() if can_trim is None else can_trim(n)

@@ -40,12 +40,12 @@ class DecodeStep:
     The projections of a layer that have the same input are fused (`Decoder.fuse`). Weights may be replaced at any time;
     those of the last step stay in memory until the next step, or as long as this object.
 
-    Args:
+    Attributes:
         model: `model(tokens, cache=None) -> logits`, evaluated, as `generation.load` returns it.
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self.model = model
         # Every (container, key, value) in the tree of the model's modules, as three lists.
         self._tree: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] = ((), (), ())
         self._windows: list[int | None] = []
@@ -64,7 +64,7 @@ class DecodeStep:
             Logits `[B, V]`, not evaluated.
         """
         if not self._can_compile(caches):
-            return self._model(tokens, cache=caches)[:, -1]
+            return self.model(tokens, cache=caches)[:, -1]
         if not self._windows or not all(map(is_, map(getitem, *self._tree[:2]), self._tree[2])):
             self._fuse()
         layout, state = _describe(caches, self._windows)
@@ -76,7 +76,7 @@ class DecodeStep:
         return logits
 
     def _can_compile(self, caches: Sequence[Any]) -> bool:
-        model = self._model
+        model = self.model
         if not isinstance(model, Decoder) or model.training:
             return False
         if not all(type(cache) is KVCache and cache.can_step for cache in caches):
@@ -93,11 +93,11 @@ class DecodeStep:
 
     def _fuse(self) -> None:
         """Fuse the weights, and forget what was compiled with others."""
-        self._model.fuse()
-        mx.eval(self._model.parameters())  # what is not evaluated would be computed again in each step
-        containers, keys, values = zip(*_tree_items(self._model), strict=True)
+        self.model.fuse()
+        mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
+        containers, keys, values = zip(*_tree_items(self.model), strict=True)
         self._tree = containers, keys, values
-        self._windows = [layer.self_attn.window for layer in self._model.layers]
+        self._windows = [layer.self_attn.window for layer in self.model.layers]
         self._steps.clear()
 
     def _step(self, layout: _Layout, caches: Sequence[KVCache]) -> Step:
@@ -105,7 +105,7 @@ class DecodeStep:
         entry = self._steps.pop(layout, 0)
         if isinstance(entry, int):
             forms = [[buffer.quantization for buffer in cache.buffers] for cache in caches]
-            step = _make_step(self._model, layout, forms)
+            step = _make_step(self.model, layout, forms)
             compiled = caches[0].rows == 1 or entry >= _STEPS_BEFORE_TRACE
             if compiled:
                 step = mx.compile(step)

@@ -53,16 +53,20 @@ class DraftState(Protocol):
 class Drafter(Protocol):
     """Where drafts come from."""
 
-    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
-        """Start to draft the text that follows `prompt` in `context`. Raises GenerationError if that is impossible."""
+    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
+        """Start to draft the text after `prompt`, whose caches have the options `kv`.
+
+        Raises:
+            GenerationError: That is impossible.
+        """
 
     def check(self, lm: LoadedModel) -> None:
         """Raise GenerationError if the drafts can't be used for `lm`."""
 
 
-def max_trimmable_tokens(context: Context, n: int) -> int:
+def max_trimmable_tokens(caches: Sequence[Any], n: int) -> int:
     """How many of the next `n` tokens can be read at once so that all of them could be trimmed again."""
-    return max(0, min([n, *(_max_trimmable(cache, n) for cache in context.caches)]))
+    return max(0, min([n, *(_max_trimmable(cache, n) for cache in caches)]))
 
 
 def _max_trimmable(cache: Any, n: int) -> int:
@@ -83,7 +87,7 @@ class PromptLookup:
     counts.
     """
 
-    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
+    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
         """Start with the n-grams of the prompt."""
         state = _PromptLookupState()
         state.read(prompt)
@@ -163,15 +167,15 @@ class DraftModel:
                 "a smaller model of the same family, trained with the same tokenizer",
             )
 
-    def begin(self, context: Context, prompt: Sequence[int]) -> DraftState:
+    def begin(self, kv: KVOptions, prompt: Sequence[int]) -> DraftState:
         """Start to draft a text. Raises GenerationError if the draft model's cache can't be trimmed."""
-        size, context_length = context.kv.size, self.lm.config.max_position_embeddings
-        kv = KVOptions() if size is None else KVOptions(size=min(size, context_length), keep=context.kv.keep)
+        context_length = self.lm.config.max_position_embeddings
+        kv = KVOptions() if kv.size is None else KVOptions(size=min(kv.size, context_length), keep=kv.keep)
         draft_context, self._idle_context = self._idle_context, None  # a concurrent text makes its own
         if draft_context is None or draft_context.kv != kv:
             draft_context = Context(self.lm.model, kv)
         draft_context.trim_to_prefix(prompt)
-        if not max_trimmable_tokens(draft_context, 1):
+        if not max_trimmable_tokens(draft_context.caches, 1):
             raise GenerationError(
                 f"the cache of the draft model {self.lm.path} can't be trimmed",
                 "a draft model with attention in all layers",
@@ -223,7 +227,7 @@ class _DraftModelState:
         if count < 1:
             self.last_draft_matched = False  # no more drafts will come
             return None
-        if len(unread) > 2 or max_trimmable_tokens(context, len(unread)) < len(unread):
+        if len(unread) > 2 or max_trimmable_tokens(context.caches, len(unread)) < len(unread):
             context.read(unread[:-1])
             del unread[:-1]
         sampler = sampler.fork()
@@ -232,7 +236,7 @@ class _DraftModelState:
             token = self._sample(mx.array(unread), sampler, vocab_size, draft)
             ids.extend(unread)
             unread.clear()
-            count = min(count, 1 + max_trimmable_tokens(context, count - 1))
+            count = min(count, 1 + max_trimmable_tokens(context.caches, count - 1))
             while len(draft) < count and token is not None:
                 token = self._sample(token, sampler, vocab_size, draft)
             self._draft = mx.concatenate(draft)

@@ -16,15 +16,13 @@ from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation import device_thread
 from mlxlm.generation.context import Context, cache_identity
-from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes
 from mlxlm.generation.loaded_model import LoadedModel, eval_weights
 from mlxlm.generation.request import Request
-from mlxlm.generation.running_batch import Row
 from mlxlm.generation.scheduler import Scheduler
-from mlxlm.generation.sequence import TokenSequence
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.generation.text_stream import Channel, TextStream
+from mlxlm.generation.text import Text
+from mlxlm.generation.text_stream import TextStream
 from mlxlm.utils.errors import DeviceError, GenerationError
 from mlxlm.utils.formatting import human_bytes
 
@@ -78,7 +76,7 @@ class Engine:
     process, which all engines share.
 
     Args:
-        lm: The model.
+        lm: The model. Weights that `load` hasn't evaluated are evaluated with the first text.
         kv: Options of the key-value cache.
         batch_size: The maximum number of texts that are decoded at once.
         max_waiting: The maximum number of texts that wait for a free row. None for any number.
@@ -117,7 +115,6 @@ class Engine:
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting = batch_size, max_waiting
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
-        eval_weights(lm.model)
         self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = self._memory.max_bytes // 4
@@ -129,9 +126,9 @@ class Engine:
         self._prefix_cache = PrefixCache(partial(make_cache, lm.model, self.kv), prefix_cache_bytes, folder)
         self._scheduler = Scheduler(self.lm, self.kv, batch_size, self._prefix_cache, self._memory, speculation)
         self._lock = threading.Lock()
-        self._inbox: deque[Row] = deque()
+        self._inbox: deque[Text] = deque()
         self._num_compiling = 0
-        self._scheduled = self._closed = False
+        self._scheduled = self._closed = self._has_evaluated = False
         self._num_failures = device_thread.num_failures
 
     def submit(self, request: Request, *, on_prefill: Callable[[int], None] | None = None) -> TextStream:
@@ -146,7 +143,8 @@ class Engine:
                 for. A constraint is compiled in the background: its errors are raised by the stream.
             QueueFullError: `max_waiting` texts wait.
         """
-        request.check(self.lm, self.kv)
+        text = Text(self.lm, request, self.kv)
+        self._eval_weights()
         if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:
             limit = self._memory.max_tokens()
             size = human_bytes(self._memory.max_bytes)
@@ -154,9 +152,6 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
                 f"a prompt of at most {limit} tokens, or a quantized key-value cache",
             )
-        if request.options.seed is None:
-            request = replace(request, options=request.options.with_seed(random_seed()))
-        channel = Channel(request)
         with self._lock:
             if self._closed:
                 raise GenerationError("the engine is closed", "a new one")
@@ -164,10 +159,10 @@ class Engine:
                 raise QueueFullError(f"{self._num_waiting} texts wait already", "again later")
             self._num_compiling += 1
         if request.options.constraint is None:
-            self._enqueue(channel)
+            self._enqueue(text)
         else:
-            _compilers.submit(self._enqueue, channel)
-        return TextStream(channel, on_prefill)
+            _compilers.submit(self._enqueue, text)
+        return TextStream(text, on_prefill)
 
     @property
     def stats(self) -> EngineStats:
@@ -197,6 +192,7 @@ class Engine:
         Raises:
             CheckpointError: If something else is at `path`, it can't be written, or caches of this model can't.
         """
+        self._eval_weights()
 
         def save() -> bool:
             self._drop_lost_results()
@@ -216,6 +212,7 @@ class Engine:
         Raises:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options.
         """
+        self._eval_weights()
 
         def load() -> int:
             context = Context(self.lm.model, self.kv)
@@ -231,8 +228,8 @@ class Engine:
             self._closed = True
             inbox, self._inbox = self._inbox, deque()
         closed = GenerationError("the engine was closed", "a new one")
-        for row in inbox:
-            row.fail(closed)
+        for text in inbox:
+            text.fail(closed)
 
         def free() -> None:
             self._drop_lost_results()
@@ -248,23 +245,29 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _eval_weights(self) -> None:
+        """Evaluate the weights in the thread of the caller, which may have made them."""
+        if not self._has_evaluated:
+            eval_weights(self.lm.model)
+            self._has_evaluated = True
+
     @property
     def _num_waiting(self) -> int:
-        return self._num_compiling + len(self._inbox) + len(self._scheduler.waiting)
+        return self._num_compiling + len(self._inbox) + self._scheduler.num_waiting
 
-    def _enqueue(self, channel: Channel) -> None:
+    def _enqueue(self, text: Text) -> None:
         """Compile the constraint of a text, if it has one, and hand it over to the thread of the device."""
+        failed = False
         try:
-            grammar = None if channel.cancelled else channel.request.compile_grammar(self.lm)
-            channel.text = TokenSequence(self.lm, channel.request, self.kv, grammar)
+            text.prepare_sampler(self.lm)
         except Exception as error:
-            with self._lock:
-                self._num_compiling -= 1
-            channel.end(error=error)
-            return
+            failed = True
+            text.fail(error)
         with self._lock:
             self._num_compiling -= 1
-            self._inbox.append(Row(channel, channel.text))
+            if failed:
+                return
+            self._inbox.append(text)
         self._begin_steps()
 
     def _resume(self) -> None:

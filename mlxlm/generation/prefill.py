@@ -9,21 +9,28 @@ from typing import Any
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.generation.chunk_size import chunk_size
+from mlxlm.config import ModelConfig, counts
 from mlxlm.generation.context import Context
-from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.kv_memory import prefill_step_size
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.running_batch import Row
+from mlxlm.generation.text import Text
 
 MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more isn't faster, and takes more memory
 MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading this many
 
+MIN_CHUNK_TOKENS = 32  # rows of a tile of MLX's quantized products; with fewer, reading the weights takes longer
+_UNKNOWN_CHUNK = 512  # of models whose products aren't counted
+# Of attention's matrix products, the softmax between them included, relative to those of the layers' weights. Measured
+# on a CPU with two cores; not measured on a GPU.
+_ATTENTION_COST = 6 if ON_CPU else 1
+# Products in the time in which a GPU reads a byte: 26 to 49 by the specifications of M1 to M5, 295 of an H100.
+_FLOPS_PER_BYTE = 32 if mx.metal.is_available() else 256
+
 logger = logging.getLogger(__name__)
 
 Tokens = tuple[int, ...]
-Group = tuple[list[Row], list[Any]]  # rows, and the stacked caches that hold all of their tokens but the last
+Group = tuple[list[Text], list[Any]]  # rows, and the stacked caches that hold all of their tokens but the last
 
 
 class Prefill:
@@ -35,26 +42,23 @@ class Prefill:
         lm: The model.
         kv: Options of the caches.
         prefix_cache: Keys and values of earlier texts.
-        step: Decodes the tokens after the prompts.
         is_busy: Whether other texts wait for their next token, so that chunks should be small.
     """
 
-    def __init__(
-        self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, step: DecodeStep, is_busy: Callable[[], bool]
-    ):
-        self._lm, self._model, self._kv, self._prefix_cache, self._step = lm, lm.model, kv, prefix_cache, step
+    def __init__(self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, is_busy: Callable[[], bool]):
+        self._lm, self._model, self._kv, self._prefix_cache = lm, lm.model, kv, prefix_cache
         self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
         self._max_tokens = MAX_BATCH_TOKENS if ON_CPU else prefill_step_size(lm)
 
-    def read(self, rows: Sequence[Row]) -> Iterator[Group | None]:
+    def read(self, rows: Sequence[Text]) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
 
         Yields:
             None after each chunk, and each group of rows that is ready, with its caches.
         """
-        by_prompt: dict[Tokens, list[Row]] = {}  # several samples of one prompt are read once
+        by_prompt: dict[Tokens, list[Text]] = {}  # several samples of one prompt are read once
         for row in rows:
-            by_prompt.setdefault(tuple(row.text.ids[:-1]), []).append(row)
+            by_prompt.setdefault(tuple(row.ids[:-1]), []).append(row)
         for prompts, prefix in self._split_by_prefix(list(by_prompt)):
             if prefix:
                 yield from self._read_prefix(prefix)
@@ -77,32 +81,32 @@ class Prefill:
                         row.set_num_cached(len(ids))
                 yield members, caches
 
-    def read_alone(self, row: Row, isolated: bool = False) -> Generator[None, None, Context]:
-        """Read the prompt of one row; yields after each chunk, and returns the context that holds it.
+    def read_alone(self, row: Text, isolated: bool = False) -> Iterator[Group | None]:
+        """Read the prompt of one row; yields as `read`.
 
         `isolated` reads all of it in chunks of a fixed size: keys and values of other chunks differ by rounding.
         """
-        ids = row.text.ids[:-1]
-        context = Context(self._model, self._kv, self._step)
-        group = context.has_long_factors(len(row.text.ids))
+        ids, snapshot_at = row.ids[:-1], row.request.snapshot_at
+        context = Context(self._model, self._kv)
+        group = context.has_long_factors(len(row))
         n = 0 if isolated else self._prefix_cache.match(ids, group)
         self._log_match(ids, n, group)
         if n:
             context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
         context.long_factors = group
         row.set_num_cached(n)
-        snapshot_at = row.text.snapshot_at if context.drops_tokens else None
-        if snapshot_at is not None and len(context) < snapshot_at < len(ids):
+        if snapshot_at is not None and context.drops_tokens and len(context) < snapshot_at < len(ids):
             yield from self._read_chunks(context, ids[len(context) : snapshot_at], row, isolated)
             self._prefix_cache.insert(context.ids, context.caches, group)
-            yield
+            yield None
         yield from self._read_chunks(context, ids[len(context) :], row, isolated)
         if ids:
             self._prefix_cache.insert(ids, context.caches, group)
-        return context
+        row.reread_at = context.reread_at(len(row))
+        yield [row], context.caches
 
     def _read_chunks(
-        self, context: Context, ids: Sequence[int], row: Row | None = None, isolated: bool = False
+        self, context: Context, ids: Sequence[int], row: Text | None = None, isolated: bool = False
     ) -> Iterator[None]:
         """Read `ids`; yields after each chunk but the last."""
         while ids:
@@ -110,7 +114,7 @@ class Prefill:
             context.read(ids[:size], size, wait=size >= len(ids))
             ids = ids[size:]
             if row is not None:
-                row.channel.push(len(context))
+                row.report_read(len(context))
             if ids:
                 yield
 
@@ -241,3 +245,29 @@ def _split_by_length(prompts: Sequence[Tokens], cached: dict[Tokens, int], max_t
 def _max_padding(length: int) -> int:
     """How much shorter than the longest prompt of a group, of `length` tokens, another one may be."""
     return min(128, max(16, length // 4))
+
+
+def chunk_size(config: object, weight_bytes: int, num_read: int) -> int:
+    """How many tokens of a prompt are read between two decoding steps of other texts.
+
+    On a GPU as many as take the time of a decoding step, which reads the weights, so that the longest gap between two
+    tokens of another text is that of two steps; but at least `MIN_CHUNK_TOKENS`. On a CPU, where small products are
+    slow, as many as take the time of the first `PREFILL_STEP_SIZE` tokens.
+
+    Args:
+        config: The model's configuration. Those of other classes than `ModelConfig` get constant chunks.
+        weight_bytes: Bytes of the weights.
+        num_read: The number of tokens before the chunk.
+    """
+    if not isinstance(config, ModelConfig):
+        return _UNKNOWN_CHUNK
+    half = PREFILL_STEP_SIZE // 2  # of the chunk: the mean position in it
+    budget = PREFILL_STEP_SIZE * _token_cost(config, half) if ON_CPU else _FLOPS_PER_BYTE * weight_bytes
+    size = budget / _token_cost(config, num_read + (half if ON_CPU else 0))
+    return max(MIN_CHUNK_TOKENS, min(int(size), PREFILL_STEP_SIZE))
+
+
+def _token_cost(config: ModelConfig, position: int) -> float:
+    flops = counts.forward_flops(config, counts.attended_keys(config, position))
+    attention = flops.pop("scores") + flops.pop("scores_values")
+    return sum(flops.values()) - flops["head"] + _ATTENTION_COST * attention

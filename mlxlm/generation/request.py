@@ -1,7 +1,9 @@
-"""A request: one text to generate."""
+"""A request for one text: its prompt and options, and whether a model can serve it."""
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -86,3 +88,23 @@ def context_limit(lm: LoadedModel, kv: KVOptions) -> int:
         return UNLIMITED
     length: int = lm.config.max_position_embeddings
     return length
+
+
+def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int], max_length: int = sys.maxsize) -> Sequence[int]:
+    """Encode a prompt, unless it is token ids already. An empty text becomes BOS. See `Tokenizer.encode`.
+
+    Raises:
+        GenerationError: For anything else, and for an empty text if the tokenizer has no BOS.
+    """
+    if not isinstance(prompt, str):
+        try:
+            return [operator.index(token) for token in prompt]  # also NumPy's integers
+        except TypeError:
+            raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
+    if prompt:
+        return lm.tokenizer.encode(prompt, max_length=max_length)
+    bos = lm.tokenizer.bos_token_id
+    ids = lm.tokenizer.prefix_token_ids or ([] if bos is None else [bos])
+    if not ids:
+        raise GenerationError("the prompt is empty, and the model has no BOS token to begin with", "text to continue")
+    return ids

@@ -1,63 +1,57 @@
-"""Which texts are read and decoded next, on the thread of the device."""
+"""Continuous batching: which texts are read and decoded next, on the thread of the device."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
+from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation.batches import Batches
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.generation.decoding import generate_tokens
 from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.prefill import Group, Prefill
+from mlxlm.generation.prefill import MIN_SHARED_PREFIX, Group, Prefill
 from mlxlm.generation.rounding import margin_for
-from mlxlm.generation.row_queue import take_similar
-from mlxlm.generation.running_batch import Row, RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
+from mlxlm.generation.text import Text
 from mlxlm.utils.errors import GenerationError
 
 # Texts that are decoded one by one in turn: speculative and deterministic ones, and of models without batches.
 MAX_SINGLE_ROWS = 4
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(eq=False)
 class _Reading:
-    """Prompts that are being read, chunk by chunk. `steps` yields None, or rows that are ready to join the batch."""
+    """Prompts that are being read, chunk by chunk.
 
-    rows: list[Row]
+    Attributes:
+        rows: Their texts.
+        steps: Yields None after a chunk, or texts that are ready to be decoded.
+        single: Whether the only text is decoded by itself then.
+    """
+
+    rows: list[Text]
     steps: Iterator[Group | None]
-
-
-@dataclass(eq=False)
-class _SingleRow:
-    """A text that is decoded by itself."""
-
-    row: Row
-    context: Context
-    tokens: Generator[int]
+    single: bool = False
 
 
 class Scheduler:
     """Reads prompts and decodes texts, a step at a time.
 
-    A step reads at most one chunk of a prompt and decodes one token of every text, so that no text waits for longer
-    than one chunk takes. The text of a reader who is far behind pauses: it frees its row, or if it is decoded by
-    itself, isn't decoded.
+    A step reads at most one chunk of a prompt and decodes one token of every text, or several of a speculative one, so
+    that no text waits for longer than one chunk takes. The text of a reader who is far behind pauses: it frees its row,
+    or if it is decoded by itself, isn't decoded.
 
     Attributes:
-        waiting: Texts that haven't begun, or were interrupted because their memory was needed.
-        paused: Texts that wait for their readers, except those that are decoded by themselves.
+        waiting: Texts that are not running: they haven't begun, were interrupted because their memory was needed, must
+            be read again, or pause.
         num_generated: Tokens generated so far, of all texts.
         num_prompt_tokens: Tokens of all prompts so far.
         num_cached_tokens: How many of these the prefix cache had.
@@ -77,11 +71,9 @@ class Scheduler:
         self._prefix_cache, self._memory = prefix_cache, memory
         self._drops_tokens = Context(lm.model, kv).drops_tokens
         self._step = DecodeStep(lm.model)
-        self._prefill = Prefill(lm, kv, prefix_cache, self._step, lambda: bool(self._batches.rows or self._singles))
-        self.waiting: list[Row] = []
-        self.paused: list[Row] = []
+        self._prefill = Prefill(lm, kv, prefix_cache, lambda: bool(self._batches.rows))
+        self.waiting: list[Text] = []
         self._reading: list[_Reading] = []
-        self._singles: list[_SingleRow] = []
         self._batches = self._new_batches()
         self._while_busy = ExitStack()
         self._busy = False
@@ -90,20 +82,25 @@ class Scheduler:
     @property
     def num_active(self) -> int:
         """Texts whose prompts are being read, or that are decoded."""
-        return sum(not row.channel.paused for row in self._running())
+        return sum(not row.paused for row in self._running())
 
     @property
     def num_paused(self) -> int:
         """Texts that wait for their readers."""
-        return len(self.paused) + len(self._running()) - self.num_active
+        return sum(row.paused for row in [*self.waiting, *self._running()])
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that wait for a row, or for memory."""
+        return sum(not row.paused for row in self.waiting)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of running texts."""
-        return self._batches.nbytes + sum(c.nbytes for single in self._singles for c in single.context.caches)
+        return self._batches.nbytes
 
     def step(self, on_resume: Callable[[], None] = lambda: None) -> bool:
-        """Read one chunk and decode one token of every text.
+        """Read one chunk and decode the next token of every text.
 
         Args:
             on_resume: Called when a text that has paused should go on, in any thread.
@@ -113,7 +110,6 @@ class Scheduler:
         """
         if not self._busy:
             self._begin_work()
-        self._resume_texts()
         self._drop_cancelled()
         self._pause_texts(on_resume)
         self._make_room()
@@ -122,33 +118,34 @@ class Scheduler:
         if self._reading:
             self._read_chunk(self._reading[0])
         self.num_generated += self._batches.step(self._keep_prefix, self._free_bytes())
-        self._decode_singles()
+        for row in self._batches.rows:
+            if row.room == 0:  # its keys have the wrong factors of "longrope" from here on
+                self._interrupt(row)
         # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
-        self._busy = self.num_active > 0 or bool(self.waiting) and (was_active or not self._singles)
+        self._busy = self.num_active > 0 or self.num_waiting > 0 and (was_active or not self._running())
         if not self._busy:
             self._end_work()
         return self._busy
 
     def fail_all(self, error: BaseException) -> None:
         """End all texts with an error, and free their memory."""
-        for row in [*self.waiting, *self.paused, *self._running()]:
+        for row in [*self.waiting, *self._running()]:
             row.fail(error)
-        self.waiting, self.paused, self._singles, self._reading = [], [], [], []
+        self.waiting, self._reading = [], []
         self._batches, self._busy = self._new_batches(), False
         self._end_work()
 
     def _new_batches(self) -> Batches:
-        context_length = self._lm.config.max_position_embeddings
-        return Batches(partial(RunningBatch, self._step, context_length, self._margin), self._memory)
+        return Batches(self._step, self._lm.config.max_position_embeddings, self._margin, self._memory)
 
-    def _is_isolated(self, row: Row) -> bool:
+    def _is_isolated(self, row: Text) -> bool:
         """Whether a text must be read and decoded by itself to be the one that its request gives alone."""
-        return self._margin is None and row.text.deterministic
+        return self._margin is None and row.deterministic
 
-    def _running(self) -> list[Row]:
-        return [*self._batches.rows, *self._reading_rows(), *(s.row for s in self._singles if not s.row.finished)]
+    def _running(self) -> list[Text]:
+        return [*self._batches.rows, *self._reading_rows()]
 
-    def _reading_rows(self) -> list[Row]:
+    def _reading_rows(self) -> list[Text]:
         return [row for reading in self._reading for row in reading.rows if not row.finished]
 
     def _begin_work(self) -> None:
@@ -161,29 +158,27 @@ class Scheduler:
         clear_memory_cache()
 
     def _drop_cancelled(self) -> None:
-        self.waiting = [row for row in self.waiting if not row.channel.cancelled]
-        in_batches = set(self._batches.rows)
-        for row in self._running():
-            if row.channel.cancelled:
+        self.waiting = [row for row in self.waiting if not row.cancelled]
+        for row in self._batches.rows:
+            if row.cancelled:
                 row.finished = True
-                if row in in_batches:
-                    self._keep_prefix(row)
+                self._keep_prefix(row)
+        for row in self._reading_rows():
+            row.finished = row.cancelled
         self._reading = [r for r in self._reading if not all(row.finished for row in r.rows)]
-        for single in [s for s in self._singles if s.row.finished]:
-            self._end_single(single)
-
-    def _resume_texts(self) -> None:
-        self.waiting = [*(row for row in self.paused if not row.channel.paused), *self.waiting]
-        self.paused = [row for row in self.paused if row.channel.paused]
+        self._batches.remove_inactive()
 
     def _pause_texts(self, on_resume: Callable[[], None]) -> None:
         """Pause the texts whose readers are far behind. What is kept of a row's cache needn't be read again."""
         for row in self._batches.rows:
-            if row.channel.pause_if_full(on_resume):
+            if row.pause_if_full(on_resume) and not self._batches.is_single(row):
                 self._keep_prefix(row)
-                self.paused.append(self._batches.take_out(row))
-        for single in self._singles:
-            single.row.channel.pause_if_full(on_resume)
+                self._interrupt(row)
+
+    def _interrupt(self, row: Text) -> None:
+        """Take a text out of its batch, until there is room for it again."""
+        self._batches.take_out(row)
+        self.waiting.insert(0, row)
 
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
@@ -191,21 +186,24 @@ class Scheduler:
         A text that has no others beside it fails, and so does one that must be decoded by itself.
         """
         while not self._fits():
-            rows, singles = self._batches.rows, [s for s in self._singles if self._is_isolated(s.row)]
-            singles = singles if self._lm.supports_batching else []  # of others, `KVMemory` only guesses the bytes
-            if rows and len(self._running()) > 1:
-                self.waiting.insert(0, self._batches.take_out(rows[-1]))
+            if not self._lm.supports_batching:  # `KVMemory` only guesses the bytes
+                return
+            isolated = [row for row in self._batches.rows if self._is_isolated(row)]
+            others = [row for row in self._batches.rows if not self._is_isolated(row)]
+            if others and len(self._running()) > 1:
+                self._interrupt(others[-1])
                 continue
             limit = self._memory.max_tokens()
             error = GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
-            if not singles:
-                for row in rows:
+            if not isolated:
+                for row in others:
                     row.fail(error)
                 return
-            singles[-1].row.fail(error)
-            self._end_single(singles[-1])
+            self._keep_prefix(isolated[-1])
+            isolated[-1].fail(error)
+            self._batches.remove_inactive()
 
-    def _fits(self, more: Sequence[Row] = ()) -> bool:
+    def _fits(self, more: Sequence[Text] = ()) -> bool:
         """Whether memory has room for the running texts and `more`; makes that room in the prefix cache."""
         if (free := self._free_bytes(more)) < 0:
             self._batches.remove_finished()
@@ -214,121 +212,114 @@ class Scheduler:
         self._prefix_cache.evict(min(self._prefix_cache.max_bytes, free))
         return True
 
-    def _free_bytes(self, more: Sequence[Row] = ()) -> int:
-        rows = [*more, *self._reading_rows(), *(single.row for single in self._singles)]
-        needed = sum(self._memory.reserved_bytes(len(row.text)) for row in rows)
+    def _free_bytes(self, more: Sequence[Text] = ()) -> int:
+        rows = [*more, *self._reading_rows()]
+        needed = sum(self._memory.reserved_bytes(len(row)) for row in rows)
         return self._memory.max_bytes - needed - self._batches.reserved_bytes
 
     def _admit(self) -> None:
-        if not self.waiting:
+        """Begin to read the prompts of waiting texts for which there are rows and memory."""
+        if not self.num_waiting:
             return
         num_running, num_active = len(self._running()), self.num_active
-        room = MAX_SINGLE_ROWS - sum(self._is_isolated(row) for row in self._running() if not row.channel.paused)
-        ready: list[Row] = []
-        blocked: list[Row] = []
+        room = MAX_SINGLE_ROWS - sum(self._is_isolated(row) for row in self._running() if not row.paused)
+        paused: list[Text] = []
+        blocked: list[Text] = []
+        ready: list[Text] = []
         for row in self.waiting:
             isolated = self._is_isolated(row)
             room -= isolated
-            (blocked if isolated and room < 0 else ready).append(row)
+            (paused if row.paused else blocked if isolated and room < 0 else ready).append(row)
         count = _num_admitted(len(ready), self._max_rows - num_active, self._max_rows)
         if not count:
             return
-        rows, ready = take_similar(ready, count)
-        self.waiting = [*ready, *blocked]
+        rows, ready = _take_similar(ready, count)
+        self.waiting = [*paused, *ready, *blocked]
         while rows and not self._fits(rows) and (num_running or len(rows) > 1):
             self.waiting.insert(0, rows.pop())
         single = not self._lm.supports_batching
         if self._speculation is not None and num_running + len(rows) <= MAX_SINGLE_ROWS:
-            single = single or not self._batches.rows
+            single = single or not self._batches.has_shared
         together = []
         for row in rows:
-            row.text.start()
-            by_itself = single or self._is_isolated(row)
-            if by_itself or row.text.snapshot_at is not None and self._drops_tokens:
-                self._reading.append(_Reading([row], self._read_single(row, by_itself)))
+            row.begin()
+            isolated = self._is_isolated(row)
+            if single or isolated or row.request.snapshot_at is not None and self._drops_tokens:
+                self._reading.append(_Reading([row], self._prefill.read_alone(row, isolated), single or isolated))
             else:
                 together.append(row)
         if len(together) == 1:
-            self._reading.append(_Reading(together, self._read_single(together[0], False)))
+            self._reading.append(_Reading(together, self._prefill.read_alone(together[0])))
         elif together:
             self._reading.append(_Reading(together, self._prefill.read(together)))
-
-    def _read_single(self, row: Row, single: bool) -> Iterator[Group | None]:
-        """Read the prompt of one row, and decode the text by itself or in the batch."""
-        context = yield from self._prefill.read_alone(row, self._is_isolated(row))
-        if single:
-            self._begin_single(row, context)
-        else:
-            yield [row], context.caches
 
     def _read_chunk(self, reading: _Reading) -> None:
         try:
             group = next(reading.steps)
-        except StopIteration:
-            self._reading.remove(reading)
-            return
+            if group is None:
+                self._reading = [*self._reading[1:], reading]  # the next one's turn
+                return
+            rows, caches = group
+            if reading.single:
+                self._decode_by_itself(rows[0], caches)
+            else:
+                self._decode_together(rows, caches)
         except Exception as error:
             raise_if_results_lost(error)
             for row in reading.rows:
                 row.fail(error)
             self._reading.remove(reading)
             return
-        if group is None:
-            self._reading = [*self._reading[1:], reading]  # the next one's turn
-            return
-        rows, caches = group
+        reading.rows = [row for row in reading.rows if row not in rows]
+        if not reading.rows:
+            self._reading.remove(reading)
+        for row in rows:
+            if not row.is_counted:
+                row.is_counted = True
+                self.num_prompt_tokens += len(row.prompt)
+                self.num_cached_tokens += row.num_cached
+
+    def _decode_by_itself(self, row: Text, caches: list[Any]) -> None:
+        drafting = None
+        if self._speculation is not None and not self._is_isolated(row):
+            drafting = self._speculation.begin(self._lm.model, self._kv, row.ids)
+            row.speculation = drafting.stats
+        self._batches.join_single(row, caches, drafting)
+
+    def _decode_together(self, rows: Sequence[Text], caches: list[Any]) -> None:
         active = [i for i, row in enumerate(rows) if not row.finished]
         if len(active) < len(rows) and active:
             for cache in caches:
                 cache.select(active)
         if active:
             self._batches.join([rows[i] for i in active], caches)
-        reading.rows = [row for row in reading.rows if row not in rows]
-        for row in rows:
-            self._count_prompt(row)
 
-    def _count_prompt(self, row: Row) -> None:
-        if not row.is_counted:
-            row.is_counted = True
-            self.num_prompt_tokens += len(row.text.prompt)
-            self.num_cached_tokens += row.text.num_cached
-
-    def _keep_prefix(self, row: Row) -> None:
+    def _keep_prefix(self, row: Text) -> None:
         ids, caches = self._batches.row_caches(row)
         if ids and caches:
-            self._prefix_cache.insert(ids, caches, False)
-
-    def _begin_single(self, row: Row, context: Context) -> None:
-        text = row.text
-        self._count_prompt(row)
-        if self._speculation is None or self._is_isolated(row):
-            tokens = generate_tokens(context, text.ids, text.sampler, text.remaining)
-        else:
-            tokens = self._speculation.generate_tokens(context, text.ids, text.sampler, text.remaining)
-            text.speculation = self._speculation.stats
-        self._singles.append(_SingleRow(row, context, tokens))
-
-    def _decode_singles(self) -> None:
-        for single in [single for single in self._singles if not single.row.channel.paused]:
-            try:
-                token = next(single.tokens)
-            except Exception as error:
-                raise_if_results_lost(error)
-                single.row.fail(error)
-            else:
-                self.num_generated += 1
-                single.row.push(token)
-            if single.row.finished:
-                self._end_single(single)
-
-    def _end_single(self, single: _SingleRow) -> None:
-        self._singles.remove(single)
-        single.tokens.close()
-        context = single.context
-        if ids := context.ids:
-            self._prefix_cache.insert(ids, context.caches, context.long_factors)
+            self._prefix_cache.insert(ids, caches, getattr(caches[0], "long_factors", None) or False)
 
 
 def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:
     """How many texts start now: a backlog starts several at a time, whose prompts are read together."""
     return 0 if num_free < num_waiting and num_free * 4 < batch_size else max(0, min(num_free, num_waiting))
+
+
+def _take_similar(waiting: list[Text], count: int) -> tuple[list[Text], list[Text]]:
+    """Choose up to `count` texts: the oldest, and those most like it in their beginning or length.
+
+    Returns:
+        Those, and the others in their order.
+    """
+    oldest = waiting[0].prompt
+
+    def distance(index: int) -> tuple[int, int, int]:
+        prompt = waiting[index].prompt
+        shared = common_prefix_length(oldest, prompt)
+        # By powers of two: among prompts with the same system prompt, the length decides.
+        rank = shared.bit_length() if shared >= MIN_SHARED_PREFIX else 0
+        return -rank, abs(len(prompt) - len(oldest)), index
+
+    chosen = sorted(range(len(waiting)), key=distance)[:count]
+    rest = sorted(set(range(len(waiting))) - set(chosen))
+    return [waiting[i] for i in chosen], [waiting[i] for i in rest]

@@ -1,15 +1,19 @@
-"""The log-probability of a given text."""
+"""Passes over a given text: its log-probability, that of a prompt's tokens, and its embedding."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.cache import PREFILL_STEP_SIZE
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
+from mlxlm.generation.request import max_new_tokens_for
 from mlxlm.kernels import cross_entropy
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
@@ -86,3 +90,51 @@ def _token_logprobs(model: nn.Module, ids: list[int]) -> list[float]:
     if any(math.isnan(value) for value in logprobs):
         raise GenerationError("the model's logits are not numbers", "a checkpoint without NaN")
     return logprobs
+
+
+def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) -> list[TokenLogprobs]:
+    """The log-probability of each token but the first, and the most likely tokens in its place.
+
+    Raises:
+        GenerationError: For a prompt that is empty, too long or has unknown ids.
+    """
+    context = Context(lm.model)
+    max_new_tokens_for(lm, ids, context.kv)
+    context.trim_to_prefix(ids)  # tells the caches how long the text is
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(ids) - 1, _CHUNK_SIZE):
+        chunk = mx.array([ids[start : start + _CHUNK_SIZE + 1]])
+        logits = lm.model(chunk[:, :-1], cache=context.caches)[0]
+        sampled = SampledLogprobs.compute(logits, chunk[0, 1:], top_logprobs)
+        eval_caches(context.caches, sampled.tokens, *sampled.arrays())
+        found += (sampled.read(row, lm.tokenizer.token_bytes) for row in range(chunk.shape[1] - 1))
+    return found
+
+
+def embed(lm: LoadedModel, ids: Sequence[int]) -> list[float]:
+    """The mean of the hidden states after the final norm over all tokens, scaled to length 1.
+
+    A model that was trained to predict text isn't trained for this: such embeddings compare texts, but worse than
+    those of an embedding model.
+
+    Raises:
+        GenerationError: For no tokens, more than the model's context, and a model that shows no hidden states.
+    """
+    backbone, limit = getattr(lm.model, "model", None), lm.config.max_position_embeddings
+    if backbone is None:
+        raise GenerationError("this model has no embeddings: its hidden states can't be read", "a Llama-like model")
+    if not 0 < len(ids) <= limit:
+        raise GenerationError(f"the text has {len(ids)} tokens, and the model embeds 1 to {limit}", "parts of it")
+    if not all(0 <= id < lm.config.vocab_size for id in ids):
+        raise GenerationError(
+            "the text has ids that this model doesn't have", f"ids from 0 to {lm.config.vocab_size - 1}"
+        )
+    context = Context(lm.model)
+    context.trim_to_prefix(ids)  # tells the caches how long the text is
+    total = mx.zeros(0)
+    for start in range(0, len(ids), PREFILL_STEP_SIZE):
+        hidden = backbone(mx.array([ids[start : start + PREFILL_STEP_SIZE]]), cache=context.caches)
+        part = hidden[0].astype(mx.float32).sum(axis=0)
+        total = part if start == 0 else total + part
+        eval_caches(context.caches, total)
+    return (total / mx.maximum(mx.linalg.norm(total), 1e-12)).tolist()

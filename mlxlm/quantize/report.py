@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, nn
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.convert.compare import Comparison, compare
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.verify import Progress
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.quantize.calibration_text import EvalText
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.plots import TITLE_SIZE, label_axes, legend_outside, new_figure, save_figure
@@ -198,10 +199,10 @@ def decode_speeds(
 
 def _rate(model: nn.Module, prompt: Sequence[int], count: int, seconds: float) -> float:
     """Tokens per second over at least `seconds`, without the first token of each continuation of `count` tokens."""
-    elapsed, generated = 0.0, 0
+    step, elapsed, generated = DecodeStep(model), 0.0, 0
     while True:
         last = None
-        for _ in generate_tokens(Context(model), prompt, lambda logits: mx.argmax(logits, axis=-1), count):
+        for _ in greedy_tokens(step, prompt, count):
             now = time.monotonic()
             if last is not None:
                 elapsed, generated = elapsed + now - last, generated + 1

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from mlxlm.generation import GenerationChunk, GenerationOptions, device_thread
 from mlxlm.generation.logprobs import TokenLogprobs
-from mlxlm.generation.prompt_logprobs import prompt_logprobs
-from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.generation.request import encode_prompt
+from mlxlm.generation.scoring import prompt_logprobs
 from mlxlm.server.choices import ChoicesReply
 from mlxlm.server.conversation import check_constraint
 from mlxlm.server.errors import invalid

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.generation import device_thread
-from mlxlm.generation.embeddings import embed
-from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.generation.request import encode_prompt
+from mlxlm.generation.scoring import embed
 from mlxlm.server.errors import invalid
 from mlxlm.server.events import json_response
 from mlxlm.server.request_body import read_body

@@ -13,7 +13,8 @@ from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_to_hf
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model import Block, Decoder
 from mlxlm.utils.errors import CheckpointError, MlxlmError
 
@@ -184,7 +185,7 @@ def test_weights_that_do_not_fit_in_float32_keep_their_dtype(tmp_path, monkeypat
     assert {value.dtype for _, value in tree_flatten(loaded.parameters())} == {mx.bfloat16}
     tokens = mx.array([[1, 2, 3]])
     np.testing.assert_allclose(np.array(loaded(tokens).astype(mx.float32)), np.array(model(tokens)), atol=3e-2)
-    text = list(generate_tokens(Context(loaded), [1, 2, 3], lambda logits: mx.argmax(logits, axis=-1), 3))
+    text = list(greedy_tokens(DecodeStep(loaded), [1, 2, 3], 3))
     assert len(text) == 3
     set_memory(monkeypatch, stored)
     with pytest.raises(CheckpointError, match=r"weights take .* GB, this machine has .* GB .try: mlxlm quantize"):

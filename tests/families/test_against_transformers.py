@@ -15,7 +15,8 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, parse_overrides
 from mlxlm.families import FAMILIES, MLXLM_MODEL_TYPE, config_from_hf, config_to_hf, resolve_model_type, weight_mappings
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model import Decoder
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -135,10 +136,6 @@ def case(request, tmp_path_factory):
     return oracle, *load_checkpoint(checkpoint), checkpoint.tensors
 
 
-def greedy(logits):
-    return mx.argmax(logits, axis=-1)
-
-
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, LENGTH))
 
 
@@ -166,7 +163,7 @@ def test_greedy_tokens(case):
         expected = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    found = generate_tokens(Context(model), TOKENS[0, :18].tolist(), greedy, 16, prefill_step_size=5)
+    found = greedy_tokens(DecodeStep(model), TOKENS[0, :18].tolist(), 16, prefill_step_size=5)
     assert list(found) == expected[0, 18:].tolist()
 
 
@@ -187,14 +184,17 @@ def test_longrope_while_a_text_grows(prompt, new):
     )  # fmt: skip
     seen = []
 
-    def record(logits):
-        seen.append(np.array(logits[0]))
-        return greedy(logits)
+    class Recording(DecodeStep):
+        def __call__(self, tokens, caches):
+            seen.append(super().__call__(tokens, caches))
+            return seen[-1]
 
-    tokens = generate_tokens(Context(model), TOKENS[0, :prompt].tolist(), record, new, prefill_step_size=5)
+    tokens = greedy_tokens(Recording(model), TOKENS[0, :prompt].tolist(), new, prefill_step_size=5)
     found = [next(tokens) for _ in wanted.logits]
     assert found == wanted.sequences[0, prompt:].tolist()
-    np.testing.assert_allclose(np.array(seen[: len(found)]), np.array([row[0] for row in wanted.logits]), atol=1e-4)
+    np.testing.assert_allclose(
+        np.array(mx.concatenate(seen[: len(found)])), np.array([row[0] for row in wanted.logits]), atol=1e-4
+    )
 
 
 SIZES = {

@@ -12,7 +12,8 @@ import pytest
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.load import load_model
-from mlxlm.generation import Context, generate_tokens
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.utils.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
@@ -188,9 +189,7 @@ def test_greedy_tokens_with_a_cache(model_type, tmp_path):
         wanted = oracle.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False, eos_token_id=None
         )
-    found = generate_tokens(
-        Context(load_model(tmp_path)[0]), TOKENS[0, :18].tolist(), lambda row: mx.argmax(row, -1), 16
-    )
+    found = greedy_tokens(DecodeStep(load_model(tmp_path)[0]), TOKENS[0, :18].tolist(), 16)
     assert list(found) == wanted[0, 18:].tolist()
 
 

@@ -13,7 +13,7 @@ class Oracle:
     def __init__(self, text, wrong=0):
         self.text, self.wrong, self.position = text, wrong, 0
 
-    def begin(self, context, prompt):
+    def begin(self, kv, prompt):
         self.position = 0
         return self
 
@@ -67,8 +67,3 @@ def perturbed(model, share):
     other.update(tree_map(lambda w: w * (1 + share * mx.random.normal(w.shape, key=next(noise))), model.parameters()))
     mx.eval(other.parameters())
     return other
-
-
-def exact(context):
-    """Whether the caches hold as many tokens as the context."""
-    return {cache.offset for cache in context.caches} == {len(context.ids)}

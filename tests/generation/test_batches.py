@@ -4,8 +4,8 @@ import pytest
 
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation.decoding import Batch
 from mlxlm.generation.kv_memory import KVMemory
-from mlxlm.generation.running_batch import RunningBatch
 from tests.generation.recording_model import recording
 from tests.generation.test_batching import alone, same
 
@@ -42,8 +42,8 @@ def long(model):
 @pytest.fixture
 def rows(monkeypatch):
     """The rows of each step."""
-    rows, step = [], RunningBatch.step
-    monkeypatch.setattr(RunningBatch, "step", lambda self, *args: rows.append(self.rows) or step(self, *args))
+    rows, step = [], Batch.step
+    monkeypatch.setattr(Batch, "step", lambda self, *args: rows.append(self.rows) or step(self, *args))
     return rows
 
 
@@ -74,14 +74,14 @@ def test_without_memory_for_padding_batches_stay_apart(model, rows, monkeypatch)
 
 
 def test_an_error_ends_only_the_texts_of_its_batch(model, monkeypatch, long):
-    step = RunningBatch.step
+    step = Batch.step
 
     def fail(self, *args):
-        if any(len(row.text) >= long + 5 for row in self.rows):
+        if any(len(row) >= long + 5 for row in self.rows):
             raise RuntimeError("out of memory")
         return step(self, *args)
 
-    monkeypatch.setattr(RunningBatch, "step", fail)
+    monkeypatch.setattr(Batch, "step", fail)
     wanted = [request(10), request(long, 1)]
     short, failing = submit_all(model, wanted)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -93,12 +93,12 @@ def test_an_error_ends_only_the_texts_of_its_batch(model, monkeypatch, long):
 @pytest.fixture
 def copies(monkeypatch):
     """One entry for each time that the caches of a batch are copied."""
-    copies, append, keep = [], RunningBatch._append, RunningBatch._keep
+    copies, append, keep = [], Batch._append, Batch._keep
     monkeypatch.setattr(
-        RunningBatch, "_append", lambda self, *args: (self.rows and copies.append("merge"), append(self, *args))
+        Batch, "_append", lambda self, *args: (self.rows and copies.append("merge"), append(self, *args))
     )
     monkeypatch.setattr(
-        RunningBatch,
+        Batch,
         "_keep",
         lambda self, rows: (0 < len(rows) < len(self.rows) and copies.append("select"), keep(self, rows)),
     )

@@ -1,144 +1,120 @@
-"""Prefill and decode: the tokens of a naive loop, and the ids in the cache."""
+"""Batches of one row: the tokens of a naive loop, and what the caches hold."""
 
+import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import Context, device_memory, generate_tokens
+from mlxlm.cache import KVOptions
+from mlxlm.generation import GenerationOptions, Sampler, device_memory, greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.device_memory import CLEAR_CACHE_INTERVAL
-from tests.generation.reference_decoding import PROMPT, STATE_SPACE, greedy, mlx_lm_model, naive
+from tests.generation.reference_decoding import (
+    PROMPT,
+    STATE_SPACE,
+    Counting,
+    batch_of_one,
+    decode,
+    held,
+    mlx_lm_model,
+    naive,
+)  # fmt: skip
 
 
-class Counting:
-    """A model that records how many tokens each call reads."""
-
-    def __init__(self, model):
-        self._model, self.layers, self.calls = model, model.layers, []
-
-    def __call__(self, ids, cache=None):
-        self.calls.append(ids.shape[1])
-        return self._model(ids, cache=cache)
+def greedy(model, prompt, count, **arguments):
+    return list(greedy_tokens(DecodeStep(model), prompt, count, **arguments))
 
 
-def offsets(context):
-    return {cache.offset for cache in context.caches}
+@pytest.mark.parametrize(("prompt", "chunk"), [(PROMPT, 1), (PROMPT, 3), (PROMPT, 10), (PROMPT, 11), ([7], 5)])
+def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(lm, prompt, chunk):
+    assert greedy(lm.model, prompt, 20, prefill_step_size=chunk) == naive(lm.model, prompt, 20)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 10, 11])
-def test_any_prefill_chunk_gives_the_tokens_of_the_naive_loop(lm, chunk):
-    context = Context(lm.model)
-    assert list(generate_tokens(context, PROMPT, greedy, 20, prefill_step_size=chunk)) == naive(lm.model, PROMPT, 20)
-
-
-def test_a_prompt_of_one_token(lm):
-    assert list(generate_tokens(Context(lm.model), [7], greedy, 5)) == naive(lm.model, [7], 5)
+@pytest.mark.parametrize("kv", [KVOptions.of(size=16, keep=2), KVOptions.of(size=1000)])
+def test_the_prefill_step_size_changes_no_token(lm, kv):
+    prompt = PROMPT * 4
+    wanted = greedy(lm.model, prompt, 20, kv=kv, prefill_step_size=1)
+    for chunk in (3, 7, 50):
+        assert greedy(lm.model, prompt, 20, kv=kv, prefill_step_size=chunk) == wanted
+    assert kv.size < 1000 or wanted == naive(lm.model, prompt, 20)
 
 
 def test_prefill_chunks_and_no_step_after_the_last_token(lm):
     model = Counting(lm.model)
-    progress = []
-    list(generate_tokens(Context(model), PROMPT, greedy, 3, prefill_step_size=4, on_prefill=progress.append))
+    greedy(model, PROMPT, 3, prefill_step_size=4)
     assert model.calls == [4, 4, 2] + [1, 1, 1]
-    assert progress == [4, 8, 10]
 
 
 def test_the_next_step_is_dispatched_before_a_token_is_read(lm):
     model = Counting(lm.model)
-    stream = generate_tokens(Context(model), PROMPT, greedy, 10)
-    next(stream)
+    next(greedy_tokens(DecodeStep(model), PROMPT, 10))
     assert model.calls == [len(PROMPT) - 1, 1, 1]
 
 
-@pytest.mark.parametrize("kept", [1, 2, 7])
-def test_closing_early_leaves_prompt_and_yielded_tokens(lm, kept):
-    context = Context(lm.model)
-    stream = generate_tokens(context, PROMPT, greedy, 50)
-    taken = [next(stream) for _ in range(kept)]
-    stream.close()
-    assert context.ids == PROMPT + taken
-    assert offsets(context) == {len(PROMPT) + kept}
+@pytest.mark.parametrize("taken", [1, 2, 7])
+def test_caches_hold_prompt_and_tokens(lm, taken):
+    batch, row = batch_of_one(lm.model, PROMPT, 50)
+    tokens = decode(batch, row, taken)
+    assert len(tokens) == taken and held(batch, row) == PROMPT + tokens
 
 
 def test_at_the_limit_the_last_token_is_not_in_the_cache(lm):
-    context = Context(lm.model)
-    taken = list(generate_tokens(context, PROMPT, greedy, 6))
-    assert context.ids == PROMPT + taken[:-1]
-    assert offsets(context) == {len(PROMPT) + 5}
+    batch, row = batch_of_one(lm.model, PROMPT, 6)
+    assert held(batch, row) == PROMPT[:-1]
+    tokens = decode(batch, row)
+    assert len(tokens) == 6 and held(batch, row) == PROMPT + tokens[:-1]
 
 
-def test_a_context_reads_only_what_is_new(lm):
+def test_a_sampler_that_needs_the_last_token_accepts_it_before_the_next_draw(lm):
     model = Counting(lm.model)
-    context = Context(model)
-    stream = generate_tokens(context, PROMPT, greedy, 50)
-    answer = [next(stream) for _ in range(4)]
-    stream.close()
-    longer = PROMPT + answer[:3] + [50, 51, 52]  # departs from the cache at its last token
-    model.calls.clear()
-    assert list(generate_tokens(context, longer, greedy, 8)) == naive(lm.model, longer, 8)
-    assert model.calls[:2] == [2, 1]
+    sampler = Sampler(GenerationOptions(temperature=1.0), PROMPT, 1, tokenizer=lm.tokenizer)
+    drawn, accepted = [], []
 
+    class Matcher:
+        finished, error = False, None
 
-def test_the_same_prompt_again_reads_its_last_token_only(lm):
-    model = Counting(lm.model)
-    context = Context(model)
-    first = list(generate_tokens(context, PROMPT, greedy, 4))
-    model.calls.clear()
-    assert list(generate_tokens(context, PROMPT, greedy, 4)) == first
-    assert model.calls == [1] * 4
+        def token_bitmask(self):
+            assert len(accepted) == len(drawn)  # every token so far was accepted
+            drawn.append(1)
+            return np.full(300 // 32 + 1, -1, np.int32)
 
+        def consume(self, token):
+            accepted.append(token)
 
-def test_caches_that_cannot_be_trimmed_are_emptied(lm):
-    context = Context(lm.model)
-    list(generate_tokens(context, PROMPT, greedy, 4))
-    for cache in context.caches:
-        cache.is_trimmable = lambda: False
-    assert list(generate_tokens(context, PROMPT[:6] + [3], greedy, 4)) == naive(lm.model, PROMPT[:6] + [3], 4)
-
-
-def test_an_exception_inside_a_step_empties_the_context(lm):
-    context = Context(lm.model)
-
-    def interrupted(logits):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(generate_tokens(context, PROMPT, interrupted, 4))
-    assert context.ids == []
-    assert list(generate_tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
-
-
-def test_an_exception_between_chunks_keeps_what_was_read(lm):
-    context = Context(lm.model)
-
-    def stop(done):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(generate_tokens(context, PROMPT, greedy, 4, prefill_step_size=4, on_prefill=stop))
-    assert context.ids == PROMPT[:4] and offsets(context) == {4}
-    assert list(generate_tokens(context, PROMPT, greedy, 4)) == naive(lm.model, PROMPT, 4)
+    sampler.matcher = Matcher()
+    batch, row = batch_of_one(model, PROMPT, 12, sampler=sampler)
+    decode(batch, row, 2)
+    # The pass over the token is on its way all the same.
+    assert model.calls[-3:] == [1, 1, 1] and len(drawn) == 3
+    assert decode(batch, row) == accepted and len(accepted) == 12
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mamba"])
 def test_architectures_of_mlx_lm(kind):
-    """Sliding windows and recurrent states, also with a common prefix."""
+    """Sliding windows and recurrent states."""
     model = mlx_lm_model(kind, **STATE_SPACE, sliding_window=8, sliding_window_pattern=2)
-    wanted = naive(model, PROMPT, 12)
-    context = Context(model)
-    assert list(generate_tokens(context, PROMPT, greedy, 12, prefill_step_size=4)) == wanted
-    longer = PROMPT + wanted[:5] + [50, 51]
-    assert list(generate_tokens(context, longer, greedy, 8)) == naive(model, longer, 8)
+    assert greedy(model, PROMPT, 12, prefill_step_size=4) == naive(model, PROMPT, 12)
+
+
+@pytest.mark.parametrize("kv", [KVOptions.of(size=16), KVOptions.of(bits="8,4"), KVOptions.of(size=24, bits=8)])
+def test_architectures_of_mlx_lm_with_our_caches(kv):
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    rest = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    model = mlx_lm_model("helium", **heads, **rest, max_position_embeddings=128)
+    batch, row = batch_of_one(model, PROMPT * 4, 20, kv=kv)
+    assert decode(batch, row) == greedy(model, PROMPT * 4, 20, kv=kv)
+    assert max(cache.size() for cache in batch.caches) <= (kv.size or 63)
 
 
 def test_greedy_tokens_equal_those_of_mlx_lm(lm):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), lm.model, max_tokens=30)]
-    assert list(generate_tokens(Context(lm.model), PROMPT, greedy, 30)) == theirs
+    assert greedy(lm.model, PROMPT, 30) == theirs
 
 
 def test_freed_buffers_do_not_pile_up(lm, monkeypatch):
     monkeypatch.setattr(device_memory, "MAX_FREED_BYTES", 1 << 18)
     kept, length = [], max(160, CLEAR_CACHE_INTERVAL)
-    for n, _ in enumerate(generate_tokens(Context(lm.model), PROMPT, greedy, length), 1):
+    for n, _ in enumerate(greedy_tokens(DecodeStep(lm.model), PROMPT, length), 1):
         if n % CLEAR_CACHE_INTERVAL == 0:
             kept.append(mx.get_cache_memory())
     assert max(kept) <= 1 << 20

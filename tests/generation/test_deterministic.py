@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
-from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, scheduler, speculative
+from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, scheduler
 from mlxlm.generation.drafters import PromptLookup
 from tests.generation.fake_drafters import always
 from tests.generation.recording_model import recording
@@ -33,8 +33,7 @@ def gpu(lm):
     lm.model.set_dtype(mx.bfloat16)
     lm.model.model.embed_tokens = ShapeDependentEmbedding(lm.model.model.embed_tokens)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (scheduler, speculative):
-            patch.setattr(module, "margin_for", lambda kv: None)
+        patch.setattr(scheduler, "margin_for", lambda kv: None)
         yield lm
 
 
@@ -102,7 +101,7 @@ def test_few_are_decoded_at_once_and_do_not_hold_up_others(gpu, monkeypatch):
     def counting_step(*args):
         nonlocal most
         busy = step(*args)
-        most = max(most, len(engine._scheduler._singles))
+        most = max(most, len(engine._scheduler._batches._single))
         return busy
 
     monkeypatch.setattr(engine._scheduler, "step", counting_step)

@@ -80,7 +80,7 @@ def test_a_draft_model_whose_cache_cannot_be_trimmed_is_refused(lm):
     model = mlx_lm_model("mamba", **STATE_SPACE)
     draft = DraftModel(LoadedModel(model, lm.tokenizer, lm.config, lm.path))
     with pytest.raises(GenerationError, match="cache .* can.t be trimmed"):
-        draft.begin(Context(lm.model), [1, 2, 3])
+        draft.begin(KVOptions(), [1, 2, 3])
 
 
 class Greedy:
@@ -97,12 +97,12 @@ def test_a_draft_model_stops_at_its_context_length(lm):
     config = lm.config.with_changes(max_position_embeddings=32)
     draft = DraftModel(LoadedModel(lm.model, lm.tokenizer, config, lm.path))
     prompt = list(range(1, 28))
-    draft_state = draft.begin(Context(lm.model), prompt)
+    draft_state = draft.begin(KVOptions(), prompt)
     assert draft_state.propose(8, Greedy(), 300).size == 5
     draft_state.read([9] * 10)
     assert draft_state.propose(8, Greedy(), 300) is None and draft_state.last_draft_matched is False
     draft_state.close()
-    draft_state = draft.begin(Context(lm.model, KVOptions(size=64, keep=2)), prompt)
+    draft_state = draft.begin(KVOptions(size=64, keep=2), prompt)
     for _ in range(20):
         found = draft_state.propose(3, Greedy(), 300)
         assert 1 <= found.size <= 3
@@ -118,19 +118,19 @@ def test_a_padded_vocabulary_gets_the_width_of_the_other(lm, size):
             assert logits.shape == (1, size)
             return super().__call__(logits)
 
-    draft_state = DraftModel(lm).begin(Context(lm.model), [1, 2, 3])
+    draft_state = DraftModel(lm).begin(KVOptions(), [1, 2, 3])
     draft_state.read([4])
     assert max(draft_state.propose(4, Checked(), size).tolist()) < min(size, 300)
 
 
 def test_max_trimmable_tokens(lm):
-    assert max_trimmable_tokens(Context(lm.model), 7) == 7
+    assert max_trimmable_tokens(Context(lm.model).caches, 7) == 7
     rotating = Context(lm.model, KVOptions(size=20, keep=2))  # drops 2 at a time
     rotating.read(list(range(1, 16)))
-    assert max_trimmable_tokens(rotating, 9) == 5
+    assert max_trimmable_tokens(rotating.caches, 9) == 5
     rotating.read(list(range(1, 10)))
     before = rotating.caches[0].offset
-    n = max_trimmable_tokens(rotating, 9)
+    n = max_trimmable_tokens(rotating.caches, 9)
     assert 1 <= n <= 2
     rotating.model(mx.array([[5] * n]), cache=rotating.caches)
     assert rotating.caches[0].can_trim(n) and rotating.caches[0].trim(n) == n

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.backend.mlx import ON_CPU, mx, tree_flatten
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
-from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, device_thread
+from mlxlm.generation import Engine, GenerationOptions, LoadedModel, QueueFullError, Request, Sampler, device_thread
+from mlxlm.generation.decoding import Batch
 from mlxlm.generation.drafters import DraftModel, PromptLookup
-from mlxlm.generation.running_batch import RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -187,6 +187,23 @@ def test_engines_of_two_models_take_turns(lm):
         same(stream.result(), alone((lm, other)[i % 2], request([5, 6, 7 + i // 2], 30)))
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_text_that_grows_across_the_factors_of_longrope_is_read_again(lm, drafts):
+    """The same tokens as from a pass over the whole text for each."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    config = lm.config.with_changes(rope_scaling={"rope_type": "longrope", **factors})
+    model = Decoder(config)
+    model.load_weights(tree_flatten(lm.model.parameters()))
+    engine = Engine(replace(lm, model=model, config=config), speculation=always(PromptLookup(), 4) if drafts else None)
+    wanted = [request([5, 9, 5, 9, 5, 9 + i], 30, temperature=i, repetition_penalty=1 + i) for i in range(2)]
+    streams = device_thread.run(lambda: [engine.submit(one) for one in wanted])
+    for one, stream in zip(wanted, streams, strict=True):
+        ids, sampler = list(one.prompt), Sampler(one.options, one.prompt, 3)
+        for _ in range(30):
+            ids.append(sampler(model(mx.array([ids]))[:, -1]).item())
+        assert stream.result().tokens == ids[len(one.prompt) :]
+
+
 # Every text is the one generated alone, also where rounding would decide between two tokens.
 
 
@@ -254,9 +271,9 @@ def assert_all_as_alone(lm, engine, count, seed, kv=None):
 @pytest.mark.parametrize(("batch_size", "count"), [(1, 4), (3, 9), (8, 16), (32, 40)])
 def test_every_text_is_the_one_generated_alone(imprecise, batch_size, count, monkeypatch):
     decided_alone = []
-    decide_alone = RunningBatch._decide_alone
+    decide_alone = Batch._decide_alone
     monkeypatch.setattr(
-        RunningBatch, "_decide_alone", lambda *args, **kw: decided_alone.append(1) or decide_alone(*args, **kw)
+        Batch, "_decide_alone", lambda *args, **kw: decided_alone.append(1) or decide_alone(*args, **kw)
     )
     engine = Engine(imprecise, batch_size=batch_size)
     assert_all_as_alone(imprecise, engine, count, batch_size)

@@ -10,9 +10,9 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation.decoding import Batch
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import KVMemory, activation_bytes, default_max_kv_bytes, prefill_step_size
-from mlxlm.generation.running_batch import RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -137,8 +137,8 @@ def test_interrupted_texts_are_those_generated_alone(lm, monkeypatch, kv, prefix
     """Four begin together, and memory has room for the whole of two."""
     monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
     taken_out = []
-    take_out = RunningBatch.take_out
-    monkeypatch.setattr(RunningBatch, "take_out", lambda self, row: taken_out.append(row) or take_out(self, row))
+    take_out = Batch.take_out
+    monkeypatch.setattr(Batch, "take_out", lambda self, row: taken_out.append(row) or take_out(self, row))
     memory = KVMemory(lm, kv, 0)
     room = memory.reserved_bytes(100, 2)
     engine = Engine(lm, kv=kv, max_kv_bytes=room, prefix_cache_bytes=prefix_cache_bytes)

@@ -9,7 +9,7 @@ from mlxlm.backend.mlx import ON_CPU
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_memory
-from mlxlm.generation.chunk_size import MIN_CHUNK_TOKENS, _token_cost, chunk_size
+from mlxlm.generation.prefill import MIN_CHUNK_TOKENS, _token_cost, chunk_size
 from tests.generation.recording_model import recording
 from tests.generation.test_batching import alone, same
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, text_stream
+from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, text
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.scheduler import Scheduler
@@ -25,8 +25,8 @@ def request(prompt=(5, 6, 7), max_tokens=100, **options):
 
 @pytest.fixture(autouse=True)
 def few_unread_chunks(monkeypatch):
-    monkeypatch.setattr(text_stream, "MAX_UNREAD", 10)
-    monkeypatch.setattr(text_stream, "_RESUME_UNREAD", 5)
+    monkeypatch.setattr(text, "MAX_UNREAD", 10)
+    monkeypatch.setattr(text, "_RESUME_UNREAD", 5)
 
 
 @pytest.fixture

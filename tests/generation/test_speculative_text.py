@@ -2,18 +2,17 @@
 decoding."""
 
 import json
-import sys
 
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, tree_map
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Context, Engine, GenerationOptions, LoadedModel, Request, Sampler
+from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request
 from mlxlm.generation.drafters import DraftModel, PromptLookup
 from mlxlm.generation.speculative import MAX_DRAFT_TOKENS, SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
-from tests.generation.fake_drafters import Oracle, always, exact, perturbed
+from tests.generation.fake_drafters import Oracle, always, perturbed
 from tests.generation.reference_decoding import PROMPT, STATE_SPACE, mlx_lm_model
 
 
@@ -177,50 +176,6 @@ def test_dynamic_rope(lm):
     _, found = text(dynamic, speculation, kv, temperature=0, max_tokens=80)
     assert found.tokens == wanted.tokens and len(wanted.tokens) == 80
     assert speculation.stats.accepted > 8 and "positions" in speculation.stats.reason
-
-
-def test_ctrl_c_at_any_line_leaves_a_usable_context(soft):
-    """A KeyboardInterrupt at every 67th line that speculation runs: context and draft are exact or empty."""
-    wanted = list(text(soft, None, temperature=0, max_tokens=8)[1].tokens)
-    draft = LoadedModel(perturbed(soft.model, 0.05), soft.tokenizer, soft.config, soft.path)
-    files = ("speculative.py", "drafters.py", "context.py")
-
-    def sampler():
-        return Sampler(GenerationOptions(temperature=0), PROMPT, 0, tokenizer=soft.tokenizer)
-
-    interrupted = 0
-    for stop_at in range(1, 3000, 67):
-        lines = 0
-
-        def trace(frame, event, argument, stop_at=stop_at):
-            nonlocal lines
-            if not frame.f_code.co_filename.endswith(files):
-                return None
-            if event == "line":
-                lines += 1
-                if lines == stop_at:
-                    raise KeyboardInterrupt
-            return trace
-
-        context, speculation = Context(soft.model), always(DraftModel(draft), 3)
-        tokens = speculation.generate_tokens(context, PROMPT, sampler(), 8)
-        previous = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            for _ in tokens:
-                pass
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(previous)
-        tokens.close()
-        assert exact(context) or not context._consistent
-        idle = speculation.drafter._idle_context
-        assert idle is None or exact(idle) or not idle._consistent
-        assert list(speculation.generate_tokens(context, PROMPT, sampler(), 8)) == wanted
-        if lines < stop_at:
-            break
-    assert interrupted > 5 and lines < stop_at
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, MAX_DRAFT_TOKENS + 1])

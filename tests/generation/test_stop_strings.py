@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.generation.stop_strings import StopStrings
+from mlxlm.generation.text import StopStrings
 
 letters = st.text(alphabet="abc", max_size=30)
 stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)

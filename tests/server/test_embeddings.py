@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.embeddings import embed
+from mlxlm.generation.scoring import embed
 from mlxlm.utils.errors import GenerationError
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxlm.generation.jsonl import result_file
-from mlxlm.generation.jsonl.result_file import ResultFile
+from mlxlm.generation.jsonl.results import ResultFile
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import json_line
 
@@ -164,7 +163,7 @@ def test_a_full_disk_leaves_whole_lines(out, monkeypatch):
         return written
 
     with ResultFile(out) as file:
-        monkeypatch.setattr(result_file.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         file.write(line("a"))
         with pytest.raises(GenerationError, match=r"cannot write .*: No space left on device \(try: free some disk"):
             file.write(line("b"))
@@ -182,7 +181,7 @@ def test_an_interrupt_between_two_parts_of_a_line_leaves_whole_lines(out, monkey
 
     with ResultFile(out) as file:
         file.write(line("a"))
-        monkeypatch.setattr(result_file.os, "write", write)
+        monkeypatch.setattr(os, "write", write)
         with pytest.raises(KeyboardInterrupt):
             file.write(line("b"))
         monkeypatch.undo()

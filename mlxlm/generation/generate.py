@@ -1,4 +1,4 @@
-"""Generating many texts: as one ends, the next request takes its place."""
+"""Generating texts: one at once, one in chunks, or many, where the next request takes the place of a text that ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlxlm.generation.engine import BATCH_SIZE, Engine, get_engine
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import OptionArguments
-from mlxlm.generation.request import Request
+from mlxlm.generation.request import Request, encode_prompt
 from mlxlm.generation.result import GenerationResult
-from mlxlm.generation.stream_generate import encode_prompt
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text_stream import TextStream
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
@@ -25,6 +25,40 @@ _LOOKAHEAD = 5  # batches of requests to choose from, so that prompts of like le
 _POLL_SECONDS = 0.05
 
 Result = GenerationResult | MlxlmError
+
+
+def generate(
+    lm: LoadedModel,
+    prompt: str | Sequence[int],
+    *,
+    eos_token_ids: frozenset[int] | None = None,
+    kv: KVOptions | None = None,
+    speculation: SpeculativeDecoder | None = None,
+    **options: Unpack[OptionArguments],
+) -> GenerationResult:
+    """Continue `prompt` to the end. Arguments and errors are those of `stream`."""
+    return stream(lm, prompt, eos_token_ids=eos_token_ids, kv=kv, speculation=speculation, **options).result()
+
+
+def stream(
+    lm: LoadedModel,
+    prompt: str | Sequence[int],
+    *,
+    eos_token_ids: frozenset[int] | None = None,
+    kv: KVOptions | None = None,
+    speculation: SpeculativeDecoder | None = None,
+    **options: Unpack[OptionArguments],
+) -> TextStream:
+    """Continue `prompt`, in chunks.
+
+    Arguments, result and errors are those of `mlxlm.stream`. `eos_token_ids` are the tokens that end the text; None for
+    the model's.
+    """
+    settings = lm.generation_options(("eos_token_ids", "kv", "speculation"), **options)
+    engine = get_engine(lm, kv, speculation)
+    request = Request(encode_prompt(lm, prompt), settings, eos_token_ids)
+    request.compile_grammar(lm)  # raises here, not when the stream is iterated
+    return engine.submit(request)
 
 
 def batch(

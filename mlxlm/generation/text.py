@@ -1,0 +1,390 @@
+"""A text from its submission to its end: tokens, sampler, detokenizer, stop strings, events for its reader, result."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import StringIO
+from itertools import count
+
+from mlxlm.backend.mlx import mx
+from mlxlm.cache import KVOptions
+from mlxlm.generation.decoding import Row
+from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.generation.request import Request
+from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, SpeculationStats, Timings
+from mlxlm.generation.sampling import Sampler
+from mlxlm.utils.errors import MlxlmError
+
+MAX_UNREAD = 1000  # chunks that wait for a slow reader; with more, the text pauses
+_RESUME_UNREAD = MAX_UNREAD // 2  # with fewer, it goes on
+
+logger = logging.getLogger(__name__)
+
+
+class Text(Row):
+    """One text of an engine.
+
+    The engine's thread appends tokens and ends it. Its reader, in any other thread, takes the chunks that this gives.
+    The methods that share something between the two hold a lock.
+
+    Attributes:
+        request: The request, with its seed.
+        number: Later texts have larger numbers.
+        num_read: How many tokens of the prompt were read so far, those in the cache included.
+        num_cached: How many tokens of the prompt didn't have to be read.
+        is_counted: Whether the statistics of the engine include its prompt.
+        speculation: The statistics of speculative decoding, if it is used.
+        cancelled: Whether the reader no longer wants the text.
+        ended: Whether the text is complete, has failed, or was cancelled: its reader gets no more.
+        taken: The chunks that the reader has taken.
+    """
+
+    _numbers = count()
+
+    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions):
+        """Prepare a text with caches of the options `kv`. `prepare_sampler` must follow.
+
+        Raises:
+            GenerationError: For a prompt or options that this model or its tokenizer can't serve.
+        """
+        room, options = request.check(lm, kv), request.options
+        if options.seed is None:
+            options = options.with_seed(random_seed())
+        super().__init__(request.prompt, room if options.max_tokens is None else min(room, options.max_tokens))
+        self.request, self.number = replace(request, options=options), next(self._numbers)
+        self.num_read = self.num_cached = 0
+        self.is_counted = self.cancelled = self.ended = False
+        self.speculation: SpeculationStats | None = None
+        self.taken: list[GenerationChunk] = []
+
+        self._limit_reason: FinishReason = "length" if self.limit == options.max_tokens else "context"
+        self._eos_token_ids = lm.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        # Special tokens that a grammar asks for, such as the markup of tool calls, are part of the text.
+        self._tokenizer, self._skip_special_tokens = lm.tokenizer, options.grammar is None
+        self._detokenizer = lm.tokenizer.detokenizer(skip_special_tokens=self._skip_special_tokens)
+        self._stop_strings = StopStrings(options.stop)
+        self._empty = True  # no token has added a byte yet
+        self._content = StringIO()
+        self._logprobs: list[TokenLogprobs] | None = None if options.logprobs is None else []
+        self._finish_reason: FinishReason | None = None
+        self._start_time = self._last_token_time = time.perf_counter()
+        self._first_token_time: float | None = None
+
+        self._changed = threading.Condition()
+        self._events: deque[GenerationChunk | int] = deque()  # chunks, and numbers of prompt tokens read
+        self._whole: GenerationResult | None = None  # at the end of the text
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []  # at the next change
+        self._done_callbacks: list[Callable[[], None]] = []
+        self._is_awaited = False  # whether somebody waits for the end
+        self._on_resume: Callable[[], None] | None = None  # while the text pauses
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the text depends on nothing but its request."""
+        return self.request.options.is_deterministic
+
+    # The engine's side.
+
+    def prepare_sampler(self, lm: LoadedModel) -> None:
+        """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
+        options = self.request.options
+        grammar = None if self.cancelled else self.request.compile_grammar(lm)
+        self.sampler = Sampler(options, self.prompt, options.seed or 0, tokenizer=lm.tokenizer, grammar=grammar)
+
+    def begin(self) -> None:
+        """Restart the clock of the timings, unless there are tokens: then the text was interrupted."""
+        if not self.tokens:
+            self._start_time = time.perf_counter()
+
+    def set_num_cached(self, num_cached: int) -> None:
+        """Note how many tokens of the prompt didn't have to be read, unless the text was only interrupted."""
+        if not self.tokens:
+            self.num_cached = min(num_cached, len(self.prompt) - 1)
+            self.report_read(num_cached)
+
+    def report_read(self, num_tokens: int) -> None:
+        """Tell the reader how many tokens of the prompt were read so far."""
+        self.num_read = num_tokens
+        self._push(num_tokens)
+
+    def accept(self, token: int) -> None:
+        """Append a token that `sampler` drew. The reader gets its chunk; an error ends this text alone."""
+        try:
+            self.sampler.accept(token)
+            chunk = self._append(token)
+        except MlxlmError as error:
+            self.fail(error)
+            return
+        self._push(chunk)
+        if chunk.finish_reason is not None:
+            self.finished, self._whole = True, self._result()
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the text with an error."""
+        self.finished = True
+        self._end(error)
+
+    def pause_if_full(self, on_resume: Callable[[], None]) -> bool:
+        """Pause the text if its reader is more than `MAX_UNREAD` chunks behind.
+
+        Only a text that is being iterated: not one whose end somebody waits for.
+
+        Args:
+            on_resume: Called when the text should go on or was cancelled, in the thread of the reader.
+
+        Returns:
+            Whether the text pauses.
+        """
+        with self._changed:
+            is_read_slowly = bool(self.taken) and not self._is_awaited and not self.ended
+            if is_read_slowly and len(self._events) > MAX_UNREAD:
+                self._on_resume = on_resume
+            return self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether the text pauses until its reader has read more."""
+        return self._on_resume is not None
+
+    # The reader's side.
+
+    def take(self, on_change: Callable[[], None] | None = None) -> GenerationChunk | int | None:
+        """The next chunk, or number of prompt tokens read; None at the end. Waits for it, unless `on_change` is given.
+
+        Raises:
+            LookupError: There is none yet; `on_change` will be called when there is.
+            Exception: The text has failed.
+        """
+        with self._changed:
+            while not self._events and not self.ended:
+                if on_change is not None:
+                    self._callbacks.append(on_change)
+                    raise LookupError
+                self._changed.wait()
+            event = self._events.popleft() if self._events else None
+            if isinstance(event, GenerationChunk):
+                self.taken.append(event)
+            has_room = len(self._events) < _RESUME_UNREAD
+        if has_room:
+            self._resume()
+        if event is None and self._error is not None:
+            raise self._error
+        return event
+
+    def cancel(self) -> None:
+        """Drop what hasn't been taken, and end the text. No effect if the last chunk was taken."""
+        if self._all_taken:
+            return
+        with self._changed:
+            self.cancelled = True
+            self._events.clear()
+        self._end()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the text has ended, in the thread that ends it; now if it already has.
+
+        An exception that it raises is logged.
+        """
+        self._await()
+        with self._changed:
+            if not self.ended:
+                self._done_callbacks.append(callback)
+                return
+        _call(callback)
+
+    def result(self) -> GenerationResult:
+        """The text with its statistics, when it has ended; if it was cancelled, what was taken. Raises its error."""
+        self._await()
+        with self._changed:
+            while not self.ended:
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        return self.partial_result() if self._whole is None or self.cancelled else self._whole
+
+    def partial_result(self) -> GenerationResult:
+        """What has been taken so far, with its statistics. Doesn't raise if the text has failed."""
+        if self._all_taken:
+            return self.result()
+        return replace(
+            self._result(),
+            text="".join(chunk.text for chunk in self.taken),
+            tokens=[chunk.token for chunk in self.taken],
+            finish_reason=None,
+            logprobs=None if self._logprobs is None else [chunk.logprob for chunk in self.taken if chunk.logprob],
+            constraint_error=None,
+        )
+
+    @property
+    def _all_taken(self) -> bool:
+        return bool(self.taken) and self.taken[-1].finish_reason is not None
+
+    # What both sides use.
+
+    def _push(self, event: GenerationChunk | int) -> None:
+        with self._changed:
+            if not self.ended:
+                self._events.append(event)
+            self._notify()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            if self.ended:
+                return
+            self.ended, self._error = True, error
+            self._notify()
+            callbacks, self._done_callbacks = self._done_callbacks, []
+        self._resume()
+        for callback in callbacks:
+            _call(callback)
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _await(self) -> None:
+        with self._changed:
+            self._is_awaited = True
+        self._resume()
+
+    def _resume(self) -> None:
+        with self._changed:
+            on_resume, self._on_resume = self._on_resume, None
+        if on_resume is not None:
+            on_resume()
+
+    # Tokens become text.
+
+    def _append(self, token: int) -> GenerationChunk:
+        """Append a token. A chunk with a `finish_reason` is the last one."""
+        self._last_token_time = time.perf_counter()
+        self._first_token_time = self._first_token_time or self._last_token_time
+        self.tokens.append(token)
+        logprob = self.sampler.pop_logprobs(self._added_bytes)
+        if self._logprobs is not None and logprob is not None:
+            self._logprobs.append(logprob)
+        is_eos = token in self._eos_token_ids
+        self._empty = self._empty and (is_eos or not self._token_bytes(token))
+        text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token))
+        reason = self._reason_after(is_eos)
+        if reason:
+            text += self._stop_strings.push(self._detokenizer.finalize())
+            text += self._stop_strings.flush()
+        self._finish_reason = "stop" if self._stop_strings.matched else reason
+        self._content.write(text)
+        return GenerationChunk(text, token, self._finish_reason, logprob)
+
+    def _reason_after(self, is_eos: bool) -> FinishReason | None:
+        """Why the text ends with its last token, if it does and not by a stop string."""
+        matcher = self.sampler.matcher
+        if is_eos or matcher is not None and matcher.finished:
+            return "eos"
+        if matcher is not None and matcher.error:
+            return "constraint"
+        return self._limit_reason if self.remaining <= 0 else None
+
+    def _added_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token adds to the text here; None if the tokenizer's tokens aren't bytes."""
+        if not self._tokenizer.has_byte_tokens:
+            return None
+        added = b"" if token in self._eos_token_ids else self._token_bytes(token)
+        return added.removeprefix(b" ") if self._empty and self._tokenizer.strips_dummy_prefix else added
+
+    def _token_bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_bytes(token, skip_special_tokens=self._skip_special_tokens)
+
+    def _result(self) -> GenerationResult:
+        return GenerationResult(
+            text=self._content.getvalue(),
+            tokens=self.tokens.tolist(),
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.num_cached,
+            finish_reason=self._finish_reason,
+            seed=self.request.options.seed or 0,
+            timings=self._timings(),
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            constraint_error=self._constraint_error(),
+            speculation=self.speculation,
+        )
+
+    def _constraint_error(self) -> str | None:
+        if self._finish_reason is None or (matcher := self.sampler.matcher) is None:
+            return None
+        if self._finish_reason == "stop":
+            return matcher.constraint_error_of(self._content.getvalue())
+        return matcher.constraint_error
+
+    def _timings(self) -> Timings:
+        peak = mx.get_peak_memory()
+        if self._first_token_time is None:
+            return Timings(None, None, None, peak)
+        to_first = self._first_token_time - self._start_time
+        decoding = self._last_token_time - self._first_token_time
+        return Timings(
+            time_to_first_token=to_first,
+            prompt_tokens_per_second=(len(self.prompt) - self.num_cached) / to_first,
+            tokens_per_second=(len(self.tokens) - 1) / decoding if decoding else None,
+            peak_memory_bytes=peak,
+        )
+
+
+class StopStrings:
+    """Cuts a streamed text at the stop string that is completed first, however the text is split into chunks.
+
+    The returned pieces join to the text before the cut. Text that could begin a stop string is buffered until that is
+    decided. If one character completes two stop strings, the longer one is cut off.
+
+    Attributes:
+        matched: Whether a stop string was completed.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = stop
+        self._buffer = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """Add text. Returns the text that can't belong to a stop string; "" once `matched`."""
+        if self.matched:
+            return ""
+        self._buffer += text
+        starts = [(self._buffer.find(stop), len(stop)) for stop in self._stop]
+        cuts = [(start + length, start) for start, length in starts if start >= 0]
+        if cuts:
+            self.matched = True
+            _, decided = min(cuts)
+        else:
+            decided = len(self._buffer) - self._undecided_length()
+        text, self._buffer = self._buffer[:decided], self._buffer[decided:]
+        return text
+
+    def flush(self) -> str:
+        """Return the buffered text at the end of the text; "" once `matched`."""
+        text, self._buffer = self._buffer, ""
+        return "" if self.matched else text
+
+    def _undecided_length(self) -> int:
+        """The length of the longest suffix of the buffer that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._buffer)), 0, -1):
+            if self._buffer.endswith(tuple(stop[:length] for stop in self._stop if length < len(stop))):
+                return length
+        return 0
+
+
+def _call(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:  # the other texts of the engine go on
+        logger.exception("a done callback has failed")
