@@ -8,10 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm import tokenizer
-from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, chat_encoder
+from mlxlm.chat.chat_encoder import PlainTextEncoder, chat_encoder
+from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate
 from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.chat.plain_text import PlainTextEncoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import TokenizerError
 from tests.paths import SHARED

@@ -12,7 +12,7 @@ from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.chat_template import ChatTemplate
-from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
+from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationConfig, generate

@@ -13,7 +13,7 @@ from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.session import Chat
-from mlxlm.chat.session_files import cache_path
+from mlxlm.chat.session_file import cache_path
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.chat.test_session import GREEDY, read, remade, say, small
 
