@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Text:
-    """A text of the folder.
+class _SavedText:
+    """A text in the folder.
 
     Attributes:
         nbytes: Size of its file.
@@ -68,7 +68,7 @@ class PrefixCacheFolder:
 
     def __init__(self, path: Path | str, max_bytes: int, identity: Mapping[str, str]) -> None:
         self.path, self.max_bytes, self._identity = Path(path), max_bytes, dict(identity)
-        self._files: dict[str, _Text | None] = {}  # by name; None for what can't be read
+        self._files: dict[str, _SavedText | None] = {}  # by name; None for what can't be read
         self._scanned = -1  # time of the folder at the last scan
         self._last_warning = ""
 
@@ -177,7 +177,7 @@ class PrefixCacheFolder:
         # Another change within the resolution of the clock couldn't be seen.
         self._scanned = changed if time.time_ns() - changed > 1_000_000_000 else -1
 
-    def _describe(self, path: Path) -> _Text | None:
+    def _describe(self, path: Path) -> _SavedText | None:
         """Describe a file from its header and its tokens; None if it is damaged or not a text."""
         try:
             file, nbytes = open_prompt_cache(path), path.stat().st_size
@@ -185,7 +185,7 @@ class PrefixCacheFolder:
             group, restorable_from = identity.pop("group"), int(identity.pop("restorable_from"))
         except (CheckpointError, OSError, LookupError, ValueError):
             return None
-        return _Text(nbytes, file.ids if identity == self._identity else file.ids[:0], group, restorable_from)
+        return _SavedText(nbytes, file.ids if identity == self._identity else file.ids[:0], group, restorable_from)
 
     def _shrink(self, max_bytes: int) -> None:
         """Remove the least recently used files until the others take at most `max_bytes`."""
