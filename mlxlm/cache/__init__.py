@@ -1,12 +1,11 @@
 """Key-value caches, in memory and in files."""
 
 from mlxlm.cache.factory import make_cache
-from mlxlm.cache.fingerprint import fingerprint
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.cache.prefix_cache import PrefixCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
-from mlxlm.cache.prompt_cache_file import load_prompt_cache, load_prompt_cache_identity, save_prompt_cache
+from mlxlm.cache.prompt_cache_file import fingerprint, open_prompt_cache, save_prompt_cache
 
 __all__ = [
     "PREFILL_STEP_SIZE",
@@ -16,7 +15,6 @@ __all__ = [
     "PrefixCacheFolder",
     "fingerprint",
     "make_cache",
-    "load_prompt_cache",
-    "load_prompt_cache_identity",
+    "open_prompt_cache",
     "save_prompt_cache",
 ]

@@ -7,17 +7,18 @@ The texts form a radix tree over token ids: what several texts begin with is sto
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
 from heapq import heapify, heappop, heappush
 from itertools import compress, count
 from operator import ne
 from typing import Any
+from weakref import ref
 
 from mlxlm.backend.mlx import mx
+from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
-from mlxlm.cache.prefix_node import PrefixNode
 from mlxlm.cache.state import compact_copy, fill_cache, holds_all_tokens, slice_tokens
 from mlxlm.utils.errors import GenerationError
 
@@ -55,7 +56,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget all texts, except for those in the folder."""
-        self._root, self.nbytes, self._clock = PrefixNode(array("i"), None, None), 0, count(1)
+        self._root, self.nbytes, self._clock = _Node(array("i"), None, None), 0, count(1)
 
     def match(self, ids: Sequence[int], group: Hashable = None) -> int:
         """How many of the first tokens of `ids` can be restored.
@@ -168,7 +169,7 @@ class PrefixCache:
         for leaf in sorted(leaves, key=lambda node: node.used):
             self._save(leaf)
 
-    def _save(self, leaf: PrefixNode) -> None:
+    def _save(self, leaf: _Node) -> None:
         """Write the text that ends with `leaf` to the folder, unless it is there."""
         if self._folder is None or leaf.end < _MIN_SAVED:
             return
@@ -178,7 +179,7 @@ class PrefixCache:
             if found == len(ids):
                 self._folder.save(ids, self._build(ids, found, path, source), group)
 
-    def _remove(self, node: PrefixNode) -> PrefixNode:
+    def _remove(self, node: _Node) -> _Node:
         """Remove a leaf, and the nodes above it that are of no use without it. Return the lowest that is left."""
         while True:
             parent = node.parent
@@ -190,9 +191,9 @@ class PrefixCache:
             if node.parent is None or node.children or node.snapshots or (node.ids and self._is_complete(node)):
                 return node
 
-    def _walk(self, ids: array[int], group: Hashable) -> tuple[list[PrefixNode], int]:
+    def _walk(self, ids: array[int], group: Hashable) -> tuple[list[_Node], int]:
         """The nodes that `ids` passes through, the last one perhaps not to its end, and how many tokens they share."""
-        path: list[PrefixNode] = []
+        path: list[_Node] = []
         depth, node = 0, self._root.children.get(group)
         while node is not None:
             path.append(node)
@@ -202,7 +203,7 @@ class PrefixCache:
             node = node.children.get(ids[depth])
         return path, depth
 
-    def _find(self, ids: array[int], group: Hashable) -> tuple[int, list[PrefixNode], PrefixNode | None]:
+    def _find(self, ids: array[int], group: Hashable) -> tuple[int, list[_Node], _Node | None]:
         """How many tokens can be restored, their nodes, and the node whose snapshots that takes (None: none)."""
         path, depth = self._walk(ids, group)
         while path:
@@ -214,7 +215,7 @@ class PrefixCache:
             depth = path.pop().start
         return 0, [], None
 
-    def _build(self, ids: array[int], n: int, path: Sequence[PrefixNode], source: PrefixNode | None) -> list[Any]:
+    def _build(self, ids: array[int], n: int, path: Sequence[_Node], source: _Node | None) -> list[Any]:
         """Make caches of the first `n` tokens of `ids` from what `_find` found."""
         caches = self._make_caches()
         if n == 0:
@@ -233,11 +234,11 @@ class PrefixCache:
         mx.eval([cache.state for cache in caches])
         return caches
 
-    def _is_complete(self, node: PrefixNode) -> bool:
+    def _is_complete(self, node: _Node) -> bool:
         """Whether a node has the keys and values of all layers, so that it can be cut at any token."""
         return not node.ids or len(node.pieces) == self._num_layers
 
-    def _touch(self, path: Sequence[PrefixNode], source: PrefixNode | None) -> None:
+    def _touch(self, path: Sequence[_Node], source: _Node | None) -> None:
         """Mark nodes as used, and the snapshots of `source`."""
         now = next(self._clock)
         for node in path:
@@ -248,13 +249,13 @@ class PrefixCache:
     def _insert(self, ids: array[int], caches: Sequence[Any], group: Hashable) -> None:
         path, depth = self._walk(ids, group)
         if not path:
-            path = [PrefixNode(array("i"), self._root, group)]
+            path = [_Node(array("i"), self._root, group)]
         if depth < path[-1].end:
             lower = path[-1]
             path[-1] = lower.split(depth)
             self.nbytes += lower.count_bytes()
         if depth < len(ids):
-            path.append(PrefixNode(ids[depth:], path[-1], ids[depth]))
+            path.append(_Node(ids[depth:], path[-1], ids[depth]))
         sliceable = {
             n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and holds_all_tokens(cache)
         }
@@ -271,6 +272,103 @@ class PrefixCache:
         )
         self.nbytes += last.count_bytes()
         self._touch(path, last)
+
+
+class _Node:
+    """Consecutive tokens that all texts below it share.
+
+    A layer that holds all tokens has its keys and values of these tokens in `pieces`. One that has dropped some, or is
+    of mlx_lm's own types, can't be cut at any token: its whole cache is in `snapshots`, if a text was inserted that
+    ends where the node ends.
+
+    Attributes:
+        ids: The tokens.
+        end: Number of tokens from the root up to the end of this node.
+        pieces: Keys and values by layer.
+        snapshots: Caches by layer.
+        restorable_from: The snapshots can be trimmed to this many tokens.
+        used: Time of the last use.
+        snapshots_used: Time of the last use of the snapshots.
+    """
+
+    __slots__ = (
+        "__weakref__", "_parent", "ids", "end", "key", "children", "pieces", "snapshots", "restorable_from", "nbytes",
+        "used", "snapshots_used",
+    )  # fmt: skip
+
+    def __init__(self, ids: array[int], parent: _Node | None, key: Hashable) -> None:
+        self.ids, self.parent, self.key = ids, parent, key
+        self.end: int = len(ids) + (parent.end if parent else 0)
+        self.children: dict[Hashable, _Node] = {}  # by first token; those of the root by group
+        self.pieces: dict[int, list[KVBuffer]] = {}
+        self.snapshots: dict[int, Any] = {}
+        self.restorable_from = self.nbytes = self.used = self.snapshots_used = 0
+        if parent is not None:
+            parent.children[key] = self
+
+    @property
+    def parent(self) -> _Node | None:
+        """The node above this one; None for the root and for a removed node."""
+        return None if self._parent is None else self._parent()
+
+    @parent.setter
+    def parent(self, node: _Node | None) -> None:
+        # Weak, so that a tree without references is freed at once, not by the next garbage collection.
+        self._parent = None if node is None else ref(node)
+
+    @property
+    def start(self) -> int:
+        """Number of tokens before this node."""
+        return self.end - len(self.ids)
+
+    @property
+    def eviction_time(self) -> int:
+        """Last use of what an eviction would remove: all of a leaf, the snapshots of another node."""
+        return self.snapshots_used if self.children else self.used
+
+    @property
+    def text(self) -> array[int]:
+        """All tokens from the root to the end of this node."""
+        ids, node = array("i"), self
+        while node.parent is not None:
+            ids, node = node.ids + ids, node.parent
+        return ids
+
+    @property
+    def group(self) -> Hashable:
+        """The group of the text."""
+        node = self
+        while node.ids and node.parent is not None:
+            node = node.parent
+        return node.key
+
+    def subtree(self) -> Iterator[_Node]:
+        """This node and all below it."""
+        stack = [self]
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(node.children.values())
+
+    def split(self, depth: int) -> _Node:
+        """Make this node begin at `depth` tokens; return a new one above it that ends there."""
+        size = depth - self.start
+        upper = _Node(self.ids[:size], self.parent, self.key)  # replaces this one there
+        for layer, buffers in self.pieces.items():
+            upper.pieces[layer] = [buffer.slice_row(0, 0, size) for buffer in buffers]
+            self.pieces[layer] = [buffer.slice_row(0, size, buffer.capacity) for buffer in buffers]
+            # One layer at a time, so that the arrays that were cut don't all stay in memory.
+            mx.eval([buffer.arrays for buffer in upper.pieces[layer] + self.pieces[layer]])
+        upper.used = self.used
+        self.ids, self.parent, self.key = self.ids[size:], upper, self.ids[size]
+        upper.children[self.key] = self
+        return upper
+
+    def count_bytes(self) -> int:
+        """Update `nbytes` after a change. Return the difference."""
+        buffers = sum(buffer.nbytes for layer in self.pieces.values() for buffer in layer)
+        snapshots = sum(cache.nbytes for cache in self.snapshots.values())
+        before, self.nbytes = self.nbytes, len(self.ids) * self.ids.itemsize + buffers + snapshots
+        return self.nbytes - before
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:

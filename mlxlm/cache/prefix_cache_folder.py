@@ -13,32 +13,29 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.prompt_cache_file import FORMAT, load_prompt_cache, save_prompt_cache
-from mlxlm.utils.bounded_reads import open_regular
+from mlxlm.cache.prompt_cache_file import open_prompt_cache, save_prompt_cache
 from mlxlm.utils.errors import CheckpointError
 
 _NAME = re.compile(r"prefix-[0-9a-f]{64}\.safetensors")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.(\d+)\.partial")  # of utils.files
-_MAX_PART = 8_000_000  # bytes of a header, and of token ids
 _HEADER_PER_ARRAY = 256  # bytes, about
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _File:
-    """A file of the folder.
+class _SavedText:
+    """A text in the folder.
 
     Attributes:
-        nbytes: Its size.
+        nbytes: Size of its file.
         ids: Its tokens, int32; none if it was made with another model or other options.
-        group: The group of its text.
+        group: Its group.
         restorable_from: The caches can be trimmed to this many tokens.
     """
 
@@ -71,7 +68,7 @@ class PrefixCacheFolder:
 
     def __init__(self, path: Path | str, max_bytes: int, identity: Mapping[str, str]) -> None:
         self.path, self.max_bytes, self._identity = Path(path), max_bytes, dict(identity)
-        self._files: dict[str, _File | None] = {}  # by name; None for what can't be read
+        self._files: dict[str, _SavedText | None] = {}  # by name; None for what can't be read
         self._scanned = -1  # time of the folder at the last scan
         self._last_warning = ""
 
@@ -103,8 +100,10 @@ class PrefixCacheFolder:
             n, name = best
             path, caches = self.path / name, make_caches()
             try:
-                held, _ = load_prompt_cache(path, caches)
-                if held[:n] != list(ids[:n]) or not all(cache.can_trim(len(held) - n) for cache in caches):
+                file = open_prompt_cache(path)
+                file.load(caches)
+                surplus = len(file.ids) - n
+                if file.ids[:n].tolist() != list(ids[:n]) or not all(cache.can_trim(surplus) for cache in caches):
                     raise CheckpointError(f"{path} has another text than it had before")
             except CheckpointError as error:
                 if path.exists():  # else another process has removed it
@@ -112,7 +111,7 @@ class PrefixCacheFolder:
                 self._files[name] = None
                 continue
             for cache in caches:
-                cache.trim(len(held) - n)
+                cache.trim(surplus)
             with suppress(OSError):  # a read-only folder
                 os.utime(path)
             return n, caches
@@ -174,38 +173,19 @@ class PrefixCacheFolder:
             self._warn(f"can't read the folder of the prefix cache: {error}")
             return
         known = {name: file for name, file in self._files.items() if name in names}
-        self._files = known | {name: self._read(self.path / name) for name in names - set(known)}
+        self._files = known | {name: self._describe(self.path / name) for name in names - set(known)}
         # Another change within the resolution of the clock couldn't be seen.
         self._scanned = changed if time.time_ns() - changed > 1_000_000_000 else -1
 
-    def _read(self, path: Path) -> _File | None:
-        """Describe a file from its header; None if it is damaged or not a text. Reading only that takes 0.1 ms."""
+    def _describe(self, path: Path) -> _SavedText | None:
+        """Describe a file from its header and its tokens; None if it is damaged or not a text."""
         try:
-            with open_regular(path, CheckpointError) as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(length)) if length <= _MAX_PART else {}
-                metadata = header.pop("__metadata__")
-                first, end = header["ids"]["data_offsets"]
-                identity = json.loads(metadata["identity"])
-                group, restorable_from = identity.pop("group"), int(identity.pop("restorable_from"))
-                data_end = max(tensor["data_offsets"][1] for tensor in header.values())
-                if metadata["format"] != FORMAT or 8 + length + data_end != size or not 0 <= end - first <= _MAX_PART:
-                    return None
-                file.seek(8 + length + first)
-                ids = np.frombuffer(file.read(end - first), np.int32)
-        except (
-            CheckpointError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ):
+            file, nbytes = open_prompt_cache(path), path.stat().st_size
+            identity = dict(file.identity)
+            group, restorable_from = identity.pop("group"), int(identity.pop("restorable_from"))
+        except (CheckpointError, OSError, LookupError, ValueError):
             return None
-        return _File(size, ids if identity == self._identity else ids[:0], group, restorable_from)
+        return _SavedText(nbytes, file.ids if identity == self._identity else file.ids[:0], group, restorable_from)
 
     def _shrink(self, max_bytes: int) -> None:
         """Remove the least recently used files until the others take at most `max_bytes`."""

@@ -1,14 +1,23 @@
-"""Saves and loads prompt caches: safetensors files that name the model they belong to."""
+"""The file format of keys and values: a prompt cache, the cache of a session, a text of the server's prefix cache.
+
+A safetensors file. `ids` are the tokens of one text, int32; `LAYER.NAME` are the arrays of a layer's cache (see
+`cache_arrays`). The metadata has the `format`, the `identity` of the model and settings, and how many tokens each layer
+has `dropped`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxlm.backend.mlx import mx
+import numpy as np
+
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.state import cache_arrays, set_cache_arrays
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
@@ -17,8 +26,9 @@ from mlxlm.config.numbers import is_int_at_least
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import atomic_new_file, atomic_write
 
-FORMAT = "mlxlm-cache-1"
+_FORMAT = "mlxlm-cache-1"
 _IDS = "ids"
+_NUM_SAMPLES = 64  # values hashed per parameter
 _RECREATE_HINT = "delete the file and create it again"
 
 
@@ -39,7 +49,7 @@ def save_prompt_cache(
         path: The file. If it is a symbolic link and `replace` is set, the link's target is written.
         caches: One cache per layer.
         ids: All token IDs of the text.
-        identity: Identifies the model and settings; `load_prompt_cache` returns it.
+        identity: Identifies the model and settings.
         replace: Allow replacing an earlier cache file (never another file).
 
     Raises:
@@ -62,81 +72,84 @@ def save_prompt_cache(
         with os_errors_as(CheckpointError, "write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, mode=0o600) if replace else atomic_new_file(path, mode=0o600) as file:
-        write_tensors(file, path, tensors, format=FORMAT, metadata=metadata)
+        write_tensors(file, path, tensors, format=_FORMAT, metadata=metadata)
 
 
-def load_prompt_cache_identity(path: Path | str) -> dict[str, str]:
-    """Return the `identity` that was saved with the caches. Reads the header only.
+@dataclass(frozen=True)
+class PromptCacheFile:
+    """A file of keys and values whose header was read.
 
-    Raises:
-        CheckpointError: As for `load_prompt_cache`.
+    Attributes:
+        path: The file.
+        ids: The tokens of the text, int32 `[S]`.
+        identity: Identifies the model and settings.
     """
-    path = Path(path)
-    return _identity(path, _header(path)[1])
+
+    path: Path
+    ids: np.ndarray
+    identity: dict[str, str]
+    _metadata: dict[str, str]
+    _tensors: dict[str, LazyTensor]
+
+    def load(self, caches: Sequence[KVCache]) -> None:
+        """Load the text into `caches`, which must have the settings of the saved ones.
+
+        Heads, head dim and dtype are checked by the next update, which raises GenerationError if they are different.
+
+        Raises:
+            CheckpointError: The file is damaged, or of caches with other settings. No cache is changed.
+        """
+        dropped = _parse(self._metadata, "dropped")
+        valid = isinstance(dropped, list) and all(is_int_at_least(n, 0) and n < 2**31 for n in dropped)
+        if not valid or len(dropped) != len(caches):
+            layers_of_file = f"caches of {len(dropped)} layers" if valid else "no layers"
+            problem = f"{self.path} has {layers_of_file}, but the model has {len(caches)}"
+            raise CheckpointError(problem, "the model that it was made with")
+        layers: dict[str, dict[str, LazyTensor]] = {str(layer): {} for layer in range(len(caches))}
+        for name, tensor in self._tensors.items():
+            layer, _, part = name.partition(".")
+            if layer not in layers:
+                raise CheckpointError(f"{self.path}: unexpected tensor {name:.80}", _RECREATE_HINT)
+            layers[layer][part] = tensor
+        loaded = []
+        for cache, (layer, tensors), lost in zip(caches, layers.items(), dropped, strict=True):
+            restored = cache.copy()
+            try:
+                set_cache_arrays(restored, {name: tensor.read() for name, tensor in tensors.items()}, lost)
+            except ValueError as error:
+                hint = "the settings that it was made with"
+                raise CheckpointError(f"{self.path}: layer {layer}: {error}", hint) from None
+            if restored.offset != len(self.ids):
+                problem = f"{self.path}: layer {layer} has {restored.offset} tokens instead of {len(self.ids)}"
+                raise CheckpointError(problem, _RECREATE_HINT)
+            loaded.append(restored)
+        _eval(self.path, [cache.state for cache in loaded])
+        for cache, restored in zip(caches, loaded, strict=True):
+            cache.__dict__ = restored.__dict__
 
 
-def load_prompt_cache(path: Path | str, caches: Sequence[KVCache]) -> tuple[list[int], dict[str, str]]:
-    """Load a file into `caches`, which must have the settings of the saved ones.
-
-    Heads, head dim and dtype are checked by the next update, which raises GenerationError if they are different.
-
-    Returns:
-        The token IDs and the identity.
+def open_prompt_cache(path: Path | str) -> PromptCacheFile:
+    """Read the header of a file and its tokens.
 
     Raises:
-        CheckpointError: Not a cache file, damaged, or of caches with other settings. No cache is changed.
+        CheckpointError: Not a cache file, or damaged.
     """
     path = Path(path)
     tensors, metadata = _header(path)
-    identity = _identity(path, metadata)
-    ids, dropped = tensors.pop(_IDS, None), _parse(metadata, "dropped")
+    identity, ids = _parse(metadata, "identity"), tensors.pop(_IDS, None)
+    if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
+        raise CheckpointError(f"{path} doesn't say which model it was made with", _RECREATE_HINT)
     if ids is None or ids.dtype != mx.int32 or len(ids.shape) != 1 or not ids.shape[0]:
         raise CheckpointError(f"{path} has no token IDs", _RECREATE_HINT)
-    valid = isinstance(dropped, list) and all(is_int_at_least(n, 0) and n < 2**31 for n in dropped)
-    if not valid or len(dropped) != len(caches):
-        layers_of_file = f"caches of {len(dropped)} layers" if valid else "no layers"
-        problem = f"{path} has {layers_of_file}, but the model has {len(caches)}"
-        raise CheckpointError(problem, "the model that it was made with")
-    layers: dict[str, dict[str, LazyTensor]] = {str(layer): {} for layer in range(len(caches))}
-    for name, tensor in tensors.items():
-        layer, _, part = name.partition(".")
-        if layer not in layers:
-            raise CheckpointError(f"{path}: unexpected tensor {name:.80}", _RECREATE_HINT)
-        layers[layer][part] = tensor
-    loaded = []
-    for cache, (layer, layer_tensors), lost in zip(caches, layers.items(), dropped, strict=True):
-        arrays = {name: tensor.read() for name, tensor in layer_tensors.items()}
-        try:
-            restored = cache.copy()
-            set_cache_arrays(restored, arrays, lost)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: layer {layer}: {error}", "the settings that it was made with") from None
-        if restored.offset != ids.shape[0]:
-            problem = f"{path}: layer {layer} has {restored.offset} tokens instead of {ids.shape[0]}"
-            raise CheckpointError(problem, _RECREATE_HINT)
-        loaded.append(restored)
-    token_ids = ids.read()
-    try:
-        mx.eval(token_ids, [cache.state for cache in loaded])
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", _RECREATE_HINT) from None
-    for cache, restored in zip(caches, loaded, strict=True):
-        cache.__dict__ = restored.__dict__
-    return token_ids.tolist(), identity
+    _eval(path, array := ids.read())
+    return PromptCacheFile(path, np.array(array), identity, metadata, tensors)
 
 
 def _header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     tensors, metadata = file_header(path)
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a prompt cache file of mlxlm", "another path")
     return tensors, metadata
-
-
-def _identity(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
-    identity = _parse(metadata, "identity")
-    if not isinstance(identity, dict) or not all(isinstance(value, str) for value in identity.values()):
-        raise CheckpointError(f"{path} doesn't say which model it was made with", _RECREATE_HINT)
-    return identity
 
 
 def _parse(metadata: Mapping[str, str], name: str) -> Any:
@@ -145,3 +158,38 @@ def _parse(metadata: Mapping[str, str], name: str) -> Any:
         return json.loads(metadata.get(name, ""))
     except (ValueError, RecursionError):
         return None
+
+
+def _eval(path: Path, arrays: Any) -> None:
+    try:
+        mx.eval(arrays)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", _RECREATE_HINT) from None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash a model: SHA-256, in hexadecimal.
+
+    Covers the configuration and the names, shapes, dtypes and evenly spaced samples of the parameters. Evaluates
+    weights that are not loaded yet.
+    """
+    digest = hashlib.sha256()
+    for name in ("config", "args"):  # mlxlm's models, mlx_lm's models
+        settings = getattr(model, name, None)
+        if is_dataclass(settings) and not isinstance(settings, type):
+            digest.update(json.dumps(asdict(settings), sort_keys=True, default=str).encode())
+    parameters = sorted(tree_flatten(model.parameters()))
+    samples = [_sample(value) for _, value in parameters]
+    mx.eval(samples)
+    for (name, value), sample in zip(parameters, samples, strict=True):
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
+        digest.update(np.array(sample).tobytes())
+    return digest.hexdigest()
+
+
+def _sample(value: mx.array) -> mx.array:
+    """The bytes of up to `_NUM_SAMPLES` values, including the first and the last."""
+    flat = value.reshape(-1)
+    if flat.size > _NUM_SAMPLES:
+        flat = flat[mx.array([i * (flat.size - 1) // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)])]
+    return flat.view(mx.uint8) if flat.size else flat.astype(mx.uint8)

@@ -1,16 +1,15 @@
-"""Chat templates: encode conversations with the model's jinja template, a known format, or as plain text."""
+"""Chat templates: the jinja template of a model or a known format, rendered in a sandbox and encoded."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, cached_property, lru_cache, partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,58 +18,65 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlxlm.chat.chat_formats import CHAT_FORMATS
 from mlxlm.chat.messages import Message, Tool, check_final_message, map_strings, parse_tools
-from mlxlm.chat.placeholders import Placeholders
-from mlxlm.chat.plain_text import PLAIN, PlainTextEncoder
 from mlxlm.chat.reasoning import open_think_tag
-from mlxlm.chat.tool_formats import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
+from mlxlm.chat.tool_calls import JSON_FORMAT, MessageStyle, ToolFormat, derive_format, to_plain_messages
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_length
-from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import TokenizerError
 
-MODEL = "model"
-NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
+MODEL, PLAIN = "model", "plain"
 _MAX_TAG_TOKENS = 16  # of an opening <think> and the line feeds after it: one for each byte, at most
-_MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have 20,000
 _MAX_DATE_FORMAT = 100  # characters
+# Supplementary Private Use Area-A: characters that text doesn't use, and no template looks for.
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
-def chat_encoder(tokenizer: Tokenizer, eos_token_ids: frozenset[int], template: str | None = None) -> ChatEncoder:
-    """Return the encoder for a model.
+@dataclass(frozen=True)
+class ChatFormat:
+    """A jinja template and its special tokens; the last of `tokens` ends a turn."""
 
-    By default it uses the template in the model's files; without one, the known format whose turns end with one of the
-    model's EOS tokens; otherwise plain text, which the model continues.
+    template: str
+    tokens: tuple[str, ...]
 
-    Args:
-        tokenizer: The model's tokenizer.
-        eos_token_ids: The model's EOS tokens.
-        template: "model", "plain", a name in `CHAT_FORMATS`, or a jinja file.
+    def has_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether the tokenizer has all tokens of the format."""
+        return all(token in tokenizer.special_tokens for token in self.tokens)
 
-    Raises:
-        TokenizerError: The template is broken, or the tokenizer lacks its tokens.
-    """
-    if template is None:
-        matching = [name for name, format in CHAT_FORMATS.items() if format.ends(tokenizer, eos_token_ids)]
-        template = MODEL if tokenizer.chat_template is not None else next(iter(matching), PLAIN)
-    if template == PLAIN:
-        return PlainTextEncoder(tokenizer)
-    if template == MODEL:
-        return ChatTemplate(tokenizer)
-    if template in CHAT_FORMATS:
-        if not CHAT_FORMATS[template].has_tokens(tokenizer):
-            needed = ", ".join(CHAT_FORMATS[template].tokens)
-            raise TokenizerError(f"the template {template} needs the tokens {needed}, which this model lacks", PLAIN)
-        return ChatTemplate(tokenizer, CHAT_FORMATS[template].template, template)
-    return ChatTemplate(tokenizer, _read_template(Path(template)), template)
+    def ends(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> bool:
+        """Whether a model with these EOS tokens was trained on this format.
+
+        A base model often has the tokens of its chat variant without having learned them, but another EOS token.
+        """
+        return self.has_tokens(tokenizer) and tokenizer.special_tokens[self.tokens[-1]] in eos_token_ids
 
 
-def _read_template(path: Path) -> str:
-    if not path.exists():
-        raise TokenizerError(f"there is no chat template {path}", f"one of {', '.join(NAMES)}, or a jinja file")
-    content = read_bytes(path, _MAX_TEMPLATE_BYTES, TokenizerError)
-    return decode_utf8(content, str(path), TokenizerError, "a text in UTF-8", "utf-8-sig")
+# For models without a template: OpenAI's ChatML (Qwen, Yi, SmolLM and many others), and the formats in the model cards
+# of Llama 3 and Gemma.
+CHAT_FORMATS = {
+    "chatml": ChatFormat(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": ChatFormat(
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    # Gemma has no system role: Google puts such text in front of the first message.
+    "gemma": ChatFormat(
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}{% else %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ ns.system }}{{ m.content }}<end_of_turn>\n"
+        "{% set ns.system = '' %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+}
+NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
 
 
 class ChatTemplate:
@@ -304,9 +310,6 @@ class ChatTemplate:
         return frozenset([self._tokenizer.special_tokens[match[0]]] if match else [])
 
 
-ChatEncoder = PlainTextEncoder | ChatTemplate
-
-
 class _GenerationBlock(jinja2.ext.Extension):
     """{% generation %}, which marks answers for training masks in transformers. Only its content is rendered."""
 
@@ -354,3 +357,48 @@ def _template_error(error: Exception, name: str) -> TokenizerError:
     where = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     reason = " ".join(str(error).split()) or type(error).__name__
     return TokenizerError(f"{_describe(name)} failed{where}: {reason}", _HINT)
+
+
+class Placeholders:
+    """The placeholders of one conversation: characters for texts whose token ids are known, while it is rendered.
+
+    Attributes:
+        ids: Token ids by placeholder.
+        answers: Placeholders of answers.
+    """
+
+    def __init__(self, text: str):
+        """`text` is everything that is rendered; its characters can't be placeholders."""
+        self._free = _unused_characters(text)
+        self._texts: dict[str, str] = {}  # by placeholder
+        self._by_text: dict[str, str] = {}
+        self.ids: dict[str, Sequence[int]] = {}
+        self.answers: set[str] = set()
+
+    def take(self, text: str, ids: Sequence[int], answer: bool = False) -> str:
+        """Return a placeholder for `text`: the same one for the same text, unless it is an answer."""
+        if not answer and text in self._by_text:
+            return self._by_text[text]
+        character = next(self._free, None)
+        if character is None:
+            raise TokenizerError("this conversation has too many answers", "a new conversation")
+        self._texts[character], self.ids[character] = text, ids
+        if answer:
+            self.answers.add(character)
+        else:
+            self._by_text[text] = character
+        return character
+
+    def restore(self, text: str) -> str:
+        """Return `text` with every placeholder replaced by its text."""
+        return "".join(self._texts.get(piece, piece) for piece in self.split(text))
+
+    def split(self, text: str) -> Iterator[str]:
+        """Yield the placeholders in `text` and the text between them, in order."""
+        pieces = re.split(f"([{''.join(self.ids)}])", text) if self.ids else [text]
+        return filter(None, pieces)
+
+
+def _unused_characters(text: str) -> Iterator[str]:
+    used = set(text)  # takes a moment for a long text, and most conversations need no placeholder
+    yield from (c for c in map(chr, _PRIVATE_USE) if c not in used)

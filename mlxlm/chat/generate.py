@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from mlxlm import generation
 from mlxlm.cache import KVOptions
-from mlxlm.chat.chat_prompts import Messages, message_encoder
+from mlxlm.chat.chat_encoder import Messages, message_encoder
 from mlxlm.generation import GenerationResult, LoadedModel, TextStream
 from mlxlm.generation.engine import BATCH_SIZE
 from mlxlm.generation.options import OptionArguments
@@ -57,7 +57,7 @@ def stream(
             any; or token ids, which are used unchanged.
         messages: Instead of a prompt, a conversation whose last message is the user's: {"role": ..., "content": ...}
             or `mlxlm.chat.messages.Message` each. The answer ends with an end token of the model or its template.
-        chat_template: How `messages` become a prompt: a name in `mlxlm.chat.chat_formats`, "plain", or a jinja file.
+        chat_template: How `messages` become a prompt: "chatml", "llama3", "gemma", "plain", or a jinja file.
             By default, the model's own template.
         kv: Options of the key-value cache.
         speculation: Speculative decoding, which changes the speed and not the text.

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from mlxlm.cache import KVOptions
-from mlxlm.chat import session_files
-from mlxlm.chat.answer import Answer, Cancellation, ChatChunk, ChatStats, PendingTurn, chat_chunks, edited_answer
-from mlxlm.chat.branches import ChatHistory, Conversation
-from mlxlm.chat.chat_model import ChatModel
-from mlxlm.chat.chat_prompts import Messages, parse_messages
-from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow, drop_oldest_turns, fit_to_context
+from mlxlm.cache import KVOptions, fingerprint
+from mlxlm.chat.answer import (
+    Answer,
+    Cancellation,
+    ChatChunk,
+    ChatModel,
+    ChatStats,
+    PendingTurn,
+    chat_chunks,
+    edited_answer,
+)
+from mlxlm.chat.chat_encoder import Messages, parse_messages
+from mlxlm.chat.history import (
+    MAIN_BRANCH,
+    Branches,
+    ContextOverflow,
+    Conversation,
+    Turn,
+    check_context_overflow,
+    drop_oldest_turns,
+    fit_to_context,
+    turns_of,
+)
 from mlxlm.chat.messages import Message
+from mlxlm.chat.session_file import Session, SessionFiles, cache_path, non_default_fields, restore
 from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.options import OptionArguments
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
@@ -29,7 +46,7 @@ if TYPE_CHECKING:
 OnPrefill = Callable[[int], None]
 
 
-class Chat(ChatHistory):
+class Chat:
     """A conversation, its branches, and the cache of what the model has read.
 
         chat = Chat(lm, system_prompt="You are brief.")
@@ -48,8 +65,8 @@ class Chat(ChatHistory):
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
-        chat_template: "model" for the model's own template, a name in `mlxlm.chat.chat_formats`, "plain", or a jinja
-            file. By default, the template that fits the model.
+        chat_template: "model" for the model's own template, "chatml", "llama3", "gemma", "plain", or a jinja file. By
+            default, the template that fits the model.
         context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": drop the
             oldest turns until the conversation with the new message takes at most half of the context; this happens
             when less is left than the answer may take (`max_tokens`, but at most a quarter of the context). The system
@@ -76,7 +93,14 @@ class Chat(ChatHistory):
         speculation: SpeculativeDecoder | None = None,
         **options: Unpack[OptionArguments],
     ):
-        super().__init__(system_prompt, parse_messages(messages))
+        parsed = parse_messages(messages)
+        if parsed and parsed[0].role == "system":
+            if system_prompt is not None:
+                hint = "system_prompt, or a first message with the role system"
+                raise GenerationError("there are two system prompts", hint)
+            system_prompt, parsed = parsed[0].content, parsed[1:]
+        self.system_prompt = system_prompt
+        self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(parsed))})
         self._options: GenerationOptions
         self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation)
         self.options = lm.generation_options(**{"max_tokens": self.defaults.max_tokens, **options})
@@ -86,7 +110,7 @@ class Chat(ChatHistory):
         self.prompt_tokens = 0  # of the last answer, also while it is generated
         self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
-        self._files = session_files.SessionFiles()
+        self._files = SessionFiles()
         # A weak reference: an answer that nobody reads has ended.
         self._answering: Callable[[], Answer | None] = lambda: None
         self._ended = threading.Event()  # also one that is being dropped
@@ -116,13 +140,43 @@ class Chat(ChatHistory):
             self._branches.drop_ids_unless(lambda turn: False)
 
     @property
+    def system_prompt(self) -> str | None:
+        """The system prompt of the next turns. Setting it raises TokenizerError for lone surrogates."""
+        return self._system_prompt
+
+    @system_prompt.setter
+    def system_prompt(self, text: str | None) -> None:
+        check_unicode(text or "")
+        self._system_prompt = text or None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the current branch, the system prompt first, including dropped ones."""
+        return self._messages(self._branches.current.turns)
+
+    @property
+    def dropped(self) -> int:
+        """How many of the oldest messages of this branch the model no longer sees."""
+        return 2 * self._branches.current.dropped
+
+    @property
+    def branch_name(self) -> str:
+        """The current branch."""
+        return self._branches.name
+
+    @property
+    def branches(self) -> dict[str, int]:
+        """The number of turns in each branch."""
+        return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
+
+    @property
     def kv(self) -> KVOptions:
         """How keys and values are cached."""
         return self._chat_model.engine.kv
 
     @property
     def chat_template(self) -> str:
-        """The template in use: "model", a name in `mlxlm.chat.chat_formats`, "plain", or a file."""
+        """The template in use: "model", "chatml", "llama3", "gemma", "plain", or a file."""
         return self._chat_model.chat_encoder.name
 
     @property
@@ -236,6 +290,34 @@ class Chat(ChatHistory):
             raise GenerationError(f"with {constraint}, an answer can't be continued", "retry")
         return self._ask(shorter, last.question, on_prefill, edited_answer(last.messages[1], text, self.lm.tokenizer))
 
+    def undo(self) -> Turn:
+        """Remove the last message and its answer, and return them.
+
+        If the model then sees no turn at all, dropped turns become visible again.
+
+        Raises:
+            GenerationError: There is no message.
+        """
+        self._end_answer()
+        shorter, last = self._branches.current.pop_turn()
+        self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
+        return last
+
+    def branch(self, name: str) -> None:
+        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
+        self._end_answer()
+        self._branches.fork(name)
+
+    def switch(self, name: str) -> None:
+        """Continue in another branch. Raise GenerationError if it doesn't exist."""
+        self._end_answer()
+        self._branches.switch(name)
+
+    def reset(self) -> None:
+        """Remove the conversation with all its branches, but keep the system prompt."""
+        self._end_answer()
+        self._branches = Branches()
+
     def drop_oldest(self, for_message: str = "") -> int:
         """Drop the oldest turns now, as the policy "drop" does. They stay in `messages` and in session files.
 
@@ -254,11 +336,11 @@ class Chat(ChatHistory):
             conversation, last = conversation.pop_turn()
             for_message = last.question
         shorter, _ = drop_oldest_turns(conversation, self._prompt_with(for_message), self._chat_model.limit)
-        self._set_dropped(shorter.dropped)
+        self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
         return self.dropped - before
 
     def save(self, path: Path | str, *, cache: bool = False) -> None:
-        """Write a session file (see `mlxlm.chat.session_format`) atomically.
+        """Write a session file (see `mlxlm.chat.session_file`) atomically.
 
         An existing file is replaced only if this chat read or wrote it and it hasn't changed since.
 
@@ -271,7 +353,21 @@ class Chat(ChatHistory):
             CheckpointError: The cache can't be written (for caches of another kind); the session file is written.
         """
         self._end_answer()
-        self._files.save(Path(path), self, self._branches, self._chat_model, cache)
+        path, lm = Path(path), self.lm
+        session = Session(
+            model=str(lm.path),
+            weights=fingerprint(lm.model),
+            tokenizer=lm.tokenizer.fingerprint,
+            chat_template=self._chat_model.requested_chat_template,
+            system_prompt=self.system_prompt,
+            context_overflow=self.context_overflow,
+            options=non_default_fields(self.options, self.defaults),
+            kv=self.kv,
+            branches=self._branches,
+        )
+        self._files.write(path, session)
+        if cache:
+            self._chat_model.engine.save_prefix(cache_path(path.resolve()), self.context_ids)
 
     @classmethod
     def open(
@@ -294,16 +390,24 @@ class Chat(ChatHistory):
         Raises:
             GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
         """
-        path, files = Path(path), session_files.SessionFiles()
+        path, files = Path(path), SessionFiles()
         session = files.read(path)
-        settings, notes, same_model = session_files.restore(session, path, lm, chat_template)
+        settings, notes, same_model = restore(session, path, lm, chat_template)
         overrides = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}
         overrides = {name: value for name, value in overrides.items() if value is not None}
         chat = cls(lm, speculation=speculation, **{**settings, **options, **overrides})
         chat._files, chat._branches, chat.notes = files, session.branches, notes
-        if same_model and (problem := session_files.read_cache(path, chat._chat_model.engine)):
-            chat.notes.append(problem)
+        if same_model and (cache := cache_path(path.resolve())).exists():
+            try:
+                chat._chat_model.engine.load_prefix(cache)
+            except MlxlmError as error:
+                problem = f"the conversation is read again, since its cache can't be used: {error.message}"
+                chat.notes.append(one_line(problem))
         return chat
+
+    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
+        system = [Message("system", self._system_prompt)] if self._system_prompt else []
+        return system + [message for turn in turns for message in turn.messages]
 
     def _prompt_with(self, question: str, answer: Message | None = None) -> Callable[[Conversation], list[int]]:
         messages, prompt = self._messages, self._chat_model.prompt
@@ -318,7 +422,7 @@ class Chat(ChatHistory):
         prompt_of, limit = self._prompt_with(question, answer), self._chat_model.limit
         policy, max_tokens = self.context_overflow, self._options.max_tokens
         conversation, prompt = fit_to_context(conversation, prompt_of, limit, policy, max_tokens)
-        self._set_dropped(conversation.dropped)
+        self._branches.current = replace(self._branches.current, dropped=conversation.dropped)
         self.prompt_tokens = len(prompt)
         turn = PendingTurn(conversation, question, answer or self._chat_model.answer_start, prompt)
         cancellation = Cancellation()

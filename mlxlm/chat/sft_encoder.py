@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate, chat_encoder
+from mlxlm.chat.chat_encoder import chat_encoder
+from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate, Placeholders
 from mlxlm.chat.messages import Message
-from mlxlm.chat.placeholders import Placeholders
 from mlxlm.data import CHAT_TEMPLATE, Chunk, Document, check_role
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError

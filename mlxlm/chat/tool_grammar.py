@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import CLOSE, OPEN
-from mlxlm.chat.tool_formats import PYTHON_TAG, ToolFormat
+from mlxlm.chat.tool_calls import PYTHON_TAG, ToolFormat
 from mlxlm.generation.constraint import check_llguidance_schema
 from mlxlm.generation.json_schema import to_llguidance_schema
 from mlxlm.tokenizer import Tokenizer

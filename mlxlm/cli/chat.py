@@ -147,7 +147,7 @@ def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> 
 
 def _model_of(path: Path) -> str:
     """The model that a session file names. Raise GenerationError if it isn't on this machine."""
-    from mlxlm.chat.session_files import SessionFiles
+    from mlxlm.chat.session_file import SessionFiles
     from mlxlm.chat.terminal.session_list import is_model_here
 
     name = SessionFiles().read(path).model

@@ -28,7 +28,7 @@ from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.chat.chat_prompts import MessageEncoder
+    from mlxlm.chat.chat_encoder import MessageEncoder
     from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request
     from mlxlm.generation.speculative import SpeculativeDecoder
 
@@ -176,7 +176,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 
 def _message_encoder(chat_template: str | None, as_chat: bool, lm: LoadedModel) -> MessageEncoder:
-    from mlxlm.chat.chat_prompts import message_encoder
+    from mlxlm.chat.chat_encoder import message_encoder
 
     return message_encoder(lm, chat_template, compile_now=as_chat or chat_template is not None)
 

@@ -15,9 +15,8 @@ from mlxlm.cache import (
     KVCache,
     KVOptions,
     fingerprint,
-    load_prompt_cache,
-    load_prompt_cache_identity,
     make_cache,
+    open_prompt_cache,
     save_prompt_cache,
 )
 from mlxlm.cache.prefix_cache import common_prefix_length
@@ -207,18 +206,18 @@ class Context:
             CheckpointError: For a file that can't be read, or of another model, tokenizer or other cache options. The
                 context stays as it is.
         """
-        identity = load_prompt_cache_identity(path)
+        file = open_prompt_cache(path)
         for name, value in cache_identity(lm, self.kv).items():
-            if identity.get(name) != value:
-                what = f"to hold {identity.get(name)}, not {value}" if name == "cache" else f"with another {name}"
+            if file.identity.get(name) != value:
+                what = f"to hold {file.identity.get(name)}, not {value}" if name == "cache" else f"with another {name}"
                 raise CheckpointError(f"{path} was made {what}", "a new file, or what that one was made with")
         caches = make_cache(self.model, self.kv)
-        ids, _ = load_prompt_cache(path, caches)
-        long_factors = identity.get("long_factors")
+        file.load(caches)
+        long_factors = file.identity.get("long_factors")
         if self.has_long_factors(UNLIMITED) and long_factors not in ("True", "False"):
             problem = f"{path} doesn't say which factors of longrope its keys have"
             raise CheckpointError(problem, "delete the file and create it again")
-        self.set(caches, ids)
+        self.set(caches, file.ids.tolist())
         self.long_factors = long_factors == "True"
         return len(self)
 

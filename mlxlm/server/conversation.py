@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import CLOSE, ReasoningParser
-from mlxlm.chat.tool_formats import ToolFormat
-from mlxlm.chat.tool_parser import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent
+from mlxlm.chat.tool_calls import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
 from mlxlm.generation import GenerationChunk, GenerationOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.server.models import ServedModel

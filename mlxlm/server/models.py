@@ -16,8 +16,7 @@ from typing import Any
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
-from mlxlm.chat.chat_prompts import answer_eos_token_ids
-from mlxlm.chat.chat_template import ChatEncoder, chat_encoder
+from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_encoder
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder

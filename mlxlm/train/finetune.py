@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.chat.chat_formats import CHAT_FORMATS
+from mlxlm.chat.chat_template import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare

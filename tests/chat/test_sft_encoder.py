@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxlm.chat.chat_formats import CHAT_FORMATS
-from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate
 from mlxlm.chat.messages import Message
 from mlxlm.chat.sft_encoder import SFTEncoder
 from mlxlm.data import Document

@@ -16,8 +16,7 @@ from mlxlm.generation.constraint import Grammar
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 from tests.chat.conftest import TEXT
-from tests.chat.test_tool_formats import FORMATS
-from tests.chat.test_tool_parser import parse
+from tests.chat.test_tool_calls import FORMATS, parse
 from tests.chat.tool_templates import tokenizer_for
 
 TOOLS = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm.chat.tool_formats import JSON_FORMAT
+from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.generation import GenerationChunk
 from mlxlm.server.conversation import AnswerParser, reasoning_kwargs
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from mlxlm.backend import bandwidth
-from mlxlm.chat.plain_text import PLAIN
+from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.statistics import memory_bandwidth
 from mlxlm.config import ModelConfig

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.backend.error_text import describe_error
-from mlxlm.chat.context_overflow import ContextFullError, MessageTooLongError
+from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import commands, statistics
 from mlxlm.chat.terminal.autosave import Autosave

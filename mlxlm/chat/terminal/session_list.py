@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlxlm.backend import platform
 from mlxlm.chat.messages import Message
-from mlxlm.chat.session_format import peek_session
+from mlxlm.chat.session_file import peek_session
 from mlxlm.chat.terminal import autosave
 from mlxlm.checkpoint.download import find
 from mlxlm.utils.bounded_reads import open_regular

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from mlxlm.chat.plain_text import PLAIN
+from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.screen import ReasoningDisplay
 from mlxlm.generation import GenerationOptions

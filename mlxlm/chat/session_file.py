@@ -1,4 +1,4 @@
-"""The format of session files: a chat as JSON lines that people can read.
+"""Session files: a chat as JSON lines that people can read, and the key-value cache beside it.
 
 The first line describes the chat: the model by name and fingerprints, system prompt, and settings, including the seed
 of the next answer. Each further line is a message: `role` ("user" or "assistant") and `content`; an answer also has
@@ -10,25 +10,39 @@ its oldest turns the model no longer sees.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from mlxlm.cache import KVOptions
-from mlxlm.chat.branches import MAIN_BRANCH, MAX_BRANCHES, Branches, Conversation, Turn, check_branch_name
-from mlxlm.chat.context_overflow import ContextOverflow, check_context_overflow
+from mlxlm.cache import KVOptions, fingerprint
+from mlxlm.chat.answer import decodes_to
+from mlxlm.chat.chat_template import NAMES
+from mlxlm.chat.history import (
+    MAIN_BRANCH,
+    MAX_BRANCHES,
+    Branches,
+    ContextOverflow,
+    Conversation,
+    Turn,
+    check_branch_name,
+    check_context_overflow,
+)
 from mlxlm.chat.messages import Message
-from mlxlm.generation import FinishReason, GenerationOptions
+from mlxlm.generation import FinishReason, GenerationOptions, LoadedModel
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.bounded_reads import read_bytes
+from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
+from mlxlm.utils.files import atomic_new_file, write_bytes
 from mlxlm.utils.json_files import json_line, parse_json, parse_json_object
 
 VERSION = 1
 _VERSION_KEY = "mlxlm_chat"
 _LINE_HINT = "the line of an answer, or 1"
 _MAX_ID = 2**31
+_MAX_BYTES = 32 << 20  # a chat of a million tokens takes 10 MB
 
 
 @dataclass(frozen=True)
@@ -263,3 +277,80 @@ class _JsonLine:
 
 def _describe(value: Any) -> str:
     return "missing" if value is None else f"{value!r}"[:40]
+
+
+def cache_path(path: Path) -> Path:
+    """Return the path of the cache beside a session file."""
+    return path.with_name(path.name + ".cache.safetensors")
+
+
+class SessionFiles:
+    """The session files that a chat has read or written. It may replace them as long as nothing else changed them."""
+
+    def __init__(self) -> None:
+        self._digests: dict[Path, bytes] = {}
+
+    def read(self, path: Path) -> Session:
+        """Read a session file. Raise GenerationError, naming path and line, if it is not one."""
+        content = read_bytes(path, _MAX_BYTES, GenerationError)
+        session = decode_session(content, path)
+        self._digests[path.resolve()] = _digest(content)
+        return session
+
+    def write(self, path: Path, session: Session) -> None:
+        """Write a session file atomically. Raise GenerationError if it can't be written or replaced."""
+        content = encode_session(session)
+        if len(content) > _MAX_BYTES:
+            problem = f"this chat has {len(content)} bytes, more than the {_MAX_BYTES} of a session file"
+            raise GenerationError(problem, "a new chat")
+        target = path.resolve()
+        if target in self._digests and target.exists():
+            if _digest(read_bytes(target, _MAX_BYTES, GenerationError)) != self._digests[target]:
+                raise GenerationError(f"{path} was changed by another program", "another name for this chat")
+            write_bytes(target, content, GenerationError)
+        else:
+            with atomic_new_file(path, GenerationError, "another name for this chat") as file:
+                file.write(content)
+        self._digests[target] = _digest(content)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def restore(
+    session: Session, path: Path, lm: LoadedModel, chat_template: str | None
+) -> tuple[dict[str, Any], list[str], bool]:
+    """Decide what of a session `lm` can use.
+
+    Another model takes the text and the options, with its own template and cache. Token ids count if the tokenizer is
+    the same and they decode to the text. A template file named in the session is not read: a session file from
+    elsewhere could name any file.
+
+    Args:
+        session: The content of the file.
+        path: The file, for notes.
+        lm: The model that continues the chat.
+        chat_template: The template that the caller asks for, if any.
+
+    Returns:
+        Arguments of `Chat`, notes for the user, and whether the file was written with this model. Token ids that don't
+        count are dropped from the session.
+    """
+    notes, options = [], dict(session.options)
+    same_tokenizer = session.tokenizer == lm.tokenizer.fingerprint
+    session.branches.drop_ids_unless(lambda turn: same_tokenizer and decodes_to(lm.tokenizer, turn.ids, turn.answer))
+    if not same_tokenizer:
+        options.pop("logit_bias", None)
+    settings: dict[str, Any] = {"system_prompt": session.system_prompt, "context_overflow": session.context_overflow}
+    same_model = same_tokenizer and session.weights == fingerprint(lm.model)
+    if same_model:
+        settings["kv"] = session.kv
+        settings["chat_template"] = session.chat_template if session.chat_template in NAMES else None
+        if chat_template is None and session.chat_template not in (None, *NAMES):
+            notes.append(
+                f"{path} used the chat template {session.chat_template}; files are used only with --chat-template"
+            )
+    else:
+        notes.append(f"{path} is a chat with another model, {session.model}: this model reads it again, as text")
+    return settings | options, [one_line(note) for note in notes], same_model

@@ -12,7 +12,7 @@ from mlxlm import tokenizer
 from mlxlm.cache import KVOptions
 from mlxlm.chat.answer import decodes_to, edited_answer
 from mlxlm.chat.chat_template import ChatTemplate
-from mlxlm.chat.context_overflow import ContextFullError
+from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import generate

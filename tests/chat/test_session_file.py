@@ -13,7 +13,7 @@ from mlxlm import tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.session import Chat
-from mlxlm.chat.session_files import cache_path
+from mlxlm.chat.session_file import cache_path
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.chat.test_session import GREEDY, read, remade, say, small
 
@@ -68,6 +68,7 @@ def test_session_files_are_readable(lm, file):
     assert "höflich" in file.read_text() and "世界" in file.read_text()
     assert header["mlxlm_chat"] == 1 and header["system_prompt"] == "Sei höflich."
     assert header["options"] == {"temperature": 1.0, "max_tokens": 8, "seed": 6}  # of the next answer
+    assert header["chat_template"] is None  # as requested: another model opens it with its own
     assert header["tokenizer"] == lm.tokenizer.fingerprint and "branches" not in header
     assert question == {"role": "user", "content": "Grüße 世界\nund mehr"}
     assert (line["role"], line["content"], line["seed"], line["finish_reason"]) == ("assistant", answer, 5, "length")

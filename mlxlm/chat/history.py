@@ -1,15 +1,18 @@
-"""The history of a chat: turns, conversations, and branches."""
+"""The history of a chat: its turns and branches, and which turns are dropped when the context overflows."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from mlxlm.chat.messages import Message
 from mlxlm.generation import FinishReason
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError
 
+ContextOverflow = Literal["stop", "drop"]
 MAIN_BRANCH = "main"
 MAX_BRANCHES = 100  # each can become a conversation of its own when a session file is read
 _MAX_NAME_LENGTH = 40  # characters
@@ -141,85 +144,85 @@ def check_branch_name(name: str) -> None:
         raise GenerationError(f"{name!r} is not a valid branch name", hint)
 
 
-class ChatHistory:
-    """The messages of a chat: its system prompt and its branches.
+class ContextFullError(GenerationError):
+    """The model's context has no room for a message and an answer."""
 
-    Every method that changes them first ends an answer that is still being generated; the text so far stays.
+
+class MessageTooLongError(ContextFullError):
+    """The message doesn't fit even without earlier turns: dropping turns can't help."""
+
+
+def check_context_overflow(policy: str) -> ContextOverflow:
+    """Return `policy`. Raise GenerationError if it is not a policy."""
+    if policy not in get_args(ContextOverflow):
+        raise GenerationError(f"context_overflow is {policy!r}", " or ".join(get_args(ContextOverflow)))
+    return "drop" if policy == "drop" else "stop"
+
+
+def fit_to_context(
+    conversation: Conversation,
+    prompt_of: Callable[[Conversation], list[int]],
+    size: int,
+    policy: ContextOverflow,
+    max_tokens: int | None,
+) -> tuple[Conversation, list[int]]:
+    """Make room for an answer, if the policy allows it.
+
+    Args:
+        conversation: The turns before the new message.
+        prompt_of: Returns the token ids of a conversation with the new message.
+        size: Tokens of the model's context.
+        policy: "drop" reserves `max_tokens` for the answer, but at most a quarter of the context.
+        max_tokens: Length limit of the answer.
+
+    Returns:
+        The conversation, possibly shortened, and its prompt.
+
+    Raises:
+        ContextFullError: The prompt doesn't fit and the policy is "stop".
+        MessageTooLongError: The message doesn't fit by itself.
     """
+    prompt = prompt_of(conversation)
+    reserved = min(size // 4, size if max_tokens is None else max_tokens)
+    if policy == "drop" and size - len(prompt) < reserved:
+        return drop_oldest_turns(conversation, prompt_of, size)
+    if len(prompt) >= size:
+        _check_message_fits(conversation, prompt_of, size)
+        raise ContextFullError(
+            f"the conversation would have {len(prompt)} tokens, and the model's context has {size}",
+            "fewer turns (undo, reset, or drop the oldest)",
+        )
+    return conversation, prompt
 
-    def __init__(self, system_prompt: str | None, messages: Sequence[Message] = ()):
-        if messages and messages[0].role == "system":
-            if system_prompt is not None:
-                hint = "system_prompt, or a first message with the role system"
-                raise GenerationError("there are two system prompts", hint)
-            system_prompt, messages = messages[0].content, messages[1:]
-        self.system_prompt = system_prompt
-        self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(messages))})
 
-    @property
-    def system_prompt(self) -> str | None:
-        """The system prompt of the next turns. Setting it raises TokenizerError for lone surrogates."""
-        return self._system_prompt
+def drop_oldest_turns(
+    conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int
+) -> tuple[Conversation, list[int]]:
+    """Drop the oldest turns until the prompt has at most `size // 2` tokens, or no turn is left.
 
-    @system_prompt.setter
-    def system_prompt(self, text: str | None) -> None:
-        check_unicode(text or "")
-        self._system_prompt = text or None
+    The remaining turns are read again, as their positions behind the system message change. Keeping half of the context
+    reads each token about twice; keeping three quarters would read it four times.
 
-    @property
-    def messages(self) -> list[Message]:
-        """The messages of the current branch, the system prompt first, including dropped ones."""
-        return self._messages(self._branches.current.turns)
+    Returns:
+        The shortened conversation and its prompt.
 
-    @property
-    def dropped(self) -> int:
-        """How many of the oldest messages of this branch the model no longer sees."""
-        return 2 * self._branches.current.dropped
+    Raises:
+        MessageTooLongError: The message doesn't fit by itself.
+    """
+    _check_message_fits(conversation, prompt_of, size)
+    counts = range(len(conversation.visible_turns) + 1)
 
-    @property
-    def branch_name(self) -> str:
-        """The current branch."""
-        return self._branches.name
+    def fits(n: int) -> bool:  # fewer turns are fewer tokens
+        return n == counts[-1] or len(prompt_of(conversation.without_oldest(n))) <= size // 2
 
-    @property
-    def branches(self) -> dict[str, int]:
-        """The number of turns in each branch."""
-        return {name: len(conversation.turns) for name, conversation in self._branches.all.items()}
+    shorter = conversation.without_oldest(bisect_left(counts, True, key=fits))
+    return shorter, prompt_of(shorter)
 
-    def undo(self) -> Turn:
-        """Remove the last message and its answer, and return them.
 
-        If the model then sees no turn at all, dropped turns become visible again.
-
-        Raises:
-            GenerationError: There is no message.
-        """
-        self._end_answer()
-        shorter, last = self._branches.current.pop_turn()
-        self._branches.current = shorter if shorter.visible_turns else Conversation(shorter.turns)
-        return last
-
-    def branch(self, name: str) -> None:
-        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
-        self._end_answer()
-        self._branches.fork(name)
-
-    def switch(self, name: str) -> None:
-        """Continue in another branch. Raise GenerationError if it doesn't exist."""
-        self._end_answer()
-        self._branches.switch(name)
-
-    def reset(self) -> None:
-        """Remove the conversation with all its branches, but keep the system prompt."""
-        self._end_answer()
-        self._branches = Branches()
-
-    def _end_answer(self) -> None:
-        """End an answer that is being generated."""
-
-    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
-        system = [Message("system", self._system_prompt)] if self._system_prompt else []
-        return system + [message for turn in turns for message in turn.messages]
-
-    def _set_dropped(self, dropped: int) -> None:
-        self._branches.current = replace(self._branches.current, dropped=dropped)
+def _check_message_fits(conversation: Conversation, prompt_of: Callable[[Conversation], list[int]], size: int) -> None:
+    alone = len(prompt_of(conversation.without_oldest(len(conversation.visible_turns))))
+    if alone >= size:
+        raise MessageTooLongError(
+            f"the message alone takes {alone} tokens, and the model's context has {size}",
+            f"at least {alone - size + 1} tokens less of message and system prompt, or a model with a larger context",
+        )
