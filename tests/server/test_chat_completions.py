@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
-from mlxlm.server.texts import sample_requests
+from mlxlm.server.text import sample_requests
 from tests.server.conftest import HELLO, events
 
 

@@ -13,7 +13,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.generation.kv_memory import KVMemory
-from mlxlm.server import request_body
+from mlxlm.server import schemas
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings, ServedModel
@@ -68,7 +68,7 @@ def test_lone_surrogates(client, path):
 
 
 def test_large_body(client, monkeypatch):
-    monkeypatch.setattr(request_body, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(schemas, "MAX_BODY_BYTES", 1000)
     check_error(client.post("/tokenize", json={"prompt": "x" * 2000}), 413)
 
     def parts():
@@ -97,8 +97,7 @@ def test_a_prompt_longer_than_the_context(client, path, field, value, stream):
 
 @pytest.mark.parametrize("path", [path for path in POSTS if path != "/detokenize"])
 def test_only_the_beginning_of_a_huge_prompt_is_encoded(client, path, monkeypatch):
-    for module in ("tokens", "messages"):
-        monkeypatch.setattr(f"mlxlm.server.{module}.MAX_COUNTED", CONTEXT)
+    monkeypatch.setattr("mlxlm.server.models.MAX_COUNTED", CONTEXT)
     sizes, original = [], Tokenizer._encode
 
     def encode(tokenizer, texts, *args, **options):
@@ -165,7 +164,7 @@ def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatc
     def fail(*_args, **_options):
         raise ZeroDivisionError("/secret/path")
 
-    monkeypatch.setattr("mlxlm.server.completions.sample_requests", fail)
+    monkeypatch.setattr("mlxlm.server.endpoints.completions.sample_requests", fail)
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.headers["x-request-id"] in check_error(response, 500)["message"]
     assert "secret" not in response.text

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from mlxlm.server.tool_use import ToolUse
+from mlxlm.server.conversation import ToolUse
 
 MODELS = """
 - model_id: local

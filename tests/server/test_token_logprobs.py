@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
-from mlxlm.server.token_logprobs import LogprobBuffer, chat_logprobs
+from mlxlm.server.text import LogprobBuffer, describe_logprobs
 from tests.server.conftest import events
 
 
@@ -45,7 +45,7 @@ def test_the_end_token_is_left_out():
 def test_special_tokens_have_their_name_and_no_infinity(lm):
     eos = lm.tokenizer.eos_token_id
     entry = TokenLogprobs(20, -math.inf, (TokenLogprob(eos, -1.5, b""),), b"a")
-    [described] = chat_logprobs([entry], lm.tokenizer)["content"]
+    [described] = describe_logprobs([entry], lm.tokenizer)
     assert described["logprob"] == -9999.0 and described["bytes"] == [97]
     [top] = described["top_logprobs"]
     assert top["token"] == lm.tokenizer.special_token_names["eos"] and top["bytes"] == []
