@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxlm.generation import score
-from tests.server.conftest import CONTEXT, events
+from tests.server.apis import events
+from tests.server.conftest import CONTEXT
 
 
 @pytest.fixture

@@ -21,8 +21,17 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 from tests.server.conftest import CONTEXT, HELLO
 
-POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
-POSTS += ["/v1/embeddings", "/tokenize", "/detokenize"]
+VALID = {
+    "/v1/chat/completions": {**HELLO, "max_tokens": 1},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {**HELLO, "max_tokens": 1},
+    "/v1/messages/count_tokens": HELLO,
+    "/v1/embeddings": {"input": "a"},
+    "/tokenize": HELLO,
+    "/detokenize": {"tokens": [8, 9]},
+}
+POSTS = list(VALID)
 MALFORMED = {
     "empty": b"",
     "cut": b"{",
@@ -47,6 +56,12 @@ def check_error(response, status):
         assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
     return body["error"]
+
+
+def test_every_endpoint_is_in_these_tests(client):
+    paths = {route.path for route in client.app.routes if "POST" in route.methods}
+    assert {path.removeprefix("/v1") for path in VALID} == {path.removeprefix("/v1") for path in paths}
+    assert {path for path in paths if path.startswith("/v1")} == {f"/v1{path}" for path in paths if path[:3] != "/v1"}
 
 
 def test_unknown_endpoint_and_method(client):
@@ -190,7 +205,7 @@ PLAUSIBLE = st.sampled_from(
     (0, 1, 2, -1, 10**400, 0.5, 1e308, True, False, None, "", "a", "\ufdd0", [], ["a"], {}, {"type": "object"})
     + ({"5": 1}, {"type": "json_object"}, {"include_usage": True}, [{"type": "text", "text": "a"}])
 )
-OPTIONS = [
+FIELDS = [
     "temperature",
     "top_p",
     "top_k",
@@ -200,8 +215,6 @@ OPTIONS = [
     "presence_penalty",
     "xtc_probability",
     "regex",
-]
-OPTIONS += [
     "json_schema",
     "choice",
     "dry_multiplier",
@@ -210,9 +223,14 @@ OPTIONS += [
     "best_of",
     "logprobs",
     "top_logprobs",
-]
-FORMS = ["stream", "stream_options", "response_format", "modalities", "echo", "model", "user", "chat_template_kwargs"]
-INPUTS = [
+    "stream",
+    "stream_options",
+    "response_format",
+    "modalities",
+    "echo",
+    "model",
+    "user",
+    "chat_template_kwargs",
     "prompt",
     "messages",
     "tokens",
@@ -223,7 +241,6 @@ INPUTS = [
     "tool_choice",
     "parallel_tool_calls",
 ]
-FIELDS = [*OPTIONS, *FORMS, *INPUTS]
 MESSAGE = st.dictionaries(
     st.sampled_from(["content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"]),
     PLAUSIBLE | VALUES,
@@ -236,16 +253,6 @@ ITEM = st.fixed_dictionaries(
         ["role", "content", "call_id", "name", "arguments", "output", "summary"], PLAUSIBLE | VALUES
     ),
 )
-VALID = {
-    "/v1/chat/completions": {**HELLO, "max_tokens": 1},
-    "/v1/completions": {"prompt": "a", "max_tokens": 1},
-    "/v1/responses": {"input": "a", "max_output_tokens": 1},
-    "/v1/messages": {**HELLO, "max_tokens": 1},
-    "/v1/messages/count_tokens": HELLO,
-    "/v1/embeddings": {"input": "a"},
-    "/tokenize": HELLO,
-    "/detokenize": {"tokens": [8, 9]},
-}
 
 
 @pytest.mark.parametrize("path", POSTS)

@@ -22,7 +22,8 @@ from mlxlm.server import run, schemas
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
-from tests.server.conftest import HELLO, events, running, wait_until
+from tests.server.apis import events
+from tests.server.conftest import HELLO, running, wait_until
 
 LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
 
