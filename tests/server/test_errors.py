@@ -15,6 +15,12 @@ from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.server import schemas
 from mlxlm.server.app import make_app
+from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest
+from mlxlm.server.endpoints.completions import CompletionRequest
+from mlxlm.server.endpoints.embeddings import EmbeddingRequest
+from mlxlm.server.endpoints.messages import MessagesRequest
+from mlxlm.server.endpoints.responses import ResponseRequest
+from mlxlm.server.endpoints.tokens import TokenizeRequest
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from mlxlm.tokenizer import Tokenizer
@@ -205,42 +211,9 @@ PLAUSIBLE = st.sampled_from(
     (0, 1, 2, -1, 10**400, 0.5, 1e308, True, False, None, "", "a", "\ufdd0", [], ["a"], {}, {"type": "object"})
     + ({"5": 1}, {"type": "json_object"}, {"include_usage": True}, [{"type": "text", "text": "a"}])
 )
-FIELDS = [
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "logit_bias",
-    "presence_penalty",
-    "xtc_probability",
-    "regex",
-    "json_schema",
-    "choice",
-    "dry_multiplier",
-    "max_completion_tokens",
-    "n",
-    "best_of",
-    "logprobs",
-    "top_logprobs",
-    "stream",
-    "stream_options",
-    "response_format",
-    "modalities",
-    "echo",
-    "model",
-    "user",
-    "chat_template_kwargs",
-    "prompt",
-    "messages",
-    "tokens",
-    "input",
-    "instructions",
-    "system",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-]
+BODIES = (ChatCompletionRequest, CompletionRequest, ResponseRequest, MessagesRequest, EmbeddingRequest, TokenizeRequest)
+LIMITS = {"max_tokens", "max_output_tokens"}  # without them a text is long
+FIELDS = sorted({name for body in BODIES for name in body.model_fields} - LIMITS) + ["nothing"]
 MESSAGE = st.dictionaries(
     st.sampled_from(["content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"]),
     PLAUSIBLE | VALUES,
