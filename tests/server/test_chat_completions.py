@@ -58,7 +58,9 @@ def test_samples_differ_and_depend_on_the_seed(chat):
     assert [choice["message"]["content"] for choice in chat(**fields)["choices"]] == texts
     streamed = chat(stream=True, **fields)
     assert [text_of(streamed, index=n) for n in range(3)] == texts
-    assert chat(**fields)["usage"]["completion_tokens"] == 60
+    usage, alone = chat(**fields)["usage"], chat()["usage"]
+    assert usage["completion_tokens"] == 60 and usage["prompt_tokens"] == alone["prompt_tokens"]  # of all samples
+    assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
 
 
 @pytest.mark.parametrize(("options", "n", "wanted"), [({}, 1, False), ({"seed": 7}, 1, True), ({"seed": 7}, 2, False)])

@@ -14,6 +14,8 @@ from mlxlm.generation import GenerationChunk, GenerationOptions, Request
 from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.server.conversation import reasoning_kwargs
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, _ChatCompletion
+from mlxlm.server.endpoints.messages import _Message
+from mlxlm.server.endpoints.responses import ResponseRequest, _Response
 from mlxlm.server.text import LogprobBuffer, Text, describe_logprobs
 from tests.server.conftest import HELLO
 
@@ -62,6 +64,19 @@ def test_calls_in_one_chunk_have_their_own_index():
         event["choices"][0]["delta"] for event in reply.push(text, text.push(GenerationChunk(CALL + CALL, 9, "eos")))
     ]
     assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 0, 1, 1]
+
+
+def test_parts_begin_and_end_in_turn():
+    model = SimpleNamespace(name="tiny", lm=SimpleNamespace(tokenizer=None))
+    text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)
+    pieces = text.push(GenerationChunk(f"<think>why</think>\n\nBecause.\n{CALL}", 9, "eos"))
+    found = [
+        (e["type"].removeprefix("content_block_"), e["index"]) for e in _Message(model, [text], []).push(text, pieces)
+    ]
+    assert found == [(kind, index) for index in range(3) for kind in ("start", "delta", "stop")]
+    events = list(_Response(model, [text], ResponseRequest(input="a")).push(text, pieces))
+    found = [(e["type"].rpartition(".")[2], e["output_index"]) for e in events if "output_item" in e["type"]]
+    assert found == [(kind, index) for index in range(3) for kind in ("added", "done")]
 
 
 def test_hints_for_the_template():
