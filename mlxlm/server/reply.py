@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.generation.logprobs import TokenLogprobs
-from mlxlm.server.errors import invalid, stopping, to_api_error
+from mlxlm.server.errors import ApiError, invalid, stopping, to_api_error
 from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import ChoicesRequest
@@ -77,13 +77,13 @@ class Reply(ABC):
     def complete(self) -> dict[str, Any]:
         """Return the JSON object of a request that isn't streamed."""
 
-    @abstractmethod
+    def fail(self, error: ApiError, path: str) -> Event:
+        """Return the event of an error after the first event, in the endpoint `path`."""
+        return error.body(path)
+
     def encode(self, event: Event) -> bytes:
         """Encode an event for the stream."""
-
-    @abstractmethod
-    def encode_error(self, error: Exception) -> bytes:
-        """Encode the event for an error after the first event."""
+        return data_event(event, event.get("type"))
 
 
 class ChoicesReply(Reply):
@@ -135,22 +135,14 @@ class ChoicesReply(Reply):
 
     def finish(self) -> list[Event]:
         """Return the usage, if the request asks for it."""
-        return [{"choices": [], **self._statistics()}] if self.body.include_usage else []
+        return [{**self._head, "choices": [], **self._statistics()}] if self.body.include_usage else []
 
     def complete(self) -> dict[str, Any]:
         """Return the response."""
         return {**self._head, "choices": [self.complete_choice(text) for text in self.texts], **self._statistics()}
 
-    def encode(self, event: Event) -> bytes:
-        """Encode an event."""
-        return data_event(self._head | event)
-
-    def encode_error(self, error: Exception) -> bytes:
-        """Encode an error."""
-        return data_event(to_api_error(error).body())
-
     def _event(self, choice: dict[str, Any]) -> Event:
-        return {"choices": [choice], **({"usage": None} if self.body.include_usage else {})}
+        return {**self._head, "choices": [choice], **({"usage": None} if self.body.include_usage else {})}
 
     def _statistics(self) -> dict[str, Any]:
         """The usage, and the timings of a single text. The prompt of several samples counts once."""
@@ -165,9 +157,6 @@ class ChoicesReply(Reply):
             "completion_tokens_details": {"reasoning_tokens": sum(text.reasoning_tokens for text in self.texts)},
         }
         return {"usage": usage, "timings": _timings(results[0])} if len(results) == 1 else {"usage": usage}
-
-
-MakeReply = Callable[[ServedModel], Awaitable[Reply]]
 
 
 def _timings(result: GenerationResult) -> dict[str, Any]:
@@ -185,6 +174,9 @@ def _timings(result: GenerationResult) -> dict[str, Any]:
     }
 
 
+MakeReply = Callable[[ServedModel], Awaitable[Reply]]
+
+
 async def respond(request: Request, name: str | None, stream: bool | None, make_reply: MakeReply) -> Response:
     """Load a model, generate the texts of the reply that `make_reply` makes for it, and send the reply.
 
@@ -197,7 +189,7 @@ async def respond(request: Request, name: str | None, stream: bool | None, make_
     replying = _replying(request, name, make_reply)
     if not stream:
         return await json_response(request, _complete(replying, request.app.state.metrics))
-    events = _stream(replying, request.app.state.metrics)
+    events = _stream(replying, request.app.state.metrics, request.url.path)
     try:
         first = await _while_connected(request, _first(events))
     except BaseException:
@@ -249,7 +241,7 @@ async def _complete(replying: AbstractAsyncContextManager[Reply], metrics: Metri
         return reply.complete()
 
 
-async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics) -> AsyncGenerator[bytes]:
+async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics, path: str) -> AsyncGenerator[bytes]:
     async with replying as reply:
         started = False
         try:
@@ -271,7 +263,7 @@ async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics
         except Exception as error:
             if not started:
                 raise
-            yield reply.encode_error(error)
+            yield reply.encode(reply.fail(to_api_error(error), path))
 
 
 def _progress(texts: Sequence[Text]) -> bytes:

@@ -11,7 +11,9 @@ from starlette.testclient import TestClient
 
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
-from tests.server.apis import PATHS, ask
+from mlxlm.server.text import Text
+from mlxlm.utils.errors import GenerationError
+from tests.server.apis import PATHS, ask, body_for, events
 from tests.server.test_tools import NOTHING, WEATHER, check_arguments
 
 CONVERSATIONS = [api for api in PATHS if api != "completions"]
@@ -61,6 +63,27 @@ def test_logprobs_add_up_to_the_text(client, api, stream, stop):
     for entry in answer.logprobs:
         assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_an_error_after_the_first_event_has_the_form_of_the_api(client, api, monkeypatch):
+    push = Text.push
+
+    def failing(text, chunk):
+        if text.parts:
+            raise GenerationError("the sky is falling", "an umbrella")
+        return push(text, chunk)
+
+    monkeypatch.setattr(Text, "push", failing)
+    response = client.post(PATHS[api], json={**body_for(api), "stream": True})
+    *_, last = events(response.text)
+    message = "the sky is falling (try: an umbrella)"
+    if api == "responses":
+        assert last["response"]["status"] == "failed" and last["type"] == "response.failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": message}
+    else:
+        assert last["error"]["message"] == message and last["error"]["type"] == "invalid_request_error"
+        assert ("event: error\n" in response.text) == (api == "messages") == (last.get("type") == "error")
 
 
 @pytest.fixture(scope="module")

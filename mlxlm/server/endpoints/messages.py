@@ -16,9 +16,9 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
 from mlxlm.server.conversation import Conversation, ToolUse, named_tool, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid, to_api_error
+from mlxlm.server.errors import invalid
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, data_event, new_id, respond
+from mlxlm.server.reply import Event, Reply, new_id, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -31,8 +31,6 @@ from mlxlm.server.schemas import (
 )
 from mlxlm.server.text import Part, Piece, Text
 from mlxlm.tokenizer import Tokenizer
-
-_PATH = "/v1/messages"
 
 
 class Block(Fields):
@@ -273,12 +271,6 @@ class _Message(Reply):
                 "output_tokens": len(result.tokens),
             },
         }
-
-    def encode(self, event: Event) -> bytes:
-        return data_event(event, event["type"])
-
-    def encode_error(self, error: Exception) -> bytes:
-        return self.encode(to_api_error(error).body(_PATH))
 
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -15,9 +15,9 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid, to_api_error
+from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, data_event, new_id, respond
+from mlxlm.server.reply import Event, Reply, new_id, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -245,11 +245,11 @@ class _Response(Reply):
 
     def encode(self, event: Event) -> bytes:
         self._sequence_number += 1
-        return data_event({**event, "sequence_number": self._sequence_number - 1}, event["type"])
+        return super().encode({**event, "sequence_number": self._sequence_number - 1})
 
-    def encode_error(self, error: Exception) -> bytes:
-        failed = {"code": "server_error", "message": to_api_error(error).message}
-        return self.encode({"type": "response.failed", "response": {**self._fields("failed"), "error": failed}})
+    def fail(self, error: ApiError, path: str) -> Event:
+        failed = {"code": "server_error", "message": error.message}
+        return {"type": "response.failed", "response": {**self._fields("failed"), "error": failed}}
 
     @property
     def _status(self) -> str:
