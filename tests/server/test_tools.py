@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.server.apis import events
@@ -106,7 +104,6 @@ def test_responses(client):
     body |= {"tool_choice": {"type": "function", "name": "get_weather"}, "parallel_tool_calls": False}
     answer = client.post("/v1/responses", json=body).json()
     [made] = answer["output"]
-    check_arguments(json.loads(made["arguments"]))
     assert made["type"] == "function_call" and made["name"] == "get_weather" and answer["status"] == "completed"
     stream = events(client.post("/v1/responses", json={**body, "stream": True}).text)
     assert [event["type"] for event in stream if not event["type"].endswith("delta")] == [
@@ -117,35 +114,7 @@ def test_responses(client):
         "response.output_item.done",
         "response.completed",
     ]
-    deltas = "".join(event["delta"] for event in stream if event["type"].endswith("delta"))
-    assert deltas == made["arguments"] == stream[-1]["response"]["output"][0]["arguments"]
     output = {"type": "function_call_output", "call_id": made["call_id"], "output": "Rain"}
     items = [{"role": "user", "content": "Hello!"}, made, output]
     again = client.post("/v1/responses", json={"input": items, "max_output_tokens": 5, "tools": body["tools"]})
     assert again.status_code == 200, again.text
-
-
-def test_messages(client):
-    tool = {"name": "get_weather", "description": "d", "input_schema": PARAMETERS}
-    body = {"max_tokens": 400, "messages": HELLO["messages"], "tools": [tool], "temperature": 1.0, "seed": 1}
-    body |= {"tool_choice": {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}}
-    answer = client.post("/v1/messages", json=body).json()
-    [made] = answer["content"]
-    assert made["type"] == "tool_use" and answer["stop_reason"] == "tool_use"
-    check_arguments(made["input"])
-    stream = events(client.post("/v1/messages", json={**body, "stream": True}).text)
-    text = "".join(event["delta"]["partial_json"] for event in stream if event["type"] == "content_block_delta")
-    assert json.loads(text) == made["input"] and stream[-2]["delta"]["stop_reason"] == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": made["id"], "content": [{"type": "text", "text": "Rain"}]}
-    turns = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
-    again = client.post("/v1/messages", json={**body, "messages": [*body["messages"], *turns], "tool_choice": None})
-    assert again.status_code == 200, again.text
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_errors_of_the_other_apis(client, path):
-    response = client.post(path, json={"messages": [], "input": []})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert ("param" in error) == (path == "/v1/responses")
