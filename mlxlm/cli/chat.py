@@ -80,10 +80,9 @@ def chat(
     _check_flags(flags, prompt is not None, interactive)
     reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
     from mlxlm.chat.terminal import autosave
-    from mlxlm.chat.terminal.first_screen import first_screen
+    from mlxlm.chat.terminal.about import first_screen, memory_bandwidth
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
-    from mlxlm.chat.terminal.statistics import memory_bandwidth
 
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
@@ -148,7 +147,7 @@ def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> 
 def _model_of(path: Path) -> str:
     """The model that a session file names. Raise GenerationError if it isn't on this machine."""
     from mlxlm.chat.session_file import SessionFiles
-    from mlxlm.chat.terminal.session_list import is_model_here
+    from mlxlm.chat.terminal.autosave import is_model_here
 
     name = SessionFiles().read(path).model
     if not is_model_here(name):

@@ -162,8 +162,8 @@ def _print_scores(lm: LoadedModel) -> None:
 
 
 def _chat(lm: LoadedModel) -> None:
+    from mlxlm.chat.terminal.about import first_screen
     from mlxlm.chat.terminal.autosave import Autosave
-    from mlxlm.chat.terminal.first_screen import first_screen
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
 

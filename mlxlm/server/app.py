@@ -1,9 +1,11 @@
-"""The application: endpoints and middleware."""
+"""The application: endpoints, middleware, and the files of the chat page."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,41 +17,62 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlxlm.server.chat_completions import chat_completions
-from mlxlm.server.completions import completions
-from mlxlm.server.embeddings import embeddings
+from mlxlm.server.endpoints import find_routes, routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
-from mlxlm.server.messages import count_tokens, messages
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
-from mlxlm.server.page import page_routes
-from mlxlm.server.responses import responses
 from mlxlm.server.security import AccessMiddleware, AccessRules
-from mlxlm.server.state import ServerState
-from mlxlm.server.tokens import detokenize, tokenize
+
+PAGE_FOLDER = Path(__file__).parent / "page"
+
+# The page shows what a model has written. If something gets past the sanitizer, it can't run or load anything.
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
+    )
+)
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # cached, but revalidated by ETag: a page must not mix files of two versions
+}
+_MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".md": "text/markdown",
+    ".mjs": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
 
 
 def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
     rules = rules or AccessRules()
-    routes = [
-        *_both("/chat/completions", chat_completions, "POST"),
-        *_both("/completions", completions, "POST"),
-        *_both("/responses", responses, "POST"),
-        *_both("/messages", messages, "POST"),
-        *_both("/messages/count_tokens", count_tokens, "POST"),
-        *_both("/embeddings", embeddings, "POST"),
-        *_both("/models", list_models, "GET"),
-        *_both("/models/{id:path}", get_model, "GET"),
-        *_both("/tokenize", tokenize, "POST"),
-        *_both("/detokenize", detokenize, "POST"),
+    all_routes = [
+        *find_routes(),
+        *routes("/models", list_models, "GET"),
+        *routes("/models/{id:path}", get_model, "GET"),
         Route("/health", health),
         Route("/metrics", render_metrics),
         *page_routes(),
     ]
     metrics = Metrics(models)
     middleware = [
-        Middleware(RequestCounter, metrics, [route.path for route in routes]),
+        Middleware(RequestCounter, metrics, [route.path for route in all_routes]),
         Middleware(ErrorMiddleware),
         Middleware(AccessMiddleware, rules),
     ]
@@ -68,27 +91,22 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         await models.close()
 
     app = Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
+        routes=all_routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
     )
     app.router.redirect_slashes = False
-    app.state.server = ServerState(models, metrics)
+    app.state.models, app.state.metrics = models, metrics
     return app
-
-
-def _both(path: str, endpoint: Any, method: str) -> list[Route]:
-    """The routes of an endpoint, with and without the prefix /v1."""
-    return [Route(prefix + path, endpoint, methods=[method]) for prefix in ("/v1", "")]
 
 
 async def list_models(request: Request) -> JSONResponse:
     """List the models that requests can name."""
-    models: Models = request.app.state.server.models
+    models: Models = request.app.state.models
     return JSONResponse({"object": "list", "data": [_describe(models, name) for name in models.names]})
 
 
 async def get_model(request: Request) -> JSONResponse:
     """Describe one model."""
-    models: Models = request.app.state.server.models
+    models: Models = request.app.state.models
     return JSONResponse(_describe(models, models.find(request.path_params["id"])))
 
 
@@ -106,4 +124,24 @@ async def health(_request: Request) -> JSONResponse:
 
 async def render_metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    return Response(request.app.state.server.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def page_routes() -> list[Route]:
+    """The routes of the chat page: `/`, and `/page/...` for its other files."""
+    files = sorted(path for path in PAGE_FOLDER.rglob("*") if path.suffix in _MEDIA_TYPES)
+    return [_route(path) for path in files]
+
+
+def _route(path: Path) -> Route:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # of the content: installers change modification times
+    headers = {**_HEADERS, "ETag": etag}
+
+    async def serve(request: Request) -> Response:
+        if etag in request.headers.get("If-None-Match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=_MEDIA_TYPES[path.suffix])
+
+    name = path.relative_to(PAGE_FOLDER).as_posix()
+    return Route("/" if name == "index.html" else f"/page/{name}", serve, name=f"page:{name}")

@@ -1,22 +1,109 @@
-"""Answers to conversations: the prompt, and the parts of an answer (reasoning, text, tool calls)."""
+"""A conversation that a model answers: its prompt, its tools, and the texts that answer it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mlxlm.chat.messages import Message
-from mlxlm.chat.reasoning import CLOSE, ReasoningParser
-from mlxlm.chat.tool_calls import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
-from mlxlm.generation import GenerationChunk, GenerationOptions
+from mlxlm.chat.messages import Message, parse_tools
+from mlxlm.chat.reasoning import CLOSE, OPEN
+from mlxlm.chat.tool_grammar import tool_grammar
+from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
+from mlxlm.server.errors import invalid
 from mlxlm.server.models import ServedModel
-from mlxlm.server.state import ServerState
-from mlxlm.server.texts import Texts, generate, sample_requests
-from mlxlm.server.tool_use import ToolUse
+from mlxlm.server.text import Text, sample_requests
+from mlxlm.utils.errors import GenerationError, TokenizerError
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+        tools: The functions, as in chat completions.
+        choice: `tool_choice` of chat completions: "auto", "none", "required", or a function.
+        parallel: Whether an answer may have several calls.
+        allowed: The names of the functions that may be called; None for all.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    choice: Any = "auto"
+    parallel: bool = True
+    allowed: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            parse_tools(self.tools)
+        except TokenizerError as error:
+            raise invalid(str(error), "tools") from None
+
+    @classmethod
+    def from_openai(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
+        """From tools as in chat completions, and `tool_choice` and `parallel_tool_calls` of OpenAI's APIs.
+
+        Raises:
+            ApiError: For an invalid `tool_choice`.
+        """
+        use = cls(tuple(tools or ()), "auto" if choice is None else choice, parallel is not False)
+        if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
+            return use  # `tool_grammar` checks it
+        if choice["type"] == "function":
+            function = choice.get("function", choice)  # the Responses API has the name next to the type
+            return replace(use, choice=named_tool(function.get("name") if isinstance(function, dict) else None))
+        settings = choice.get("allowed_tools", choice)
+        try:
+            names = frozenset(entry.get("name") or entry["function"]["name"] for entry in settings["tools"])
+            known = {tool["function"]["name"] for tool in use.tools}
+            if not names or not names <= known or settings["mode"] not in ("auto", "required"):
+                raise ValueError
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise invalid(
+                'tool_choice doesn\'t name tools of the request, with the mode "auto" or "required"', "tool_choice"
+            ) from None
+        return replace(use, choice=settings["mode"], allowed=names)
+
+    async def constrain(
+        self, model: ServedModel, options: GenerationOptions, generation_prefix: str
+    ) -> GenerationOptions:
+        """Add the grammar of tool calls to the options, if there are tools.
+
+        Args:
+            model: The model.
+            options: The options. A JSON schema is the only constraint that can be combined with tools.
+            generation_prefix: What the template has put at the start of the answer.
+
+        Raises:
+            ApiError: For tools that can't be used with this model or these options.
+        """
+        if self.tools and options.constraint not in (None, "json_schema"):
+            raise invalid(f"{options.constraint} and tools (try: one of them)", "tools")
+        try:
+            grammar = await asyncio.to_thread(self._grammar, model, options, generation_prefix)
+        except GenerationError as error:
+            raise invalid(str(error), "tool_choice" if error.message.startswith("tool_choice") else "tools") from None
+        return options if grammar is None else replace(options, json_schema=None, grammar=grammar)
+
+    def _grammar(self, model: ServedModel, options: GenerationOptions, generation_prefix: str) -> str | None:
+        tools = [tool for tool in parse_tools(self.tools) if self.allowed is None or tool.name in self.allowed]
+        schema = options.json_schema
+        return tool_grammar(
+            model.encoder.tool_format,
+            tools,
+            model.lm.tokenizer,
+            tool_choice=self.choice,
+            parallel_tool_calls=self.parallel,
+            json_schema=json.loads(schema) if isinstance(schema, str) else None,
+            reasoning=generation_prefix if OPEN in getattr(model.encoder, "source", "") else None,  # it may reason
+        )
+
+
+def named_tool(name: Any) -> dict[str, Any]:
+    """The `tool_choice` of chat completions that names a function."""
+    return {"type": "function", "function": {"name": name}}
 
 
 @dataclass(frozen=True)
@@ -33,7 +120,7 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = field(default_factory=ToolUse)
 
-    async def encode(self, model: ServedModel, at_least: int = 0) -> list[int]:
+    async def encode(self, model: ServedModel, *, count_only: bool = False) -> list[int]:
         """Encode the prompt. See `ServedModel.encode`.
 
         Raises:
@@ -46,76 +133,26 @@ class Conversation:
             tools=self.tool_use.tools,
             continue_final_message=self.messages[-1].role == "assistant",
             template_kwargs=self.template_kwargs,
-            at_least=at_least,
+            count_only=count_only,
         )
 
+    async def answers(self, model: ServedModel, options: GenerationOptions, n: int = 1) -> list[Text]:
+        """The texts of `n` answers, to be submitted.
 
-@dataclass(frozen=True)
-class Delta:
-    """A piece of an answer.
-
-    Attributes:
-        kind: The part that it belongs to; "call" for the arguments of a tool call.
-        text: The piece; "" at the beginning of a call.
-        call_id: The id of the call, in the first piece of a call.
-        name: The function, in the first piece of a call.
-    """
-
-    kind: Literal["reasoning", "text", "call"]
-    text: str
-    call_id: str | None = None
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Answers that are being generated.
-
-    Attributes:
-        model: The model.
-        texts: Their texts.
-        parsers: One for each text.
-    """
-
-    model: ServedModel
-    texts: Texts
-    parsers: Sequence[AnswerParser]
-
-
-@asynccontextmanager
-async def answering(
-    state: ServerState,
-    model_name: str | None,
-    conversation: Conversation,
-    make_options: Callable[[GenerationOptions], GenerationOptions],
-    n: int = 1,
-) -> AsyncIterator[Answers]:
-    """Generate `n` answers. At the end of the block, unfinished ones are cancelled.
-
-    Args:
-        state: The server.
-        model_name: The model of the request, if it has one.
-        conversation: The conversation.
-        make_options: Returns the options of the request for those that are the model's defaults.
-        n: The number of answers.
-
-    Raises:
-        ApiError: As `Models.use`, `generate` and `make_options`.
-        MlxlmError: The template refuses the conversation, or a constraint isn't supported.
-    """
-    async with state.models.use(model_name) as model:
-        options = make_options(model.defaults)
-        prompt = await conversation.encode(model)
-        tool_format = model.encoder.tool_format if conversation.tool_use.tools else None
+        Raises:
+            ApiError: The prompt is too long, or the tools can't be used with this model or these options.
+            TokenizerError: The chat template refuses the conversation.
+            GenerationError: The constraint isn't supported.
+        """
+        prompt = await self.encode(model)
+        tool_format = model.encoder.tool_format if self.tool_use.tools else None
         prefix: str | None = model.encoder.generation_prefix_of(prompt)
-        options = await conversation.tool_use.constrain(model, options, prefix or "")
+        options = await self.tool_use.constrain(model, options, prefix or "")
         await check_constraint(model, options)
         if options.constraint is not None and tool_format is None:
             prompt, prefix = _close_reasoning(model, prompt), None
-        parsers = [AnswerParser(prefix, tool_format) for _ in range(n)]
         requests = sample_requests([prompt], options, model.eos_token_ids, n)
-        async with generate(model, requests, state.metrics) as texts:
-            yield Answers(model, texts, parsers)
+        return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
 
 
 async def check_constraint(model: ServedModel, options: GenerationOptions) -> None:
@@ -131,63 +168,6 @@ def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
         return list(prompt)
     encode = model.lm.tokenizer.encode
     return [*prompt, *encode(f"\n{CLOSE}\n\n", add_special_tokens=False, parse_special=True, continues=True)]
-
-
-class AnswerParser:
-    """Splits the streamed text of an answer into reasoning, text and tool calls.
-
-    Attributes:
-        reasoning_tokens: The number of tokens of the reasoning, its tags included.
-        has_calls: Whether the answer has a tool call.
-    """
-
-    def __init__(self, generation_prefix: str | None, tool_format: ToolFormat | None):
-        """Create a parser for one answer.
-
-        Args:
-            generation_prefix: What the template has put at the start of the answer, such as "<think>"; None for an
-                answer without reasoning.
-            tool_format: The markup of tool calls; None for an answer without calls.
-        """
-        self.reasoning_tokens, self.has_calls = 0, False
-        self._reasoning: ReasoningParser | None = None
-        if generation_prefix is not None:
-            self._reasoning = ReasoningParser()
-            self._reasoning.push(generation_prefix)
-        self._calls = None if tool_format is None else ToolCallParser(tool_format)
-
-    def push(self, chunk: GenerationChunk) -> list[Delta]:
-        """Add a chunk and return what is decided."""
-        deltas = []
-        for text, is_reasoning in self._split_reasoning(chunk):
-            if is_reasoning:
-                deltas.append(Delta("reasoning", text))
-            else:
-                deltas += [Delta("text", text)] if self._calls is None else self._deltas(self._calls.push(text))
-        if chunk.finish_reason is not None and self._calls is not None:
-            cut_off = chunk.finish_reason not in ("eos", "stop")
-            deltas += self._deltas(self._calls.finish(cut_off=cut_off))
-        return [delta for delta in deltas if delta.text or delta.call_id is not None]
-
-    def _split_reasoning(self, chunk: GenerationChunk) -> list[tuple[str, bool]]:
-        if self._reasoning is None:
-            return [(chunk.text, False)]
-        before = self._reasoning.reasoning
-        parts = self._reasoning.push(chunk.text)
-        self.reasoning_tokens += before or self._reasoning.reasoning or any(reasoning for _, reasoning in parts)
-        return parts if chunk.finish_reason is None else parts + self._reasoning.finish()
-
-    def _deltas(self, events: Sequence[ToolEvent]) -> list[Delta]:
-        deltas = []
-        for event in events:
-            if isinstance(event, TextDelta):
-                deltas.append(Delta("text", event.text))
-            elif isinstance(event, ToolCallStart):
-                self.has_calls = True
-                deltas.append(Delta("call", "", event.id, event.name))
-            elif isinstance(event, ArgumentsDelta):
-                deltas.append(Delta("call", event.text))
-        return deltas
 
 
 def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mlxlm.utils.formatting import human_bytes
 
 logger = logging.getLogger("mlxlm.server")
 
+MAX_COUNTED = 1 << 17  # tokens that endpoints return or count for a model with any context
 _MAX_PROMPT_TOKENS = 1 << 20  # with a rotating cache, which has no context length
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
 
@@ -105,7 +106,9 @@ class ServedModel:
         length: int = self.lm.config.max_position_embeddings
         return min(length, self.settings.kv.size or length)
 
-    async def encode(self, encode: Callable[..., Sequence[int]], *args: Any, at_least: int = 0, **options: Any) -> Any:
+    async def encode(
+        self, encode: Callable[..., Sequence[int]], *args: Any, count_only: bool = False, **options: Any
+    ) -> Any:
         """Encode a prompt of a request in a thread, and stop early if it is far longer than the context.
 
         A prompt that is a bit too long is left to the engine, whose error has its length.
@@ -113,13 +116,14 @@ class ServedModel:
         Args:
             encode: Called with `max_length`, `args` and `options`.
             args: See `encode`.
-            at_least: Minimum of the limit, for endpoints that only count tokens.
+            count_only: Allow `MAX_COUNTED` tokens with any context: the endpoint doesn't generate.
             options: See `encode`.
 
         Raises:
             ApiError: 400 for a prompt that is too long.
         """
-        limit = max(at_least, min(context_limit(self.lm, self.settings.kv), _MAX_PROMPT_TOKENS))
+        limit = min(context_limit(self.lm, self.settings.kv), _MAX_PROMPT_TOKENS)
+        limit = max(limit, MAX_COUNTED) if count_only else limit
         try:
             return await asyncio.to_thread(encode, *args, max_length=limit, **options)
         except TextTooLongError:

@@ -1,30 +1,38 @@
-"""The reply to a request for text: one JSON object, or a stream of events."""
+"""The reply to a request: its texts are generated, and sent as one JSON object or as a stream of server-sent events.
+
+All of it is cancelled when the client disconnects.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from time import monotonic
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from mlxlm.generation import FinishReason, GenerationChunk, GenerationResult
-from mlxlm.server.events import json_response, stream_response
-from mlxlm.server.texts import Texts
+from mlxlm.generation import GenerationChunk, GenerationResult
+from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.server.errors import ApiError, invalid, stopping, to_api_error
+from mlxlm.server.metrics import Metrics
+from mlxlm.server.models import ServedModel
+from mlxlm.server.schemas import ChoicesRequest
+from mlxlm.server.text import Piece, Text
+
+KEEP_ALIVE_SECONDS = 1.0  # after so long without a chunk, a stream gets a comment
+_QUEUE_SIZE = 64  # chunks; further ones wait in their TextStream, which pauses generation if there are too many
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Event = dict[str, Any]
-
-# OpenAI's finish reasons. If no token can continue a constraint, the text is incomplete, as with a length limit.
-FINISH_REASONS: dict[FinishReason, str] = {
-    "eos": "stop",
-    "stop": "stop",
-    "length": "length",
-    "context": "length",
-    "constraint": "length",
-}
+Value = TypeVar("Value")
 
 
 def new_id(prefix: str) -> str:
@@ -32,79 +40,345 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
+def data_event(value: Any, name: str | None = None) -> bytes:
+    """A server-sent event with JSON data."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data}\n\n".encode()
+
+
 class Reply(ABC):
-    """Builds the reply of one API from generated chunks.
+    """The reply in the form of one API, built from the pieces of its texts.
 
     Attributes:
-        texts: The texts that are being generated.
+        model: The model that generates the texts.
+        texts: The texts, which `respond` submits.
         last_line: The line after the last event of a stream.
     """
 
     last_line = b""
 
-    def __init__(self, texts: Texts):
-        self.texts = texts
+    def __init__(self, model: ServedModel, texts: Sequence[Text]):
+        self.model, self.texts = model, texts
 
     @abstractmethod
     def start(self) -> Iterable[Event]:
         """Return the events before the first chunk."""
 
     @abstractmethod
-    def push(self, index: int, chunk: GenerationChunk) -> Iterable[Event]:
-        """Add a chunk of the text `index`, and return its events."""
+    def push(self, text: Text, pieces: Sequence[Piece]) -> Iterable[Event]:
+        """Return the events of pieces that were added to a text, and of its end if that is reached."""
 
     @abstractmethod
-    def finish(self, results: Sequence[GenerationResult]) -> Iterable[Event]:
+    def finish(self) -> Iterable[Event]:
         """Return the events after the last chunk."""
 
     @abstractmethod
-    def complete(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    def complete(self) -> dict[str, Any]:
         """Return the JSON object of a request that isn't streamed."""
 
-    @abstractmethod
+    def fail(self, error: ApiError, path: str) -> Event:
+        """Return the event of an error after the first event, in the endpoint `path`."""
+        return error.body(path)
+
     def encode(self, event: Event) -> bytes:
         """Encode an event for the stream."""
+        return data_event(event, event.get("type"))
+
+
+class ChoicesReply(Reply):
+    """The reply of chat completions and completions: `choices`, one for each text; events have one choice each.
+
+    Args:
+        model: See `Reply`.
+        texts: See `Reply`.
+        body: The request.
+        head: The id and object of the response and of each event.
+    """
+
+    last_line = b"data: [DONE]\n\n"
+
+    def __init__(self, model: ServedModel, texts: Sequence[Text], body: ChoicesRequest, head: dict[str, Any]):
+        super().__init__(model, texts)
+        self.body = body
+        self._head = {**head, "model": model.name, "created": int(time.time())}
 
     @abstractmethod
-    def encode_error(self, error: Exception) -> bytes:
-        """Encode the event for an error after the first event."""
+    def start_choice(self, text: Text) -> dict[str, Any] | None:
+        """Return the choice of the event before the first chunk, if there is one."""
+
+    @abstractmethod
+    def choice(self, text: Text, piece: Piece | None) -> dict[str, Any]:
+        """Return the choice of an event with a piece, or with none; `logprobs` and `finish_reason` are None."""
+
+    @abstractmethod
+    def describe_logprobs(self, text: Text, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return the `logprobs` of the next tokens of a text."""
+
+    @abstractmethod
+    def complete_choice(self, text: Text) -> dict[str, Any]:
+        """Return the choice of a response that isn't streamed."""
+
+    def start(self) -> list[Event]:
+        """Return the role of each message, or each prompt that is echoed."""
+        return [self._event(first) for text in self.texts if (first := self.start_choice(text)) is not None]
+
+    def push(self, text: Text, pieces: Sequence[Piece]) -> list[Event]:
+        """Return one event for each piece, and one for the finish reason."""
+        choices = [self.choice(text, piece) for piece in pieces if piece.text or piece.part.kind == "call"]
+        if logprobs := text.take_logprobs():
+            choices = choices or [self.choice(text, None)]
+            choices[-1]["logprobs"] = self.describe_logprobs(text, logprobs)
+        if text.finish_reason is not None:
+            choices.append({**self.choice(text, None), "finish_reason": text.finish_reason})
+        return [self._event(choice) for choice in choices]
+
+    def finish(self) -> list[Event]:
+        """Return the usage, if the request asks for it."""
+        return [{**self._head, "choices": [], **self._statistics()}] if self.body.include_usage else []
+
+    def complete(self) -> dict[str, Any]:
+        """Return the response."""
+        return {**self._head, "choices": [self.complete_choice(text) for text in self.texts], **self._statistics()}
+
+    def _event(self, choice: dict[str, Any]) -> Event:
+        return {**self._head, "choices": [choice], **({"usage": None} if self.body.include_usage else {})}
+
+    def _statistics(self) -> dict[str, Any]:
+        """The usage, and the timings of a single text. The prompt of several samples counts once."""
+        results = [text.result for text in self.texts if text.result is not None]
+        prompt_tokens = sum(len(text.request.prompt) for text in self.texts[:: self.body.n])
+        completion_tokens = sum(len(result.tokens) for result in results)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results[:: self.body.n])},
+            "completion_tokens_details": {"reasoning_tokens": sum(text.reasoning_tokens for text in self.texts)},
+        }
+        return {"usage": usage, "timings": _timings(results[0])} if len(results) == 1 else {"usage": usage}
 
 
-async def respond(request: Request, replying: AbstractAsyncContextManager[Reply], stream: bool | None) -> Response:
-    """Send a reply. Entering `replying` starts generation, and leaving it cancels unfinished texts."""
-    if stream:
-        return await stream_response(request, _stream(replying))
-    return await json_response(request, _complete(replying))
+def _timings(result: GenerationResult) -> dict[str, Any]:
+    """The `timings` of llama.cpp's server. The time of the first token belongs to the prompt."""
+    timings, num_decoded = result.timings, len(result.tokens) - 1
+    first, speed = timings.time_to_first_token, timings.tokens_per_second
+    return {
+        "cache_n": result.cached_tokens,
+        "prompt_n": result.prompt_tokens - result.cached_tokens,
+        "prompt_ms": first and 1000 * first,
+        "prompt_per_second": timings.prompt_tokens_per_second,
+        "predicted_n": len(result.tokens),
+        "predicted_ms": speed and 1000 * num_decoded / speed,
+        "predicted_per_second": speed,
+    }
 
 
-async def _complete(replying: AbstractAsyncContextManager[Reply]) -> dict[str, Any]:
+MakeReply = Callable[[ServedModel], Awaitable[Reply]]
+
+
+async def respond(request: Request, name: str | None, stream: bool | None, make_reply: MakeReply) -> Response:
+    """Load a model, generate the texts of the reply that `make_reply` makes for it, and send the reply.
+
+    Args:
+        request: The request.
+        name: The model that it names, if it does.
+        stream: Whether to send events instead of one JSON object.
+        make_reply: Encodes the prompts. Errors up to the first event are raised.
+    """
+    replying = _replying(request, name, make_reply)
+    if not stream:
+        return await json_response(request, _complete(replying, request.app.state.metrics))
+    events = _stream(replying, request.app.state.metrics, request.url.path)
+    try:
+        first = await _while_connected(request, _first(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    if first is None:
+        await events.aclose()
+        return Response(status_code=499)  # nobody reads it
+    return EventResponse(first, events)
+
+
+async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """The response with the result of `work`, which is cancelled if the client disconnects."""
+    result = await _while_connected(request, work)
+    return Response(status_code=499) if result is None else JSONResponse(result)
+
+
+@asynccontextmanager
+async def _replying(request: Request, name: str | None, make_reply: MakeReply) -> AsyncIterator[Reply]:
+    """Generate the texts of a reply. At the end of the block, unfinished ones are cancelled.
+
+    Raises:
+        ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
+    """
+    async with request.app.state.models.use(name) as model:
+        reply = await make_reply(model)
+        if len(reply.texts) > (most := model.settings.max_waiting):
+            raise invalid(f"the request is for {len(reply.texts)} texts, and at most {most} may wait (try: fewer)")
+        streams = []
+        try:
+            for text in reply.texts:
+                streams.append(text.submit(model))  # noqa: PERF401 - so that it is cancelled if the next one fails
+            yield reply
+        finally:
+            for stream in streams:
+                stream.cancel()
+            for stream in streams:
+                with suppress(Exception):  # the error of a text, which its reader has raised
+                    request.app.state.metrics.add_result(model.name, stream.result())
+
+
+async def _complete(replying: AbstractAsyncContextManager[Reply], metrics: Metrics) -> dict[str, Any]:
     async with replying as reply:
-        async for item in reply.texts.chunks():
+        async for item in _chunks(reply, metrics):
             if item is not None:
-                for _ in reply.push(*item):
+                text, chunk = item
+                for _ in reply.push(text, text.push(chunk)):
                     pass
-        return reply.complete(await reply.texts.results())
+        return reply.complete()
 
 
-async def _stream(replying: AbstractAsyncContextManager[Reply]) -> AsyncGenerator[bytes]:
+async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics, path: str) -> AsyncGenerator[bytes]:
     async with replying as reply:
         started = False
         try:
-            async for item in reply.texts.chunks():
+            async for item in _chunks(reply, metrics):
                 if not started:
                     started = True
                     for event in reply.start():
                         yield reply.encode(event)
                 if item is None:
-                    yield reply.texts.progress()
+                    yield _progress(reply.texts)
                     continue
-                for event in reply.push(*item):
+                text, chunk = item
+                for event in reply.push(text, text.push(chunk)):
                     yield reply.encode(event)
-            for event in reply.finish(await reply.texts.results()):
+            for event in reply.finish():
                 yield reply.encode(event)
             if reply.last_line:
                 yield reply.last_line
         except Exception as error:
             if not started:
                 raise
-            yield reply.encode_error(error)
+            yield reply.encode(reply.fail(to_api_error(error), path))
+
+
+def _progress(texts: Sequence[Text]) -> bytes:
+    """A comment, which clients ignore. It keeps proxies from closing an idle connection."""
+    read, of = sum(text.stream.num_read for text in texts), sum(len(text.request.prompt) for text in texts)
+    return f": reading the prompt, {read} of {of} tokens\n\n".encode() if read < of else b": generating\n\n"
+
+
+async def _chunks(reply: Reply, metrics: Metrics) -> AsyncGenerator[tuple[Text, GenerationChunk] | None]:
+    """Yield the chunks of all texts as they come, and None after `KEEP_ALIVE_SECONDS` without any; raise their errors.
+
+    At the end all texts have their results.
+    """
+    # A None in the queue is the end of a stream.
+    queue: asyncio.Queue[tuple[Text, GenerationChunk] | Exception | None] = asyncio.Queue(_QUEUE_SIZE)
+
+    async def read(text: Text) -> None:
+        try:
+            async for chunk in text.stream:
+                await queue.put((text, chunk))
+            text.result = await text.stream.wait()
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    start, first = monotonic(), True
+    tasks = [asyncio.create_task(read(text)) for text in reply.texts]
+    try:
+        left = len(tasks)
+        while left:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    item = await queue.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+                continue
+            if first:
+                first = False
+                metrics.first_token.labels(reply.model.name).observe(monotonic() - start)
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class EventResponse(Response):
+    """A response that streams events. Their generator is closed when the client disconnects."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]):
+        """`first` is an event that comes before those of the generator."""
+        super().__init__(status_code=200, headers=_HEADERS)
+        del self.headers["content-length"]
+        self._first, self._events = first, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send each event as soon as it is available."""
+        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            else:
+                scope["mlxlm.client_left"] = True
+        except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
+            await _cancel(sending, leaving)
+            error = stopping().body(scope["path"])
+            last = data_event(error, error.get("type"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            await _cancel(sending, leaving)
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:
+    """Run `work`. If the client disconnects first, cancel it and return None."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        request.scope["mlxlm.client_left"] = True
+        return None
+    finally:
+        await _cancel(working, leaving)
+
+
+async def _first(events: AsyncGenerator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    unfinished = [task for task in tasks if task.cancel()]
+    for task in unfinished:
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,4 +1,4 @@
-"""The fields of requests for completions and chat completions: those of OpenAI's API, and our own.
+"""The body of a request: read within limits of size, time and nesting, and checked; fields that several APIs share.
 
 An unknown field is an error, since a client that sends one expects it to have an effect. Fields of OpenAI's API that
 don't change the text are accepted and ignored: see `IgnoredFields`.
@@ -6,24 +6,36 @@ don't change the text are accepted and ignored: see `IgnoredFields`.
 
 from __future__ import annotations
 
+import asyncio
+import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from starlette.requests import ClientDisconnect, Request
 
 from mlxlm.generation import GenerationOptions
-from mlxlm.server.errors import invalid
-from mlxlm.utils.errors import GenerationError
+from mlxlm.server.errors import ApiError, invalid
+from mlxlm.tokenizer.tokenizer import check_unicode
+from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.json_files import parse_json_object
 
+MAX_BODY_BYTES = 16 << 20  # far more text than fits into any context
+BODY_TIMEOUT = 30.0  # seconds
+MAX_DEPTH = 64  # of nested objects and arrays
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 2048
 MAX_N = 128
 MAX_TOOLS = 128
 _MAX_STOP_STRINGS = 64
 _MAX_ENTRIES = 1024  # of `logit_bias` and `choice`
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class Fields(BaseModel):
@@ -68,7 +80,7 @@ def _join_text_parts(content: Any) -> Any:
 
 Schema = dict[str, Any] | bool | str | None
 Strings = Annotated[list[str], BeforeValidator(_as_list), Field(max_length=_MAX_STOP_STRINGS)]
-Text = Annotated[str, BeforeValidator(_join_text_parts)]
+TextContent = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
 class SamplingFields(Fields):
@@ -164,7 +176,7 @@ class IgnoredFields(Fields):
     prediction: Mapping[str, Any] | None = None
 
 
-class TextRequest(SamplingFields, IgnoredFields):
+class ChoicesRequest(SamplingFields, IgnoredFields):
     """The fields that chat completions and completions share."""
 
     model: str | None = None
@@ -196,99 +208,84 @@ Prompt = Annotated[Any, BeforeValidator(_check_prompt)]
 Prompts = Annotated[list[Prompt], BeforeValidator(_as_prompts), Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-class CompletionRequest(TextRequest):
-    """The body of /v1/completions."""
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """Read and validate the body of a request.
 
-    prompt: Prompts
-    echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-
-
-class JsonSchema(Fields):
-    """The schema of `response_format`."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # no effect: the schema is always enforced
+    Raises:
+        ApiError: 400 for invalid JSON or fields, 408 for a slow body, 413 for a large one.
+    """
+    content = await _read_bytes(request)
+    value = await asyncio.to_thread(_parse, content) if len(content) > 1 << 16 else _parse(content)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _validation_error(error.errors(include_url=False, include_context=False), model) from None
+    except (OverflowError, RecursionError) as error:
+        raise invalid(f"the request has a value that is too large: {error}") from None
 
 
-class ResponseFormat(Fields):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ToolFunction(Fields):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Fields):
-    """An entry of `tools`."""
-
-    type: Literal["function"]
-    function: ToolFunction
+async def _read_bytes(request: Request) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
+        raise _too_large()
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                chunks.append(chunk)
+    except TimeoutError:
+        message = f"the body of the request didn't arrive within {BODY_TIMEOUT:.0f} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ApiError(408, "the client closed the connection before it had sent its request") from None
+    return b"".join(chunks)
 
 
-class CalledFunction(Fields):
-    """The function of a tool call in an assistant's message; its arguments are JSON text."""
-
-    name: str
-    arguments: str
+def _too_large() -> ApiError:
+    message = f"the body of the request has more than {MAX_BODY_BYTES >> 20} MiB"
+    return ApiError(413, message, headers={"connection": "close"})
 
 
-class MessageToolCall(Fields):
-    """A tool call in an assistant's message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None  # of a streamed delta, which some clients send back
-    function: CalledFunction
-
-
-class ChatMessage(Fields):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
-    # Fields of an answer, which clients send back.
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
-
-    @model_validator(mode="after")
-    def _check_content(self) -> ChatMessage:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("content", "a message with the role {role} needs content", {"role": self.role})
-        return self
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json_object(content, "the body of the request", GenerationError, "a JSON object")
+        _check_depth(value)
+        if b"\\u" in content:  # only an escape can write a lone surrogate, which UTF-8 doesn't have
+            check_unicode(json.dumps(value, ensure_ascii=False))
+    except MlxlmError as error:
+        raise invalid(str(error)) from None
+    return value
 
 
-class ChatCompletionRequest(TextRequest):
-    """The body of /v1/chat/completions."""
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for part in level for item in _items(part)]
+        if not level:
+            return
+    raise GenerationError(f"the body of the request has more than {MAX_DEPTH} levels of nesting", "fewer")
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+
+def _items(value: Any) -> list[Any]:
+    """The objects and arrays directly inside a value."""
+    inside = value.values() if isinstance(value, dict) else value
+    return [item for item in inside if isinstance(item, dict | list)]
+
+
+def _validation_error(problems: list[ErrorDetails], model: type[BaseModel]) -> ApiError:
+    """A 400 for the first problem that pydantic reports, without the invalid value, which may be huge."""
+    problem = problems[0]
+    path = ".".join(str(part)[:100] for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        name = str(problem["loc"][-1])
+        similar = difflib.get_close_matches(name[:100].lower(), model.model_fields, n=1) if path == name else []
+        hint = f" (did you mean {similar[0]}?)" if similar else ""
+        return invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
+    if problem["type"] == "missing":
+        return invalid(f"{path} is missing", path, "missing_required_parameter")
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:] if message.startswith("Input should") else message
+    return invalid(f"{path}: {message.replace('input should', 'it should')}", path or None)

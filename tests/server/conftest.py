@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from mlxlm.server import run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from mlxlm.utils.json_files import write_json
+from tests.server.apis import events
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -96,12 +96,6 @@ def chat(client):
         return events(response.text)
 
     return ask
-
-
-def events(text: str) -> list:
-    """The data of server-sent events in order; "[DONE]" as it is."""
-    data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    return [value if value == "[DONE]" else json.loads(value) for value in data]
 
 
 @contextmanager

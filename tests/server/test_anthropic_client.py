@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
@@ -72,15 +70,6 @@ def test_tools(api):
     turns = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     options |= {"messages": [*OPTIONS["messages"], *turns], "max_tokens": 5}
     assert api.messages.create(**options).usage.output_tokens == 5
-
-
-def test_async(live):
-    async def use():
-        client = anthropic.AsyncAnthropic(base_url=live, api_key="none", max_retries=0)
-        async with client, client.messages.stream(**OPTIONS) as stream:
-            return "".join([text async for text in stream.text_stream])
-
-    assert asyncio.run(use())
 
 
 def test_fields_of_coding_agents(api):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxlm.generation import score
-from tests.server.conftest import CONTEXT, events
+from tests.server.apis import events
+from tests.server.conftest import CONTEXT
 
 
 @pytest.fixture
@@ -51,10 +52,14 @@ def test_logprobs(complete):
     assert "".join(found["tokens"]) == answer["choices"][0]["text"]
     assert found["text_offset"][0] == 0 and found["text_offset"][1] == len(found["tokens"][0])
     assert all(len(top) <= 3 for top in found["top_logprobs"]) and all(value <= 0 for value in found["token_logprobs"])
-    chunks = complete(logprobs=3, max_tokens=5, stream=True)
-    parts = [choice["logprobs"] for chunk in chunks[:-1] for choice in chunk["choices"] if choice["logprobs"]]
-    assert [token for part in parts for token in part["tokens"]] == found["tokens"]
-    assert [offset for part in parts for offset in part["text_offset"]] == found["text_offset"]
+    prompts = ["The quick", "How are"]
+    both = complete(prompt=prompts, logprobs=3, max_tokens=5)["choices"]
+    chunks = complete(prompt=prompts, logprobs=3, max_tokens=5, stream=True)[:-1]
+    streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+    for choice in both:
+        parts = [part["logprobs"] for part in streamed if part["index"] == choice["index"] and part["logprobs"]]
+        for name in ("tokens", "text_offset"):
+            assert [value for part in parts for value in part[name]] == choice["logprobs"][name]
 
 
 def test_logprobs_of_the_prompt(complete, lm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Literal
 
@@ -44,16 +43,6 @@ def test_completion(litellm, options):
     chunks = list(litellm.completion(**options, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == 8
-
-
-def test_async(litellm, options):
-    async def use():
-        stream = await litellm.acompletion(**options, stream=True)
-        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-        return "".join(parts), (await litellm.acompletion(**options)).choices[0].message.content
-
-    streamed, text = asyncio.run(use())
-    assert streamed == text
 
 
 def test_tools(litellm, options):

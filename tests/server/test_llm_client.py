@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from mlxlm.server.tool_use import ToolUse
+from mlxlm.server.conversation import ToolUse
 
 MODELS = """
 - model_id: local
@@ -64,16 +63,6 @@ def test_conversation(llm, name):
     assert first.text()
     second = conversation.prompt("And?", stream=False, **SHORT)
     assert second.text() and second.usage().input > first.usage().input + 8
-
-
-@BOTH
-def test_async(llm, name):
-    async def use():
-        model = llm.get_async_model(name)
-        return [await model.prompt("Hello!", stream=stream, **SHORT).text() for stream in (True, False)]
-
-    streamed, text = asyncio.run(use())
-    assert streamed == text
 
 
 @BOTH

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import pytest
@@ -46,18 +45,6 @@ def test_stream_helper(api):
     with api.chat.completions.stream(**options) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
         assert stream.get_final_completion().choices[0].message.content == text in ("yes", "no")
-
-
-def test_async(live):
-    async def use():
-        async with openai.AsyncOpenAI(base_url=live + "/v1", api_key="none", max_retries=0) as client:
-            options = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
-            whole = await client.chat.completions.create(**options)
-            stream = await client.chat.completions.create(**options, stream=True)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            assert text == whole.choices[0].message.content
-
-    asyncio.run(use())
 
 
 def test_parse(api):

@@ -9,7 +9,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from mlxlm.server.page import PAGE_FOLDER, page_routes
+from mlxlm.server.app import PAGE_FOLDER, page_routes
 
 VENDORED = PAGE_FOLDER / "vendor"
 
@@ -33,7 +33,7 @@ def test_the_page_and_all_it_refers_to_are_served(client):
 
 
 def test_nothing_else_is_served(client):
-    for path in ("/page", "/page/", "/page/index.html", "/page/../page.py", "/page/%2e%2e/page.py", "/index.html"):
+    for path in ("/page", "/page/", "/page/index.html", "/page/../app.py", "/page/%2e%2e/app.py", "/index.html"):
         assert client.get(path).status_code == 404, path
 
 

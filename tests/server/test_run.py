@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from mlxlm.server import request_body, run
+from mlxlm.server import run, schemas
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
-from tests.server.conftest import HELLO, events, running, wait_until
+from tests.server.apis import events
+from tests.server.conftest import HELLO, running, wait_until
 
 LONG = {**HELLO, "max_tokens": 4000, "temperature": 0}
 
@@ -96,7 +97,7 @@ def test_a_full_queue_is_a_429(lm):
 
 
 def test_prompts_are_reported_while_they_are_read(live, monkeypatch, served):
-    monkeypatch.setattr("mlxlm.server.texts.KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("mlxlm.server.reply.KEEP_ALIVE_SECONDS", 0.02)
     body = {"messages": [{"role": "user", "content": "fox " * 1800}], "max_tokens": 2, "stream": True}
     text = httpx.post(live + "/v1/chat/completions", json=body, timeout=30).text
     assert re.search(r"^: reading the prompt, \d+ of \d{4} tokens$", text, re.MULTILINE)
@@ -144,7 +145,7 @@ def test_a_second_request_on_a_connection_is_dropped_too(live, monkeypatch):
 
 
 def test_slow_bodies_are_dropped(live, monkeypatch):
-    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(schemas, "BODY_TIMEOUT", 0.1)
     connection = raw_connection(live, post(b"{" + b" " * 100)[:-50])
     assert b" 408 " in read_to_end(connection)
 

@@ -1,31 +1,33 @@
-"""The commands of a chat, which start with a slash."""
+"""The commands of a chat, which start with a slash, and messages of several lines between triple quotes."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TextIO
 
 from mlxlm.backend import bandwidth
 from mlxlm.chat.reasoning import split
-from mlxlm.chat.terminal import settings, statistics
-from mlxlm.chat.terminal.interrupts import raise_interrupts
-from mlxlm.chat.terminal.multiline import quote_message, strip_block
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal import about, settings
+from mlxlm.chat.terminal.about import memory_bandwidth, model_name
+from mlxlm.chat.terminal.autosave import is_model_here
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
-from mlxlm.chat.terminal.session_commands import expanded, load, save, sessions
 from mlxlm.chat.terminal.settings import resolve_abbreviation
-from mlxlm.chat.terminal.statistics import memory_bandwidth
+from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
+from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 
-if TYPE_CHECKING:
-    from mlxlm.chat.terminal.repl import Repl
-
+TRIPLE_QUOTE = '"""'
+_TAKES_TEXT = re.compile(r"/(sy|ed|co)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
 _SHOW_TOPICS = ("model", "system", "settings", "messages", "session")
 
 
@@ -36,23 +38,23 @@ class Command:
     Attributes:
         usage: Name and arguments.
         help: What it does.
-        run: Called with the Repl and the argument.
+        run: Called with the TerminalChat and the argument.
         complete: Returns possible arguments; `PATHS` stands for file names.
     """
 
     usage: str
     help: str
-    run: Callable[[Repl, str], None]
-    complete: Callable[[Repl], Iterable[str]] = lambda repl: ()
+    run: Callable[[TerminalChat, str], None]
+    complete: Callable[[TerminalChat], Iterable[str]] = lambda terminal: ()
 
 
 PATHS = "\0paths"
 
 
-def run_command(repl: Repl, line: str) -> None:
+def run_command(terminal: TerminalChat, line: str) -> None:
     """Run a line that starts with a slash. Raise MlxlmError if that fails."""
     name, _, argument = line.strip().partition(" ")
-    find_command(name).run(repl, argument.strip())
+    find_command(name).run(terminal, argument.strip())
 
 
 def find_command(name: str) -> Command:
@@ -70,7 +72,7 @@ def find_command(name: str) -> Command:
     return COMMANDS[ALIASES.get(match, match)]
 
 
-def _help(repl: Repl, name: str) -> None:
+def _help(terminal: TerminalChat, name: str) -> None:
     selected = [find_command("/" + name.lstrip("/"))] if name else COMMANDS.values()
     width = max(len(c.usage) for c in selected)
     for command in selected:
@@ -90,40 +92,40 @@ Ctrl-C     stops an answer; Ctrl-D leaves
 13% >      how full the context is'''
 
 
-def _system(repl: Repl, text: str) -> None:
+def _system(terminal: TerminalChat, text: str) -> None:
     if text:
-        repl.chat.system_prompt = None if text == "none" else strip_block(text)
-        repl.autosave.save_changes(repl.chat)
-    prompt = repl.chat.system_prompt
+        terminal.chat.system_prompt = None if text == "none" else strip_block(text)
+        terminal.autosave.save_changes(terminal.chat)
+    prompt = terminal.chat.system_prompt
     print_status(f"system prompt: {prompt}" if prompt else "there is no system prompt")
 
 
-def _set(repl: Repl, text: str) -> None:
+def _set(terminal: TerminalChat, text: str) -> None:
     name, _, value = text.partition(" ")
     name, value = name and settings.setting_name(name), value.strip()
     if value:
-        if not repl.interactive and (name, value) == ("context_overflow", "ask"):
+        if not terminal.interactive and (name, value) == ("context_overflow", "ask"):
             raise GenerationError("context_overflow ask requires a terminal", "stop or drop")
         if not sys.stdout.isatty() and (name, value) == ("markdown", "on"):
             raise GenerationError("markdown on requires a terminal", "off or auto")
-        settings.set_setting(repl.settings, repl.chat, name, value)
+        settings.set_setting(terminal.settings, terminal.chat, name, value)
         if (name, value) == ("stats", "on"):
             memory_bandwidth()
-        repl.autosave.save_changes(repl.chat)
-    settings_text = settings.settings_text(repl.settings, repl.chat)
+        terminal.autosave.save_changes(terminal.chat)
+    settings_text = settings.settings_text(terminal.settings, terminal.chat)
     for key in [name] if name else settings_text:
         print_info(f"{key:18} {settings_text[key]}")
 
 
-def _show(repl: Repl, what: str) -> None:
+def _show(terminal: TerminalChat, what: str) -> None:
     topic = resolve_abbreviation(what, _SHOW_TOPICS) if what else ""
     if topic is None:
         raise GenerationError(f"/show {what}: unknown", ", ".join(_SHOW_TOPICS))
     if show := {"settings": _set, "system": _system}.get(topic):
-        show(repl, "")
+        show(terminal, "")
     elif topic == "messages":
-        _show_messages(repl)
-    chat, rows = repl.chat, {}
+        _show_messages(terminal)
+    chat, rows = terminal.chat, {}
     if topic in ("", "model"):
         weights = bandwidth.weight_bytes(chat.lm.model)
         rows["model"] = str(chat.lm.path)
@@ -132,73 +134,116 @@ def _show(repl: Repl, what: str) -> None:
         rows["context"] = f"{chat.context_used} of {chat.context_size} tokens"
     if topic in ("", "session"):
         rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
-        rows["saved in"] = str(repl.autosave.path or "no file yet")
+        rows["saved in"] = str(terminal.autosave.path or "no file yet")
     for name, value in rows.items():
         print_info(f"{name:15} {value}")
 
 
-def _show_messages(repl: Repl) -> None:
+def _show_messages(terminal: TerminalChat) -> None:
     """Print the messages; in a terminal, answers look as they did when they were generated."""
-    for message in repl.chat.messages:
+    for message in terminal.chat.messages:
         print_status(f"{message.role}:")
         if message.role != "assistant" or not sys.stdout.isatty():
             print_info(message.content)
             continue
-        screen = open_screen(repl.settings.reasoning, repl.settings.has_markdown(repl.chat))
-        push_text(screen, split(message.content)[1] if repl.settings.reasoning == "hide" else message.content)
+        screen = open_screen(terminal.settings.reasoning, terminal.settings.has_markdown(terminal.chat))
+        push_text(screen, split(message.content)[1] if terminal.settings.reasoning == "hide" else message.content)
         screen.finish()
 
 
-def _model(repl: Repl, name: str) -> None:
+def _model(terminal: TerminalChat, name: str) -> None:
     if not name:
-        _show(repl, "model")
+        _show(terminal, "model")
         return
     with raise_interrupts():
-        lm = repl.load(expanded(name) if name.startswith("~") else name)
-    repl.chat.lm = lm
-    repl.bytes_per_token = ""
-    repl.autosave.save_changes(repl.chat)
+        lm = terminal.load(_expanded(name) if name.startswith("~") else name)
+    terminal.chat.lm = lm
+    terminal.bytes_per_token = ""
+    terminal.autosave.save_changes(terminal.chat)
     print_status("the conversation continues with this model, which reads it again")
 
 
-def _undo(repl: Repl, _: str) -> None:
-    turn = repl.chat.undo()
-    repl.autosave.save_changes(repl.chat)
+def _save(terminal: TerminalChat, text: str) -> None:
+    """Save the chat to a file, to which every new answer is added."""
+    name, cached = text.removesuffix("--save-kv-cache").strip(), text.endswith("--save-kv-cache")
+    path = Path(_expanded(name)) if name else terminal.autosave.path if terminal.autosave.named else None
+    if path is None:
+        raise GenerationError("there is no file yet to save to", "/save FILE")
+    terminal.autosave.save(terminal.chat, path, cached)
+    terminal.autosave.set_path(path, cached)
+    print_status(f"saved to {path}; new messages are added to it")
+
+
+def _load(terminal: TerminalChat, name: str) -> None:
+    """Continue the chat of a file, with the present model."""
+    if not name:
+        raise GenerationError("there is no file to load", "/load FILE")
+    path = Path(_expanded(name))
+    with raise_interrupts():
+        chat = Chat.open(path, terminal.chat.lm, **terminal.chat_arguments)
+    terminal.replace_chat(chat, path)
+
+
+def _sessions(terminal: TerminalChat, _: str) -> None:
+    """Let the user choose a chat of the private folder, and continue it with its model."""
+    session = terminal.choose_session()
+    if session is None or session.path == terminal.autosave.path:
+        return
+    lm = terminal.chat.lm
+    if session.model != str(lm.path) and not is_model_here(session.model):
+        problem = f"this is a chat with {session.model}, which isn't on this machine"
+        raise GenerationError(problem, f"/load {session.path} to continue it with {model_name(lm)}")
+    with raise_interrupts():
+        lm = lm if session.model == str(lm.path) else terminal.load(session.model)
+        chat = Chat.open(session.path, lm, **terminal.chat_arguments)
+    terminal.autosave.save_changes(terminal.chat)
+    terminal.replace_chat(chat, session.path, named=False)
+
+
+def _expanded(name: str) -> str:
+    """Return a path without quotes, with ~ replaced by the home folder."""
+    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "'\""
+    return str(Path(name[1:-1] if quoted else name).expanduser())
+
+
+def _undo(terminal: TerminalChat, _: str) -> None:
+    turn = terminal.chat.undo()
+    terminal.autosave.save_changes(terminal.chat)
     print_status(f"removed: {_abbreviated(turn.question)}")
 
 
-def _retry(repl: Repl, _: str) -> None:
-    repl.answer(repl.chat.retry)
+def _retry(terminal: TerminalChat, _: str) -> None:
+    terminal.answer(terminal.chat.retry)
 
 
-def _edit(repl: Repl, text: str) -> None:
-    questions = [message.content for message in repl.chat.messages if message.role == "user"]
+def _edit(terminal: TerminalChat, text: str) -> None:
+    questions = [message.content for message in terminal.chat.messages if message.role == "user"]
     if not questions:
         raise GenerationError("there is no message yet", "a message first")
     if text:
-        repl.send(strip_block(text), "edit")
-    elif repl.interactive:
-        repl.draft, repl.purpose = quote_message(questions[-1]), "edit"
+        terminal.send(strip_block(text), "edit")
+    elif terminal.interactive:
+        terminal.draft, terminal.purpose = quote_message(questions[-1]), "edit"
     else:
         raise GenerationError("there is no terminal to edit in", "/edit TEXT")
 
 
-def _continue(repl: Repl, text: str) -> None:
-    messages = repl.chat.messages
+def _continue(terminal: TerminalChat, text: str) -> None:
+    messages = terminal.chat.messages
     if not messages or messages[-1].role != "assistant":
         raise GenerationError("there is no answer yet", "a message first")
     answer = strip_block(text) or messages[-1].content
     if not answer:
         raise GenerationError("the answer is empty", "/retry, or /continue TEXT")
-    if repl.interactive and not text:
-        repl.draft, repl.purpose = quote_message(answer), "continue"
+    if terminal.interactive and not text:
+        terminal.draft, terminal.purpose = quote_message(answer), "continue"
         print_status("change the answer; Enter continues it, Ctrl-C leaves it as it was")
     else:
-        repl.send(answer, "continue")
+        terminal.send(answer, "continue")
 
 
-def _branch(repl: Repl, name: str) -> None:
-    chat = repl.chat
+def _branch(terminal: TerminalChat, name: str) -> None:
+    chat = terminal.chat
     if not name:
         for branch, turns in chat.branches.items():
             mark, unit = "*" if branch == chat.branch_name else " ", "turn" if turns == 1 else "turns"
@@ -212,18 +257,18 @@ def _branch(repl: Repl, name: str) -> None:
     else:
         chat.branch(name)
         print_status(f"in a new branch, {name}; /branch lists them")
-    repl.autosave.save_changes(chat)
+    terminal.autosave.save_changes(chat)
 
 
-def _reset(repl: Repl, _: str) -> None:
-    saved = repl.autosave.path if repl.chat.branches != {repl.chat.branch_name: 0} else None
-    repl.chat.reset()
-    repl.autosave.forget()
+def _reset(terminal: TerminalChat, _: str) -> None:
+    saved = terminal.autosave.path if terminal.chat.branches != {terminal.chat.branch_name: 0} else None
+    terminal.chat.reset()
+    terminal.autosave.forget()
     print_status("the conversation is removed" + (f"; /load {saved} brings it back" if saved else ""))
 
 
-def _tokens(repl: Repl, _: str) -> None:
-    chat = repl.chat
+def _tokens(terminal: TerminalChat, _: str) -> None:
+    chat = terminal.chat
     counts = chat.token_counts()
     first_seen = chat.dropped + bool(chat.system_prompt)
     for i, (message, count) in enumerate(zip(chat.messages, counts, strict=True)):
@@ -232,13 +277,13 @@ def _tokens(repl: Repl, _: str) -> None:
     print_info(f"{sum(counts):7}  in all; with the template, {chat.context_used} of {chat.context_size} are used")
 
 
-def _stats(repl: Repl, _: str) -> None:
-    for line in statistics.report_lines(repl.chat, repl.bytes_per_token):
+def _stats(terminal: TerminalChat, _: str) -> None:
+    for line in about.report_lines(terminal.chat, terminal.bytes_per_token):
         print_info(line)
 
 
-def _exit(repl: Repl, _: str) -> None:
-    repl.leaving = True
+def _exit(terminal: TerminalChat, _: str) -> None:
+    terminal.leaving = True
 
 
 def _abbreviated(text: str) -> str:
@@ -246,29 +291,29 @@ def _abbreviated(text: str) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-def _models(_: Repl) -> list[str]:
+def _models(_: TerminalChat) -> list[str]:
     """File names, names of the catalog, and models downloaded from the hub."""
     return [PATHS, *model_names(), *hub_ids()]
 
 
-def _words(*words: str) -> Callable[[Repl], tuple[str, ...]]:
-    return lambda repl: words
+def _words(*words: str) -> Callable[[TerminalChat], tuple[str, ...]]:
+    return lambda terminal: words
 
 
-def _setting_values(repl: Repl) -> list[str]:
+def _setting_values(terminal: TerminalChat) -> list[str]:
     choices = [f"{name} {value}" for name, values in settings.CHAT_SETTINGS.items() for value in values]
     return [*(f"{name} " for name in settings.NAMES), *choices]
 
 
 _ALL = (
-    Command("/help [COMMAND]", "show the commands (also /?)", _help, lambda repl: [name[1:] for name in COMMANDS]),
+    Command("/help [COMMAND]", "show the commands (also /?)", _help, lambda terminal: [name[1:] for name in COMMANDS]),
     Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
     Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
     Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
     Command("/model [MODEL]", "continue with another model", _model, _models),
-    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", save, _words(PATHS)),
-    Command("/load FILE", "continue a saved conversation", load, _words(PATHS)),
-    Command("/sessions", "search the saved conversations, and continue one", sessions),
+    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
+    Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
+    Command("/sessions", "search the saved conversations, and continue one", _sessions),
     Command("/undo", "remove the last message and its answer", _undo),
     Command("/retry", "answer the last message again", _retry),
     Command("/edit [TEXT]", "change the last message and answer it again", _edit),
@@ -281,3 +326,37 @@ _ALL = (
 )
 COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for command in _ALL}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
+
+
+def has_open_block(text: str) -> bool:
+    """Whether `text`, or the argument of a command that takes a message, starts a block that is still open."""
+    text = _TAKES_TEXT.sub("", text.strip(), count=1) if text.lstrip().startswith("/") else text.strip()
+    return text.startswith(TRIPLE_QUOTE) and (len(text) < 2 * len(TRIPLE_QUOTE) or not text.endswith(TRIPLE_QUOTE))
+
+
+def strip_block(text: str) -> str:
+    """Return a message without the quotes around a block and the line ends next to them."""
+    stripped = text.strip()
+    if not stripped.startswith(TRIPLE_QUOTE) or has_open_block(text):
+        return text
+    return stripped[len(TRIPLE_QUOTE) : -len(TRIPLE_QUOTE)].removeprefix("\n").removesuffix("\n")
+
+
+def quote_message(message: str) -> str:
+    """Return `message` as it must be typed: in a block, if it looks like a command or a block."""
+    needs_quotes = message.lstrip().startswith(("/", TRIPLE_QUOTE))
+    return f"{TRIPLE_QUOTE}\n{message}\n{TRIPLE_QUOTE}" if needs_quotes else message
+
+
+def read_piped_messages(source: TextIO | None) -> Iterator[str]:
+    """Yield the lines of a pipe, and each block as one message. Raise GenerationError for a line that isn't UTF-8."""
+    message, first_line = "", 0
+    for number, line in enumerate(source.buffer if source else (), 1):
+        name = f"line {number} of standard input"
+        text = decode_utf8(line, name, GenerationError, "a text in UTF-8").rstrip("\r\n")
+        message, first_line = (f"{message}\n{text}", first_line) if message else (text, number)
+        if not has_open_block(message):
+            yield message
+            message = ""
+    if message:
+        raise GenerationError(f"the block that starts in line {first_line} isn't closed", TRIPLE_QUOTE)

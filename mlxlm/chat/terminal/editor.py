@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application, get_app
@@ -22,14 +22,10 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command
-from mlxlm.chat.terminal.multiline import has_open_block
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command, has_open_block
 from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
+from mlxlm.chat.terminal.terminal_chat import TerminalChat
 from mlxlm.utils.errors import GenerationError, PlatformError
-
-if TYPE_CHECKING:
-    from mlxlm.chat.terminal.repl import Repl
-
 
 Result = TypeVar("Result")
 
@@ -37,8 +33,8 @@ Result = TypeVar("Result")
 class Editor:
     """Reads messages from the terminal."""
 
-    def __init__(self, repl: Repl, private: bool):
-        """Complete the commands of `repl`; with `private`, keep the history in memory only."""
+    def __init__(self, terminal: TerminalChat, private: bool):
+        """Complete the commands of `terminal`; with `private`, keep the history in memory only."""
         # Standard output may be a file while a person types: then the editor draws on standard error.
         self._output = None if sys.stdout.isatty() else create_output(always_prefer_tty=True)
         self._session: PromptSession[str] = PromptSession(
@@ -48,7 +44,7 @@ class Editor:
             key_bindings=_keys(self),
             placeholder=self._placeholder,
             prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
-            completer=_Commands(repl),
+            completer=_Commands(terminal),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
@@ -59,7 +55,7 @@ class Editor:
         self._example = ""
         self._session.layout.current_window.height = self._height
 
-    def read(self, prompt: StyleAndTextTuples, draft: str = "", example: str = "") -> str:
+    def read(self, prompt: Iterable[tuple[str, str]], draft: str = "", example: str = "") -> str:
         """Read a message, starting with `draft`. Enter on an empty line sends `example`, which is shown there.
 
         Raises:
@@ -67,7 +63,7 @@ class Editor:
             KeyboardInterrupt: Ctrl-C.
         """
         self._example = "" if is_dumb_terminal() else example
-        return self._read(self._session, prompt, draft)
+        return self._read(self._session, [*prompt], draft)
 
     def ask(self, question: str) -> str:
         """Read one line without history. Raise as `read` does."""
@@ -158,8 +154,8 @@ def _keys(editor: Editor) -> KeyBindings:
 class _Commands(Completer):
     """Completes commands, their arguments, and paths."""
 
-    def __init__(self, repl: Repl):
-        self._repl = repl
+    def __init__(self, terminal: TerminalChat):
+        self._terminal = terminal
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """Yield completions of one word at a time."""
@@ -172,7 +168,7 @@ class _Commands(Completer):
             argument = name
         else:
             try:
-                candidates = list(find_command(name).complete(self._repl))
+                candidates = list(find_command(name).complete(self._terminal))
             except GenerationError:
                 return
         if PATHS in candidates:

@@ -6,13 +6,14 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_inline import StateInline, emphasis
 from markdown_it.token import Token
 from rich import box, markdown
+from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.rule import Rule
@@ -22,7 +23,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
-from mlxlm.chat.terminal.live_tail import LiveTail
 from mlxlm.chat.terminal.output import colors_disabled
 from mlxlm.utils.formatting import printable
 
@@ -31,6 +31,10 @@ _DRAWING_SHARE = 0.1  # of the time: drawing takes it from generation
 _MIN_COLUMNS = 8
 # An unfinished last line that may become a fence, a heading, a list item, a quote, a rule or a table's second row.
 _BLOCK_MARKER = re.compile(r"[ ]{0,3}([`~]{1,3}|#{1,6}|[-*+]|\d{1,9}[.)]?|>|[|:-][|: -]*)[ ]*")
+_SGR = re.compile(r"\x1b\[[0-9;]*m")
+# One write per frame. Terminals with synchronized updates (mode 2026) show it at once, others ignore the mode. Without
+# autowrap (mode 7) a character that the terminal draws wider than rich expects can't shift the rows below it.
+_BEGIN, _END = "\x1b[?2026h\x1b[?7l", "\x1b[?7h\x1b[?2026l"
 _THEME = Theme(
     {
         "markdown.code": "cyan",
@@ -199,6 +203,41 @@ class Renderer:
         if line:
             line = [*line[:-1], Segment(line[-1].text.rstrip(), line[-1].style)]
         return "".join(style.render(text, color_system=self._colors) if style else text for text, style, _ in line)
+
+
+class LiveTail:
+    """Lines at the cursor that can be redrawn; everything above them stays.
+
+    A line has SGR sequences, no other control characters, and at most the terminal's width. The cursor is behind the
+    last line of the tail, or at the start of a line if there is none.
+    """
+
+    def __init__(self, write: Callable[[str], None], size: Callable[[], tuple[int, int]]):
+        """`write` writes and flushes a string; `size` returns the terminal's columns and rows."""
+        self._write, self.size = write, size
+        self._lines: list[str] = []
+
+    def draw(self, lines: Sequence[str], final: Sequence[str] = ()) -> None:
+        """Print `final` in place of the tail, then draw `lines` below it as the new tail."""
+        lines, final = list(lines), list(final)
+        if lines == self._lines and not final:
+            return
+        columns, rows = self.size()
+        # After a resize, terminals wrap lines that have become too long.
+        drawn = [max(1, -(-cell_len(_SGR.sub("", line)) // max(columns, 1))) for line in self._lines]
+        old, new = self._lines, final + lines
+        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        if old and same == len(old):  # only add lines
+            out = "\r\n" if len(new) > same else ""
+        elif old:
+            same = max(0, min(same, len(new) - 1))
+            up = min(sum(drawn[same:]), rows) - 1
+            out = "\r" + (f"\x1b[{up}A" if up > 0 else "") + "\x1b[J"
+        else:
+            out = ""
+        out += "\r\n".join(new[same:]) + ("\r\n" if final and not lines else "")
+        self._lines = lines
+        self._write(_BEGIN + out + _END)
 
 
 class MarkdownStream:

@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.backend.error_text import describe_error
-from mlxlm.chat.history import ContextFullError, MessageTooLongError
+from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal import commands, statistics
+from mlxlm.chat.terminal.about import example_prompt
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.first_screen import example_prompt
-from mlxlm.chat.terminal.interrupts import defer_interrupts, handle_signal, hide_typing
-from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
-from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.terminal.screen import StartAnswer, open_screen, stream_answer
+from mlxlm.chat.terminal.commands import read_piped_messages, run_command, strip_block
+from mlxlm.chat.terminal.output import print_status
 from mlxlm.chat.terminal.settings import Settings
-from mlxlm.generation import FinishReason, LoadedModel
-from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.chat.terminal.terminal_chat import (
+    Purpose,
+    TerminalChat,
+    defer_interrupts,
+    handle_signal,
+    hide_typing,
+    print_notes,
+)
+from mlxlm.generation import LoadedModel
+from mlxlm.utils.errors import MlxlmError
 
-if TYPE_CHECKING:
-    from prompt_toolkit.formatted_text import StyleAndTextTuples
-
+if TYPE_CHECKING:  # prompt_toolkit takes time to import
     from mlxlm.chat.terminal.editor import Editor
-    from mlxlm.chat.terminal.session_list import SavedSession
 
-Purpose = Literal["ask", "edit", "continue"]
-_UNFINISHED: dict[FinishReason | None, str] = {
-    None: "(stopped)",
-    "length": "(cut off at max_tokens: /set max_tokens changes that)",
-}
-_CONTEXT_FULL = {
-    "ask": "(the context is full: with the next message you can drop the oldest turns)",
-    "stop": "(the context is full: /undo, /reset, or /set context_overflow drop)",
-    "drop": "(the context is full: with the next message the oldest turns are dropped)",
-}
 _HANG_UP_EXIT_CODE = 128 + signal.SIGHUP
 
 
@@ -72,48 +61,21 @@ def open_repl(
         chat = Chat(lm, **arguments)
     if system_prompt is not None:
         chat.system_prompt = system_prompt
-    _print_notes(chat)
+    print_notes(chat)
     return Repl(chat, settings or Settings(), autosave, load, arguments)
 
 
 @dataclass(eq=False)
-class Repl:
-    """A chat with its display settings and its file: the state that commands change.
+class Repl(TerminalChat):
+    """A chat that reads messages and commands until it ends."""
 
-    Attributes:
-        chat: The conversation.
-        settings: How it is displayed.
-        autosave: Where it is saved.
-        load: Loads another model by its name.
-        chat_arguments: Arguments of `Chat.open` that override a session file.
-        interactive: Whether standard input is a terminal.
-        bytes_per_token: Bytes that each token of the last answer read, or why that is unknown.
-        draft: Text to start the next line with.
-        purpose: What the next message does: it is asked, replaces the last one, or replaces the last answer, which the
-            model then continues.
-        leaving: Whether the chat ends.
-        stop: Set to end the current answer.
-    """
-
-    chat: Chat
-    settings: Settings
-    autosave: Autosave
-    load: Callable[[str], LoadedModel]
-    chat_arguments: Mapping[str, Any]
-    interactive: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
-    bytes_per_token: BytesPerToken | str = ""
-    draft: str = ""
-    purpose: Purpose = "ask"
-    leaving: bool = False
-    stop: threading.Event = field(default_factory=threading.Event)
     _editor: Editor | None = None
-    _has_sent: bool = False
     _hung_up: bool = False
 
     def once(self, message: str) -> int:
         """Answer one message, and return the exit code. Errors and Ctrl-C are raised."""
         try:
-            self._answer(partial(self.chat.ask, message), "")
+            self.stream(partial(self.chat.ask, message))
         finally:
             self.autosave.finish(self.chat)
         return int(self.autosave.failed)
@@ -146,55 +108,12 @@ class Repl:
             self.autosave.finish(self.chat)
         return _HANG_UP_EXIT_CODE if self._hung_up else int(self.autosave.failed)
 
-    def send(self, text: str, purpose: Purpose = "ask") -> None:
-        """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""
-        if purpose == "continue":
-            self.answer(partial(self.chat.continue_answer, text), begins_with=text)
-        else:
-            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, text), text)
-
-    def answer(self, start: StartAnswer, message: str = "", begins_with: str = "") -> None:
-        """Stream the answer that `start` starts.
-
-        Args:
-            start: Starts it.
-            message: If the context is full, ask whether to drop turns for this message.
-            begins_with: What the answer begins with, if the model continues it.
-        """
-        self._has_sent = True
-        try:
-            self._answer(start, begins_with)
-        except MessageTooLongError:
-            raise
-        except ContextFullError as full:
-            asks = self.settings.overflow_policy(self.chat) == "ask"
-            if self._editor is None or not asks or not self._confirm_drop(self._editor, full):
-                raise ContextFullError(full.message, "/undo, /reset, or /set context_overflow drop") from None
-            print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
-            self._answer(start, begins_with)
-        if self.interactive:
-            print_info("")  # an empty line before the next prompt
-
-    def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:
-        """Continue with the chat of another session file; `named` if the user chose its name."""
-        _print_notes(chat)
-        self.chat, self.bytes_per_token = chat, ""
-        self.autosave.open(path, named)
-        messages = sum(message.role != "system" for message in chat.messages)
-        where = str(path) if named else "them"
-        print_status(f"{messages} messages; new messages are added to {where}. /show messages shows them")
-
-    def choose_session(self) -> SavedSession | None:
-        """Let the user choose one of the saved conversations; see `choose_session`."""
-        from mlxlm.chat.terminal.session_picker import choose_session
-
-        return choose_session(self.autosave.path, self._editor.run if self._editor else None)
-
     def _run_editor(self, private: bool) -> None:
-        from mlxlm.chat.terminal.editor import Editor
+        from mlxlm.chat.terminal.editor import Editor  # prompt_toolkit takes time to import
 
-        with closing(Editor(self, private)) as self._editor:
-            while not self.leaving and self._read_and_handle(self._editor):
+        with closing(Editor(self, private)) as editor:
+            self._editor, self.ask, self.run_application = editor, editor.ask, editor.run
+            while not self.leaving and self._read_and_handle(editor):
                 pass
         if option := self.autosave.resume_option:
             print_status(f"this conversation is saved: mlxlm chat {option}")
@@ -228,44 +147,15 @@ class Repl:
     def _handle_line(self, text: str, purpose: Purpose = "ask") -> None:
         line = text.strip()
         if line.startswith("/") and not line.startswith("//"):
-            commands.run_command(self, line)
+            run_command(self, line)
         elif line:
             self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), purpose)
 
-    def _answer(self, start: StartAnswer, begins_with: str) -> None:
-        before = self.chat.stats.last
-        try:
-            markdown = self.settings.has_markdown(self.chat)
-            screen = open_screen(self.settings.reasoning, markdown)
-            reason = stream_answer(self.chat, start, screen, self.stop, begins_with)
-        finally:
-            result = self.chat.stats.last
-            if result is not None and result is not before:
-                self.autosave.save_changes(self.chat)
-                self.bytes_per_token = statistics.bytes_read_per_token(self.chat, result)
-        if result is None or result is before:
-            print_status("(stopped before the answer started: nothing has changed)")
-            return
-        if self.interactive and reason == "context":
-            print_status(_CONTEXT_FULL[self.settings.overflow_policy(self.chat)])
-        elif self.interactive and reason in _UNFINISHED:
-            print_status(_UNFINISHED[reason])
-        if self.settings.stats:
-            print_status(f"({statistics.summary_line(result, self.bytes_per_token)})")
-        if constraint_error := result.constraint_error:
-            raise GenerationError(constraint_error, "a larger max_tokens" if reason == "length" else None)
-
-    def _confirm_drop(self, editor: Editor, full: ContextFullError) -> bool:
-        print_status(full.message)
-        with suppress(EOFError, KeyboardInterrupt):
-            return editor.ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
-        return False
-
     def _example(self) -> str:
         """The message that Enter sends on an empty line: an example before the first message of a new chat."""
-        return "" if self._has_sent or any(self.chat.branches.values()) else example_prompt(self.chat)
+        return "" if self.has_sent or any(self.chat.branches.values()) else example_prompt(self.chat)
 
-    def _prompt(self) -> StyleAndTextTuples:
+    def _prompt(self) -> list[tuple[str, str]]:
         """The prompt: branch and fill level of the context."""
         try:
             share = self.chat.context_used / self.chat.context_size
@@ -281,8 +171,3 @@ class Repl:
         self.stop.set()
         if self._editor is not None:
             self._editor.leave()
-
-
-def _print_notes(chat: Chat) -> None:
-    for note in chat.notes:
-        print_status(note)

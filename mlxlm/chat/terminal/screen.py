@@ -1,67 +1,17 @@
-"""Displays one answer, with its reasoning, in a terminal or as plain text."""
+"""The screen of an answer, with its reasoning: in a terminal, or as plain text."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
 from typing import Literal
 
-from mlxlm.chat.answer import Answer
 from mlxlm.chat.reasoning import split
-from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.output import dim, is_dumb_terminal, write
-from mlxlm.generation import FinishReason
 from mlxlm.utils.formatting import printable
 
 ReasoningDisplay = Literal["show", "dim", "hide"]
-
-# Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
-StartAnswer = Callable[[Callable[[int], None]], Answer]
-
-
-def stream_answer(
-    chat: Chat, start: StartAnswer, screen: Screen, stop: threading.Event, begins_with: str = ""
-) -> FinishReason | None:
-    """Stream one answer to the screen until its end, or until `stop` is set.
-
-    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk.
-
-    Returns:
-        The finish reason, None if stopped.
-
-    Raises:
-        Exception: Whatever the chat raises; the last line on the screen is ended first.
-    """
-
-    def on_prefill(tokens_read: int) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        if tokens_read < chat.prompt_tokens - 1:  # the last one is read together with the answer's first
-            screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
-
-    reason: FinishReason | None = None
-    chunks = start(on_prefill)  # before the screen changes: it may raise
-    try:
-        screen.status(f"reading {chat.prompt_tokens} tokens")
-        with closing(chunks):
-            for chunk in chunks:
-                if begins_with:
-                    push_text(screen, begins_with)
-                    begins_with = ""
-                screen.push(chunk.text, chunk.reasoning)
-                reason = chunk.finish_reason
-                if stop.is_set():
-                    break
-    except KeyboardInterrupt:
-        if not stop.is_set():
-            raise
-    finally:
-        screen.finish()
-    return reason
 
 
 def push_text(screen: Screen, text: str) -> None:
@@ -104,8 +54,7 @@ class TerminalScreen:
     """Shows reasoning (dimmed, plain, or only its duration), then the answer as Markdown or plain text."""
 
     def __init__(self, reasoning: ReasoningDisplay, markdown: bool):
-        from mlxlm.chat.terminal.live_tail import LiveTail
-        from mlxlm.chat.terminal.markdown import MarkdownStream
+        from mlxlm.chat.terminal.markdown import LiveTail, MarkdownStream  # rich takes time to import
 
         self._reasoning = reasoning
         self._tail = LiveTail(_put, terminal_size)

@@ -18,8 +18,8 @@ from prompt_toolkit.layout.controls import BufferControl, FormattedTextControl
 from prompt_toolkit.utils import get_cwidth
 
 from mlxlm.chat.session_file import cache_path
+from mlxlm.chat.terminal.autosave import SavedSession, highlighted, saved_sessions, session_table, single_line
 from mlxlm.chat.terminal.output import is_dumb_terminal, write
-from mlxlm.chat.terminal.session_list import SavedSession, highlighted, saved_sessions, session_table, single_line
 from mlxlm.utils.errors import GenerationError
 
 _PREVIEW_ROWS = 6

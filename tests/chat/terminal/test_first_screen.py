@@ -7,8 +7,8 @@ import pytest
 
 from mlxlm.backend import bandwidth
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal import first_screen as module
-from mlxlm.chat.terminal.first_screen import example_prompt, first_screen, model_name
+from mlxlm.chat.terminal import about
+from mlxlm.chat.terminal.about import example_prompt, first_screen, model_name
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.generation import GenerationConfig
 
@@ -27,7 +27,7 @@ def test_lines_of_a_small_model(lm, tmp_path):
 @pytest.mark.parametrize(("weights", "line"), [(100_000_000, "at most 250 tokens/s"), (99_999_999, ""), (None, "")])
 def test_the_speed_is_estimated_unless_weights_fit_into_caches(lm, monkeypatch, weights, line):
     monkeypatch.setattr(bandwidth, "weight_bytes", lambda model: weights)
-    monkeypatch.setattr(module, "memory_bandwidth", lambda: 2.52e10)
+    monkeypatch.setattr(about, "memory_bandwidth", lambda: 2.52e10)
     lines = [text for text in first_screen(Chat(lm)) if "tokens/s" in text]
     assert [line] == [text.removeprefix("Estimate: ").removesuffix(" on this machine") for text in lines] or not line
     assert bool(lines) == bool(line)

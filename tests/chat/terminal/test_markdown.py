@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from mlxlm.chat.terminal.live_tail import LiveTail
-from mlxlm.chat.terminal.markdown import MarkdownStream, Renderer, block_starts
+from mlxlm.chat.terminal.markdown import LiveTail, MarkdownStream, Renderer, block_starts
 from mlxlm.utils.formatting import printable
 from tests.chat.terminal.fake_terminal import FakeTerminal
 

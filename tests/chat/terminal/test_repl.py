@@ -17,8 +17,8 @@ import pexpect
 import pytest
 
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal.interrupts import defer_interrupts
-from mlxlm.chat.terminal.screen import open_screen, stream_answer
+from mlxlm.chat.terminal.screen import open_screen
+from mlxlm.chat.terminal.terminal_chat import defer_interrupts, stream_answer
 from mlxlm.cli.main import main
 
 MLXLM = [sys.executable, "-c", "from mlxlm.cli.main import main; main()"]

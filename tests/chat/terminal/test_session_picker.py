@@ -11,8 +11,8 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal import session_list
-from mlxlm.chat.terminal.session_list import SavedSession, highlighted, saved_sessions, session_table
+from mlxlm.chat.terminal import autosave
+from mlxlm.chat.terminal.autosave import SavedSession, highlighted, saved_sessions, session_table
 from mlxlm.chat.terminal.session_picker import SessionPicker, row_text
 from mlxlm.utils.errors import GenerationError
 
@@ -136,10 +136,10 @@ def test_files_that_can_not_be_read_are_listed(folder):
 
 
 def test_only_the_beginning_of_a_large_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(session_list, "_MAX_BYTES", 120)
+    monkeypatch.setattr(autosave, "_MAX_BYTES", 120)
     session = SavedSession.read(folder / "b.jsonl")
     assert session.count == "1+" and not session.problem
-    monkeypatch.setattr(session_list, "_MAX_BYTES", (folder / "b.jsonl").stat().st_size)
+    monkeypatch.setattr(autosave, "_MAX_BYTES", (folder / "b.jsonl").stat().st_size)
     assert SavedSession.read(folder / "b.jsonl").count == "2"
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mlxlm.server.page import page_routes
+from mlxlm.server.app import page_routes
 
 
 @dataclass

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from mlxlm.generation import device_thread
 from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.scoring import embed
+from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
-from mlxlm.server.events import json_response
-from mlxlm.server.request_body import read_body
-from mlxlm.server.schemas import IgnoredFields, Prompts
-from mlxlm.server.state import ServerState
+from mlxlm.server.models import Models
+from mlxlm.server.reply import json_response
+from mlxlm.server.schemas import IgnoredFields, Prompts, read_body
 
 
 class EmbeddingRequest(IgnoredFields):
@@ -33,12 +33,11 @@ class EmbeddingRequest(IgnoredFields):
 async def embeddings(request: Request) -> Response:
     """Return an embedding of each text, a vector of length 1."""
     body = await read_body(request, EmbeddingRequest)
-    state: ServerState = request.app.state.server
-    return await json_response(request, _embed(state, body))
+    return await json_response(request, _embed(request.app.state.models, body))
 
 
-async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
-    async with state.models.use(body.model) as model:
+async def _embed(models: Models, body: EmbeddingRequest) -> dict[str, Any]:
+    async with models.use(body.model) as model:
         lm, num_tokens, data = model.lm, 0, []
         for index, text in enumerate(body.input):
             if not text:
@@ -58,3 +57,6 @@ async def _embed(state: ServerState, body: EmbeddingRequest) -> dict[str, Any]:
 def _to_base64(vector: list[float]) -> str:
     """Encode as little-endian float32, in base64."""
     return base64.b64encode(np.array(vector, "<f4").tobytes()).decode()
+
+
+ROUTES = routes("/embeddings", embeddings)

@@ -9,15 +9,11 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mlxlm.server.chat_completions import to_message
-from mlxlm.server.conversation import Conversation
+from mlxlm.server.conversation import Conversation, ToolUse
+from mlxlm.server.endpoints import routes
+from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.errors import invalid
-from mlxlm.server.request_body import read_body
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Fields, Tool
-from mlxlm.server.state import ServerState
-from mlxlm.server.tool_use import ToolUse
-
-MAX_COUNTED = 1 << 17  # tokens that these endpoints return or count for a model with any context
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, read_body
 
 
 class TokenizeRequest(Fields):
@@ -47,16 +43,16 @@ class DetokenizeRequest(Fields):
 async def tokenize(request: Request) -> JSONResponse:
     """Return the ids of a text, as for /v1/completions, or of a conversation, as for /v1/chat/completions."""
     body = await read_body(request, TokenizeRequest)
-    state: ServerState = request.app.state.server
-    async with state.models.use(body.model) as model:
+    async with request.app.state.models.use(body.model) as model:
         if body.messages is not None:
             tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
-            messages = [to_message(message) for message in body.messages]
-            ids = await Conversation(messages, body.chat_template_kwargs or {}, tools).encode(model, MAX_COUNTED)
+            messages = [message.to_chat() for message in body.messages]
+            conversation = Conversation(messages, body.chat_template_kwargs or {}, tools)
+            ids = await conversation.encode(model, count_only=True)
         else:
             special = body.add_special_tokens
             ids = await model.encode(
-                model.lm.tokenizer.encode, body.prompt or "", add_special_tokens=special, at_least=MAX_COUNTED
+                model.lm.tokenizer.encode, body.prompt or "", add_special_tokens=special, count_only=True
             )
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.context_length})
 
@@ -64,11 +60,13 @@ async def tokenize(request: Request) -> JSONResponse:
 async def detokenize(request: Request) -> JSONResponse:
     """Return the text of ids, including special tokens."""
     body = await read_body(request, DetokenizeRequest)
-    state: ServerState = request.app.state.server
-    async with state.models.use(body.model) as model:
+    async with request.app.state.models.use(body.model) as model:
         vocab_size = model.lm.tokenizer.vocab_size
         unknown = [n for n, id in enumerate(body.tokens) if not 0 <= id < vocab_size]
         if unknown:
             raise invalid(f"the model has the ids 0 to {vocab_size - 1}", f"tokens.{unknown[0]}")
         decode = model.lm.tokenizer.decode
         return JSONResponse({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})
+
+
+ROUTES = routes("/tokenize", tokenize) + routes("/detokenize", detokenize)

@@ -1,0 +1,248 @@
+"""A chat in a terminal: its state, which commands change, its answers, and the signals and keys during them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mlxlm.backend.bandwidth import BytesPerToken
+from mlxlm.chat.answer import Answer
+from mlxlm.chat.history import ContextFullError, MessageTooLongError
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal import about
+from mlxlm.chat.terminal.autosave import Autosave, SavedSession
+from mlxlm.chat.terminal.output import print_info, print_status
+from mlxlm.chat.terminal.screen import Screen, open_screen, push_text
+from mlxlm.chat.terminal.settings import Settings
+from mlxlm.generation import FinishReason, LoadedModel
+from mlxlm.utils.errors import GenerationError
+
+# Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
+StartAnswer = Callable[[Callable[[int], None]], Answer]
+Purpose = Literal["ask", "edit", "continue"]
+_UNFINISHED: dict[FinishReason | None, str] = {
+    None: "(stopped)",
+    "length": "(cut off at max_tokens: /set max_tokens changes that)",
+}
+_CONTEXT_FULL = {
+    "ask": "(the context is full: with the next message you can drop the oldest turns)",
+    "stop": "(the context is full: /undo, /reset, or /set context_overflow drop)",
+    "drop": "(the context is full: with the next message the oldest turns are dropped)",
+}
+
+
+@dataclass(eq=False)
+class TerminalChat:
+    """A chat with its display settings and its file: what commands change.
+
+    Attributes:
+        chat: The conversation.
+        settings: How it is displayed.
+        autosave: Where it is saved.
+        load: Loads another model by its name.
+        chat_arguments: Arguments of `Chat.open` that override a session file.
+        interactive: Whether standard input is a terminal.
+        bytes_per_token: Bytes that each token of the last answer read, or why that is unknown.
+        draft: Text to start the next line with.
+        purpose: What the next message does: it is asked, replaces the last one, or replaces the last answer, which the
+            model then continues.
+        leaving: Whether the chat ends.
+        stop: Set to end the current answer.
+        ask: Reads a line from the terminal after a question; None without a line editor.
+        run_application: Runs an application of prompt_toolkit in the terminal; None without a line editor.
+        has_sent: Whether there was a message.
+    """
+
+    chat: Chat
+    settings: Settings
+    autosave: Autosave
+    load: Callable[[str], LoadedModel]
+    chat_arguments: Mapping[str, Any]
+    interactive: bool = field(default_factory=lambda: sys.stdin is not None and sys.stdin.isatty())
+    bytes_per_token: BytesPerToken | str = ""
+    draft: str = ""
+    purpose: Purpose = "ask"
+    leaving: bool = False
+    stop: threading.Event = field(default_factory=threading.Event)
+    ask: Callable[[str], str] | None = None
+    run_application: Callable[[Any], Any] | None = None
+    has_sent: bool = False
+
+    def send(self, text: str, purpose: Purpose = "ask") -> None:
+        """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""
+        if purpose == "continue":
+            self.answer(partial(self.chat.continue_answer, text), begins_with=text)
+        else:
+            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, text), text)
+
+    def answer(self, start: StartAnswer, message: str = "", begins_with: str = "") -> None:
+        """Stream the answer that `start` starts.
+
+        Args:
+            start: Starts it.
+            message: If the context is full, ask whether to drop turns for this message.
+            begins_with: What the answer begins with, if the model continues it.
+        """
+        self.has_sent = True
+        try:
+            self.stream(start, begins_with)
+        except MessageTooLongError:
+            raise
+        except ContextFullError as full:
+            asks = self.settings.overflow_policy(self.chat) == "ask"
+            if self.ask is None or not asks or not _confirms_drop(self.ask, full):
+                raise ContextFullError(full.message, "/undo, /reset, or /set context_overflow drop") from None
+            print_status(f"{self.chat.drop_oldest(message)} messages dropped: the model no longer sees them")
+            self.stream(start, begins_with)
+        if self.interactive:
+            print_info("")  # an empty line before the next prompt
+
+    def stream(self, start: StartAnswer, begins_with: str = "") -> None:
+        """Stream the answer that `start` starts, and save it. Raise what the chat raises."""
+        before = self.chat.stats.last
+        try:
+            markdown = self.settings.has_markdown(self.chat)
+            screen = open_screen(self.settings.reasoning, markdown)
+            reason = stream_answer(self.chat, start, screen, self.stop, begins_with)
+        finally:
+            result = self.chat.stats.last
+            if result is not None and result is not before:
+                self.autosave.save_changes(self.chat)
+                self.bytes_per_token = about.bytes_read_per_token(self.chat, result)
+        if result is None or result is before:
+            print_status("(stopped before the answer started: nothing has changed)")
+            return
+        if self.interactive and reason == "context":
+            print_status(_CONTEXT_FULL[self.settings.overflow_policy(self.chat)])
+        elif self.interactive and reason in _UNFINISHED:
+            print_status(_UNFINISHED[reason])
+        if self.settings.stats:
+            print_status(f"({about.summary_line(result, self.bytes_per_token)})")
+        if constraint_error := result.constraint_error:
+            raise GenerationError(constraint_error, "a larger max_tokens" if reason == "length" else None)
+
+    def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:
+        """Continue with the chat of another session file; `named` if the user chose its name."""
+        print_notes(chat)
+        self.chat, self.bytes_per_token = chat, ""
+        self.autosave.open(path, named)
+        messages = sum(message.role != "system" for message in chat.messages)
+        where = str(path) if named else "them"
+        print_status(f"{messages} messages; new messages are added to {where}. /show messages shows them")
+
+    def choose_session(self) -> SavedSession | None:
+        """Let the user choose one of the saved conversations; see `choose_session`."""
+        from mlxlm.chat.terminal.session_picker import choose_session  # prompt_toolkit takes time to import
+
+        return choose_session(self.autosave.path, self.run_application)
+
+
+def _confirms_drop(ask: Callable[[str], str], full: ContextFullError) -> bool:
+    print_status(full.message)
+    with suppress(EOFError, KeyboardInterrupt):
+        return ask("Drop the oldest turns? [y/N] ").strip().lower() in ("y", "yes")
+    return False
+
+
+def print_notes(chat: Chat) -> None:
+    """Print what the chat has to say about its file."""
+    for note in chat.notes:
+        print_status(note)
+
+
+def stream_answer(
+    chat: Chat, start: StartAnswer, screen: Screen, stop: threading.Event, begins_with: str = ""
+) -> FinishReason | None:
+    """Stream one answer to the screen until its end, or until `stop` is set.
+
+    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk.
+
+    Returns:
+        The finish reason, None if stopped.
+
+    Raises:
+        Exception: Whatever the chat raises; the last line on the screen is ended first.
+    """
+
+    def on_prefill(tokens_read: int) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        if tokens_read < chat.prompt_tokens - 1:  # the last one is read together with the answer's first
+            screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
+
+    reason: FinishReason | None = None
+    chunks = start(on_prefill)  # before the screen changes: it may raise
+    try:
+        screen.status(f"reading {chat.prompt_tokens} tokens")
+        with closing(chunks):
+            for chunk in chunks:
+                if begins_with:
+                    push_text(screen, begins_with)
+                    begins_with = ""
+                screen.push(chunk.text, chunk.reasoning)
+                reason = chunk.finish_reason
+                if stop.is_set():
+                    break
+    except KeyboardInterrupt:
+        if not stop.is_set():
+            raise
+    finally:
+        screen.finish()
+    return reason
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[threading.Event]:
+    """Let Ctrl-C only set the event: an exception could strike in the middle of a step.
+
+    The line editor reads Ctrl-C as a key and restores this handler when a line is done.
+    """
+    interrupted = threading.Event()
+    with handle_signal(signal.SIGINT, lambda *_: interrupted.set()):
+        yield interrupted
+
+
+def raise_interrupts() -> AbstractContextManager[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, for work that changes nothing before it is done."""
+    return handle_signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def hide_typing() -> Iterator[None]:
+    """Don't echo what is typed during an answer; the line editor reads it afterwards.
+
+    This includes what was typed before a Ctrl-C, which the terminal would discard without NOFLSH.
+    """
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = [*before]
+    quiet[3] = quiet[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+
+    def set_modes(modes: list[Any]) -> None:
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, modes)
+
+    set_modes(quiet)
+    try:
+        with handle_signal(signal.SIGCONT, lambda *_: set_modes(quiet)):  # the shell changes the modes during a Ctrl-Z
+            yield
+    finally:
+        set_modes(before)
+
+
+@contextmanager
+def handle_signal(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
+    """Call `handler` on a signal."""
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)

@@ -1,0 +1,197 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.generation import GenerationOptions
+from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
+from mlxlm.server.endpoints import routes
+from mlxlm.server.errors import invalid
+from mlxlm.server.models import ServedModel
+from mlxlm.server.reply import ChoicesReply, new_id, respond
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChoicesRequest, Fields, TextContent, read_body
+from mlxlm.server.text import Part, Piece, Text, describe_logprobs
+
+
+class JsonSchema(Fields):
+    """The schema of `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None  # no effect: the schema is always enforced
+
+
+class ResponseFormat(Fields):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ToolFunction(Fields):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(Fields):
+    """The function of a tool call in an assistant's message; its arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Fields):
+    """A tool call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a streamed delta, which some clients send back
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: TextContent | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    # Fields of an answer, which clients send back.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("content", "a message with the role {role} needs content", {"role": self.role})
+        return self
+
+    def to_chat(self) -> Message:
+        """The message for the chat template."""
+        calls = [ToolCall(c.id or "", c.function.name, c.function.arguments) for c in self.tool_calls or ()]
+        return Message(
+            self.role,
+            self.content or self.refusal or "",
+            tool_calls=tuple(calls),
+            tool_call_id=self.tool_call_id,
+            name=self.name,
+            reasoning_content=self.reasoning_content,
+        )
+
+
+class ChatCompletionRequest(ChoicesRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, ChatCompletionRequest)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    kwargs = reasoning_kwargs(body.reasoning_effort, body.verbosity) | (body.chat_template_kwargs or {})
+    conversation = Conversation([message.to_chat() for message in body.messages], kwargs, tool_use)
+    return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
+
+
+async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, model: ServedModel) -> _ChatCompletion:
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    texts = await conversation.answers(model, _options(body, model.defaults), body.n)
+    return _ChatCompletion(model, texts, body, {"id": new_id("chatcmpl-"), "object": kind})
+
+
+def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ (try: one of them)", "max_completion_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    form = body.response_format or ResponseFormat(type="text")
+    schema = form.json_schema.json_schema if form.json_schema else None
+    return body.options(
+        defaults,
+        stop=body.stop,
+        max_tokens=limits.pop() if limits else None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=body.schema_of_format(form.type, schema, "response_format"),
+    )
+
+
+class _ChatCompletion(ChoicesReply):
+    def start_choice(self, text: Text) -> dict[str, Any]:
+        return self._choice(text, {"role": "assistant", "content": ""})
+
+    def choice(self, text: Text, piece: Piece | None) -> dict[str, Any]:
+        if piece is None:
+            return self._choice(text, {})
+        if piece.part.kind != "call":
+            return self._choice(text, {_NAMES[piece.part.kind]: piece.text})
+        index = {"index": text.calls.index(piece.part)}
+        if not piece.is_first:
+            return self._choice(text, {"tool_calls": [{**index, "function": {"arguments": piece.text}}]})
+        return self._choice(text, {"tool_calls": [{**index, **_call(piece.part, "")}]})
+
+    def describe_logprobs(self, text: Text, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": describe_logprobs(entries, self.model.lm.tokenizer), "refusal": None}
+
+    def complete_choice(self, text: Text) -> dict[str, Any]:
+        content, reasoning = ("".join(p.text for p in text.parts if p.kind == kind) for kind in _NAMES)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if text.calls:
+            message |= {"content": content or None, "tool_calls": [_call(part, part.text) for part in text.calls]}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        logprobs = self.describe_logprobs(text, text.logprobs) if text.request.options.logprobs is not None else None
+        return {"index": text.index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
+
+    def _choice(self, text: Text, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": text.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+_NAMES = {"text": "content", "reasoning": "reasoning_content"}
+
+
+def _call(part: Part, arguments: str) -> dict[str, Any]:
+    return {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
+
+
+ROUTES = routes("/chat/completions", chat_completions)

@@ -1,0 +1,337 @@
+"""POST /v1/responses: OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
+from mlxlm.server.endpoints import routes
+from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.models import ServedModel
+from mlxlm.server.reply import Event, Reply, new_id, respond
+from mlxlm.server.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    IgnoredFields,
+    SamplingFields,
+    StreamOptions,
+    TextContent,
+    read_body,
+)
+from mlxlm.server.text import Part, Piece, Text, describe_logprobs
+
+_INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class InputItem(Fields):
+    """An item of the input. Its type decides which fields it needs."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    phase: str | None = None
+    content: TextContent | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: TextContent | None = None
+    summary: TextContent | None = None
+    encrypted_content: str | None = None
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class TextFormat(Fields):
+    """`text.format`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Fields):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Fields):
+    """`reasoning`. The reasoning itself is always returned; there are no summaries."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseTool(Fields):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        """The tool as in chat completions."""
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class ResponseRequest(SamplingFields, IgnoredFields):
+    """The body of /v1/responses."""
+
+    model: str | None = None
+    input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: list[_INCLUDES] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = None  # no effect: it is about tools that OpenAI runs
+    previous_response_id: str | None = None
+    conversation: None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the request asks for log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def format(self) -> TextFormat:
+        """The format of the text."""
+        return self.text.format if self.text and self.text.format else TextFormat(type="text")
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseRequest:
+        if self.previous_response_id is not None:
+            problem = "this server doesn't keep responses (try: the earlier items in input)"
+            raise invalid(problem, "previous_response_id", "previous_response_not_found")
+        return self
+
+
+async def responses(request: Request) -> Response:
+    """Answer the input."""
+    body = await read_body(request, ResponseRequest)
+    effort = body.reasoning.effort if body.reasoning else None
+    kwargs = reasoning_kwargs(effort, body.text.verbosity if body.text else None)
+    tools = [tool.to_chat() for tool in body.tools or ()]
+    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    conversation = Conversation(_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
+    return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
+
+
+def _messages(body: ResponseRequest) -> list[Message]:
+    """The messages for the chat template: the instructions, then the items.
+
+    Reasoning and calls become part of the answer that they belong to.
+
+    Raises:
+        ApiError: An item lacks a field that its type needs.
+    """
+    messages = [Message("system", body.instructions)] if body.instructions else []
+    reasoning: str | None = None
+    for index, item in enumerate(body.input):
+        where = f"input.{index}"
+        if item.type == "reasoning":
+            reasoning = item.content or item.summary or None
+        elif item.type == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise invalid("an output needs call_id and output", where)
+            messages.append(Message("tool", item.output, tool_call_id=item.call_id))
+        elif item.type == "function_call":
+            _add_call(messages, item, reasoning, where)
+            reasoning = None
+        else:
+            if item.role is None or item.content is None:
+                raise invalid("a message needs role and content", where)
+            kept = reasoning if item.role == "assistant" else None
+            messages.append(Message(item.role, item.content, reasoning_content=kept))
+            reasoning = None
+    return messages
+
+
+def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, where: str) -> None:
+    """Add a call to the answer that it belongs to."""
+    if item.call_id is None or item.name is None or item.arguments is None:
+        raise invalid("a call needs call_id, name and arguments", where)
+    call = ToolCall(item.call_id, item.name, item.arguments)
+    last = messages[-1] if messages and messages[-1].role == "assistant" else None
+    if last is None:
+        messages.append(Message("assistant", "", tool_calls=(call,), reasoning_content=reasoning))
+    else:
+        kept = last.reasoning_content or reasoning
+        messages[-1] = Message("assistant", last.content, tool_calls=(*last.tool_calls, call), reasoning_content=kept)
+
+
+async def _make_reply(body: ResponseRequest, conversation: Conversation, model: ServedModel) -> _Response:
+    schema = body.schema_of_format(body.format.type, body.format.json_schema, "text.format")
+    logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
+    options = body.options(model.defaults, max_tokens=body.max_output_tokens, logprobs=logprobs, json_schema=schema)
+    return _Response(model, await conversation.answers(model, options), body)
+
+
+class _Response(Reply):
+    """A response, whose output has an item for each part of the text: reasoning, a message, or a tool call."""
+
+    def __init__(self, model: ServedModel, texts: Sequence[Text], body: ResponseRequest):
+        super().__init__(model, texts)
+        self._body, self._text = body, texts[0]
+        self._items: list[dict[str, Any]] = []  # the last one is unfinished until the text has ended
+        self._sequence_number = 0
+        self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model.name}
+
+    def start(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._fields("in_progress")}
+
+    def push(self, text: Text, pieces: Sequence[Piece]) -> Iterator[Event]:
+        for piece in pieces:
+            if piece.is_first:
+                if self._items:
+                    yield from self._finish_item("completed")
+                yield from self._start_item(piece.part)
+            if piece.text:
+                # A response has no log-probabilities of reasoning and calls.
+                yield self._extend_item(piece.text, text.take_logprobs())
+        if text.finish_reason is not None:
+            yield from self._finish_item(self._status)
+
+    def finish(self) -> Iterator[Event]:
+        response = self.complete()
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def complete(self) -> dict[str, Any]:
+        text, result = self._text, self._text.result
+        assert result is not None
+        output_tokens = len(result.tokens)
+        return {
+            **self._fields(self._status),
+            "output": self._items,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "usage": {
+                "input_tokens": result.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": result.cached_tokens},
+                "output_tokens": output_tokens,
+                "output_tokens_details": {"reasoning_tokens": text.reasoning_tokens},
+                "total_tokens": result.prompt_tokens + output_tokens,
+            },
+        }
+
+    def encode(self, event: Event) -> bytes:
+        self._sequence_number += 1
+        return super().encode({**event, "sequence_number": self._sequence_number - 1})
+
+    def fail(self, error: ApiError, path: str) -> Event:
+        failed = {"code": "server_error", "message": error.message}
+        return {"type": "response.failed", "response": {**self._fields("failed"), "error": failed}}
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._text.finish_reason == "length" else "completed"
+
+    def _start_item(self, part: Part) -> Iterator[Event]:
+        self._items.append(_new_item(part))
+        yield self._item_event("response.output_item.added")
+        if part.kind != "call":
+            extra: dict[str, Any] = {"annotations": [], "logprobs": []} if part.kind == "text" else {}
+            content = {"type": _CONTENT_TYPES[part.kind], "text": "", **extra}
+            self._items[-1]["content"] = [content]
+            yield self._event("response.content_part.added", content_index=0, part=content)
+
+    def _extend_item(self, text: str, entries: Sequence[TokenLogprobs]) -> Event:
+        item = self._items[-1]
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            return self._event("response.function_call_arguments.delta", delta=text)
+        [content] = item["content"]
+        content["text"] += text
+        event = self._event(f"response.{content['type']}.delta", content_index=0, delta=text)
+        if item["type"] == "message":
+            event["logprobs"] = describe_logprobs(entries, self.model.lm.tokenizer)
+            content["logprobs"] += event["logprobs"]
+        return event
+
+    def _finish_item(self, status: str) -> Iterator[Event]:
+        item = self._items[-1]
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            [content] = item["content"]
+            extra = {"logprobs": content["logprobs"]} if item["type"] == "message" else {}
+            yield self._event(f"response.{content['type']}.done", content_index=0, text=content["text"], **extra)
+            yield self._event("response.content_part.done", content_index=0, part=content)
+        item["status"] = status
+        yield self._item_event("response.output_item.done")
+
+    def _item_event(self, kind: str) -> Event:
+        return {"type": kind, "output_index": len(self._items) - 1, "item": self._items[-1]}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **fields}
+
+    def _fields(self, status: str) -> dict[str, Any]:
+        """The response without its output."""
+        body, options = self._body, self._text.request.options
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": options.temperature,
+            "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": options.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+_CONTENT_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
+
+
+def _new_item(part: Part) -> dict[str, Any]:
+    if part.kind == "call":
+        item = {"id": new_id("fc_"), "type": "function_call", "call_id": part.call_id, "name": part.name}
+        return {**item, "arguments": "", "status": "in_progress"}
+    if part.kind == "reasoning":
+        return {"id": new_id("rs_"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": [], "status": "in_progress"}
+
+
+ROUTES = routes("/responses", responses)

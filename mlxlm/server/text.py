@@ -1,0 +1,252 @@
+"""One text of a request, from its submission to its end: reasoning, text and tool calls, with log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlxlm.chat.reasoning import ReasoningParser
+from mlxlm.chat.tool_calls import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
+from mlxlm.generation import (
+    FinishReason,
+    GenerationChunk,
+    GenerationOptions,
+    GenerationResult,
+    QueueFullError,
+    Request,
+    TextStream,
+)
+from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.server.errors import ApiError, client_message, invalid
+from mlxlm.server.models import ServedModel
+from mlxlm.server.schemas import option_in
+from mlxlm.tokenizer import Tokenizer
+from mlxlm.utils.errors import GenerationError
+
+# OpenAI's finish reasons. If no token can continue a constraint, the text is incomplete, as with a length limit.
+_FINISH_REASONS: dict[FinishReason, str] = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "constraint": "length",
+}
+Kind = Literal["reasoning", "text", "call"]
+_NEGATIVE_INFINITY = -9999.0  # as in OpenAI's API: JSON has no infinity
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a text.
+
+    Attributes:
+        kind: What it is; "call" for the arguments of a tool call.
+        text: What there is of it so far.
+        call_id: The id of the call.
+        name: The function that is called.
+    """
+
+    kind: Kind
+    text: str = ""
+    call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a chunk adds to a part.
+
+    Attributes:
+        part: The part, with this piece.
+        text: The piece; "" at the beginning of a call, and for an empty text.
+        is_first: Whether the part begins with this piece.
+    """
+
+    part: Part
+    text: str
+    is_first: bool
+
+
+class Text:
+    """A text that a client waits for.
+
+    Attributes:
+        index: Its number in the request.
+        request: What the engine generates.
+        stream: Its chunks, as the engine generates them; set by `submit`.
+        result: The whole text with its statistics, when it has ended.
+        parts: Its parts so far.
+        logprobs: The log-probabilities of its tokens so far, as `take_logprobs` has returned them.
+        finish_reason: Why it has ended, in OpenAI's words; None if it hasn't.
+        reasoning_tokens: The number of tokens of the reasoning, its tags included.
+    """
+
+    stream: TextStream
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        generation_prefix: str | None = None,
+        tool_format: ToolFormat | None = None,
+    ):
+        """Create a text that isn't submitted yet.
+
+        Args:
+            index: See `Text`.
+            request: See `Text`.
+            generation_prefix: What the template has put at the start of the answer, such as "<think>"; None for a
+                text without reasoning.
+            tool_format: The markup of tool calls; None for a text without calls.
+        """
+        self.index, self.request = index, request
+        self.result: GenerationResult | None = None
+        self.parts: list[Part] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.reasoning_tokens = 0
+        self._logprob_buffer, self._ready = LogprobBuffer(), list[TokenLogprobs]()
+        self._reasoning: ReasoningParser | None = None
+        if generation_prefix is not None:
+            self._reasoning = ReasoningParser()
+            self._reasoning.push(generation_prefix)
+        self._calls = None if tool_format is None else ToolCallParser(tool_format)
+
+    def submit(self, model: ServedModel) -> TextStream:
+        """Begin to generate the text.
+
+        Raises:
+            ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
+        """
+        try:
+            self.stream = model.engine.submit(self.request)
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "2"}) from None
+        except GenerationError as error:
+            too_long = len(self.request.prompt) >= model.context_length
+            code = "context_length_exceeded" if too_long else None
+            raise invalid(client_message(error), option_in(error.message), code) from None
+        return self.stream
+
+    @property
+    def calls(self) -> list[Part]:
+        """The tool calls so far."""
+        return [part for part in self.parts if part.kind == "call"]
+
+    def push(self, chunk: GenerationChunk) -> list[Piece]:
+        """Add a chunk, and return what is decided. A text that has ended has at least one part, even if it is empty."""
+        self._ready += self._logprob_buffer.push(chunk.logprob, chunk.text, chunk.finish_reason)
+        pieces: list[Piece] = []
+        for text, is_reasoning in self._split_reasoning(chunk):
+            if self._calls is None or is_reasoning:
+                pieces += self._add("reasoning" if is_reasoning else "text", text)
+            else:
+                pieces += self._add_events(self._calls.push(text))
+        if chunk.finish_reason is not None:
+            if self._calls is not None:
+                cut_off = chunk.finish_reason not in ("eos", "stop")
+                pieces += self._add_events(self._calls.finish(cut_off=cut_off))
+            if not self.parts:
+                self.parts.append(Part("text"))
+                pieces.append(Piece(self.parts[0], "", True))
+            self.finish_reason = _FINISH_REASONS[chunk.finish_reason]
+            if self.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        return pieces
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """The log-probabilities of tokens whose text has begun since the last call."""
+        ready, self._ready = self._ready, []
+        self.logprobs += ready
+        return ready
+
+    def _split_reasoning(self, chunk: GenerationChunk) -> list[tuple[str, bool]]:
+        if self._reasoning is None:
+            return [(chunk.text, False)]
+        before = self._reasoning.reasoning
+        pieces = self._reasoning.push(chunk.text)
+        self.reasoning_tokens += before or self._reasoning.reasoning or any(reasoning for _, reasoning in pieces)
+        return pieces if chunk.finish_reason is None else pieces + self._reasoning.finish()
+
+    def _add_events(self, events: Sequence[ToolEvent]) -> Iterator[Piece]:
+        for event in events:
+            if isinstance(event, TextDelta):
+                yield from self._add("text", event.text)
+            elif isinstance(event, ToolCallStart):
+                self.parts.append(Part("call", "", event.id, event.name))
+                yield Piece(self.parts[-1], "", True)
+            elif isinstance(event, ArgumentsDelta):
+                yield from self._add("call", event.text)
+
+    def _add(self, kind: Kind, text: str) -> Iterator[Piece]:
+        if text:
+            is_first = not self.parts or self.parts[-1].kind != kind
+            if is_first:
+                self.parts.append(Part(kind))
+            self.parts[-1].text += text
+            yield Piece(self.parts[-1], text, is_first)
+
+
+def sample_requests(
+    prompts: Sequence[Sequence[int]], options: GenerationOptions, eos_token_ids: frozenset[int], n: int
+) -> list[Request]:
+    """`n` requests for each prompt, with a different seed each. A single request keeps the seed of the options."""
+    if options.seed is None:
+        options = options.with_seed(random_seed())
+    requests = [Request(prompt, options, eos_token_ids) for prompt in prompts]
+    if len(prompts) * n == 1:
+        return requests
+    return [request.sample(str(number), k) for number, request in enumerate(requests, 1) for k in range(n)]
+
+
+class LogprobBuffer:
+    """Holds back the log-probabilities of tokens until their text is streamed.
+
+    Those of a stop string and of the EOS token, which are not part of the text, are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()  # with the byte offset of each token
+        self._token_bytes = self._text_bytes = 0
+
+    def push(self, logprob: TokenLogprobs | None, text: str, finish_reason: FinishReason | None) -> list[TokenLogprobs]:
+        """Add a token and the text that was streamed with it; return the tokens whose text has begun."""
+        if logprob is not None:
+            self._waiting.append((self._token_bytes, logprob))
+            self._token_bytes += len(logprob.bytes or b"")
+        self._text_bytes += len(text.encode())
+        ended = finish_reason is not None and finish_reason != "stop"
+        if finish_reason == "eos" and self._waiting and self._waiting[-1][1].bytes == b"":
+            self._waiting.pop()
+        ready = []
+        while self._waiting and (ended or self._is_ready(*self._waiting[0])):
+            ready.append(self._waiting.popleft()[1])
+        return ready
+
+    def _is_ready(self, start: int, logprob: TokenLogprobs) -> bool:
+        return start < self._text_bytes or not logprob.bytes and start <= self._text_bytes
+
+
+def describe_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Log-probabilities as in chat completions and the Responses API."""
+
+    def describe(entry: TokenLogprob | TokenLogprobs) -> dict[str, Any]:
+        content = None if entry.bytes is None else list(entry.bytes)
+        return {"token": token_text(entry, tokenizer), "logprob": finite(entry.logprob), "bytes": content}
+
+    return [{**describe(entry), "top_logprobs": [describe(top) for top in entry.top_logprobs]} for entry in entries]
+
+
+def token_text(entry: TokenLogprob | TokenLogprobs, tokenizer: Tokenizer) -> str:
+    """The text of a token: a special token's name, and � for a part of a character."""
+    content = entry.bytes or tokenizer.token_bytes(entry.token, skip_special_tokens=False)
+    return content.decode("utf-8", "replace")
+
+
+def finite(logprob: float) -> float:
+    """Round a log-probability for JSON, and replace infinity."""
+    return round(logprob, 6) if math.isfinite(logprob) else _NEGATIVE_INFINITY

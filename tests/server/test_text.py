@@ -1,0 +1,125 @@
+"""A text, split into reasoning, text and calls, with log-probabilities in step with it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxlm.chat.tool_calls import JSON_FORMAT
+from mlxlm.generation import GenerationChunk, GenerationOptions, Request
+from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.server.conversation import reasoning_kwargs
+from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, _ChatCompletion
+from mlxlm.server.endpoints.messages import _Message
+from mlxlm.server.endpoints.responses import ResponseRequest, _Response
+from mlxlm.server.text import LogprobBuffer, Text, describe_logprobs
+from tests.server.conftest import HELLO
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+def parse(pieces, prefix="", tool_format=None, reason="eos"):
+    """The kinds and texts of the parts of a text that comes in pieces, and the text."""
+    text, added = Text(0, Request([1], GenerationOptions()), prefix, tool_format), []
+    for number, piece in enumerate(pieces, 1):
+        added += text.push(GenerationChunk(piece, 9, reason if number == len(pieces) else None))
+    assert [piece.part for piece in added if piece.is_first] == text.parts
+    for part in text.parts:
+        assert "".join(piece.text for piece in added if piece.part is part) == part.text
+    return [[part.kind, part.text] for part in text.parts], text
+
+
+@given(st.lists(st.integers(0, 90)))
+def test_all_kinds_however_the_text_is_split(cuts):
+    text = "<think>why</think>\n\nBecause.\n" + CALL
+    bounds = [0, *sorted(cuts), len(text)]
+    parts, answer = parse([text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], "", JSON_FORMAT)
+    assert parts == [["reasoning", "why"], ["text", "Because."], ["call", '{"a": "x"}']]
+    assert answer.finish_reason == "tool_calls" and answer.reasoning_tokens > 0
+
+
+def test_a_template_that_opens_the_block():
+    assert parse(["why</think>so"], "<think>\n")[0] == [["reasoning", "why"], ["text", "so"]]
+
+
+@pytest.mark.parametrize("text", ["<think>a</think>b", CALL])
+def test_plain_text_is_not_split(text):
+    parts, answer = parse([text], None, None)
+    assert parts == [["text", text]] and answer.finish_reason == "stop"
+
+
+def test_markup_that_is_cut_off_is_no_text():
+    assert parse(["Well. <tool_call>\n{"], "", JSON_FORMAT, "length")[0] == [["text", "Well."]]
+
+
+def test_calls_in_one_chunk_have_their_own_index():
+    text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)
+    body = ChatCompletionRequest.model_validate(HELLO)
+    reply = _ChatCompletion(SimpleNamespace(name="tiny"), [text], body, {})
+    deltas = [
+        event["choices"][0]["delta"] for event in reply.push(text, text.push(GenerationChunk(CALL + CALL, 9, "eos")))
+    ]
+    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 0, 1, 1]
+
+
+def test_parts_begin_and_end_in_turn():
+    model = SimpleNamespace(name="tiny", lm=SimpleNamespace(tokenizer=None))
+    text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)
+    pieces = text.push(GenerationChunk(f"<think>why</think>\n\nBecause.\n{CALL}", 9, "eos"))
+    found = [
+        (e["type"].removeprefix("content_block_"), e["index"]) for e in _Message(model, [text], []).push(text, pieces)
+    ]
+    assert found == [(kind, index) for index in range(3) for kind in ("start", "delta", "stop")]
+    events = list(_Response(model, [text], ResponseRequest(input="a")).push(text, pieces))
+    found = [(e["type"].rpartition(".")[2], e["output_index"]) for e in events if "output_item" in e["type"]]
+    assert found == [(kind, index) for index in range(3) for kind in ("added", "done")]
+
+
+def test_hints_for_the_template():
+    assert reasoning_kwargs(None) == {}
+    assert reasoning_kwargs("low", "high") == {"reasoning_effort": "low", "verbosity": "high"}
+    assert reasoning_kwargs("none")["enable_thinking"] is False
+
+
+def push(buffer, content, text, finish_reason=None):
+    entry = TokenLogprobs(9, -0.5, (), content)
+    return b"".join(token.bytes for token in buffer.push(entry, text, finish_reason))
+
+
+def test_tokens_come_with_their_text():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"ab", "ab") == b"ab"
+    assert push(buffer, "é".encode()[:1], "") == b""
+    assert push(buffer, "é".encode()[1:], "é") == "é".encode()
+
+
+def test_tokens_of_a_stop_string_are_dropped():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"a", "a") == b"a"
+    assert push(buffer, b"EN", "") == b""
+    assert push(buffer, b"D", "", "stop") == b""
+
+
+def test_tokens_of_what_was_no_stop_string_follow():
+    buffer = LogprobBuffer()
+    assert push(buffer, b"EN", "") == b""
+    assert push(buffer, b"T", "ENT") == b"ENT"
+    assert push(buffer, b"x", "", "length") == b"x"
+
+
+def test_the_end_token_is_left_out():
+    buffer = LogprobBuffer()
+    assert buffer.push(TokenLogprobs(1, -0.1, (), b""), "", "eos") == []
+
+
+def test_special_tokens_have_their_name_and_no_infinity(lm):
+    eos = lm.tokenizer.eos_token_id
+    entry = TokenLogprobs(20, -math.inf, (TokenLogprob(eos, -1.5, b""),), b"a")
+    [described] = describe_logprobs([entry], lm.tokenizer)
+    assert described["logprob"] == -9999.0 and described["bytes"] == [97]
+    [top] = described["top_logprobs"]
+    assert top["token"] == lm.tokenizer.special_token_names["eos"] and top["bytes"] == []
