@@ -1,4 +1,4 @@
-"""Session files on disk and the key-value caches beside them."""
+"""Session files on disk and their key-value caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_BYTES = 32 << 20  # a chat of a million tokens takes 10 MB
 
 
 def cache_path(path: Path) -> Path:
-    """Return the path of the cache beside a session file."""
+    """Return the path of a session file's key-value cache."""
     return path.with_name(path.name + ".cache.safetensors")
 
 
@@ -35,7 +35,7 @@ class SessionFiles:
         self._digests: dict[Path, bytes] = {}
 
     def save(self, path: Path, chat: Chat, branches: Branches, chat_model: ChatModel, cache: bool) -> None:
-        """Write a chat, and with `cache` the key-value cache beside it. Raise as `Chat.save` does."""
+        """Write a chat, and with `cache` its key-value cache. Raise as `Chat.save` does."""
         weights, tokenizer = _model_fingerprints(chat.lm)
         session = Session(
             model=str(chat.lm.path),
@@ -123,7 +123,7 @@ def restore(
 
 
 def read_cache(path: Path, engine: Engine) -> str | None:
-    """Load the cache beside a session file, if there is one; return why that failed, or None."""
+    """Load the key-value cache of a session file, if there is one; return why that failed, or None."""
     file = cache_path(path.resolve())
     if not file.exists():
         return None

@@ -110,7 +110,7 @@ def print_small_world(scores: Sequence[KindScore]) -> None:
 
 
 def windows(context_length: int, stride: int) -> str:
-    """How a text was split for evaluation, to print beside a loss."""
+    """How a text was split for evaluation, to print with a loss."""
     return f"in windows of {context_length} tokens, stride {stride}"
 
 

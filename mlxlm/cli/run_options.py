@@ -79,7 +79,7 @@ _MICRO_BATCHES = "Compute the gradients of a batch in N parts, one after another
 _POWER, _TRACKERS = ("on_battery", "on_heat", "duty_cycle"), ("tensorboard", "wandb")
 RUNTIME_OPTIONS = (*_POWER, *_TRACKERS, "micro_batches")  # names of the options of `runtime_options`
 
-# These don't change the result (but for rounding), so they aren't settings of the run and may be given beside --resume.
+# These don't change the result (but for rounding), so they aren't settings of the run and may be given with --resume.
 runtime_options = add_options(
     option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore"),
     option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore"),

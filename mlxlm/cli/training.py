@@ -141,7 +141,7 @@ def train_sweep(
     Args:
         sweep: The sweep that the runs belong to.
         runs: (name, function that makes or opens the run) of each.
-        time_left: Returns what to print beside the number of a run, from 0.
+        time_left: Returns what to print after the number of a run, from 0.
         options: Further arguments of `run_training`.
 
     Returns:

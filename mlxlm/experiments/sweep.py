@@ -114,7 +114,7 @@ class Sweep(ABC):
         Args:
             name: The subfolder.
             config: The model.
-            settings: Fields of `TrainSettings` of this run, beside or instead of the shared ones.
+            settings: Fields of `TrainSettings` of this run, which extend or replace the shared ones.
             phase: See `start_run`.
         """
         gc.collect()  # the previous run is in reference cycles: its memory would count as this one's

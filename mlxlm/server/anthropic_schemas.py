@@ -139,7 +139,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
 
 
 def to_messages(body: CountTokensRequest) -> list[Message]:
-    """The messages for the chat template. Tool results become messages before the text beside them."""
+    """The messages for the chat template. Tool results become messages, followed by the text that came with them."""
     messages = [Message("system", body.system)] if body.system else []
     for message in body.messages:
         results = [block for block in message.content if block.type == "tool_result"]

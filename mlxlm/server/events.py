@@ -56,7 +56,7 @@ class EventResponse(Response):
         self._first, self._events = first, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send each event as soon as it is available, and comments while there is none."""
         sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -50,7 +50,7 @@ class ToolUse:
         if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
             return use  # `tool_grammar` checks it
         if choice["type"] == "function":
-            function = choice.get("function", choice)  # the Responses API has the name beside the type
+            function = choice.get("function", choice)  # the Responses API has the name next to the type
             return replace(use, choice=_named(function.get("name") if isinstance(function, dict) else None))
         settings = choice.get("allowed_tools", choice)
         try:
