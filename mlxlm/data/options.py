@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from mlxlm.data.bad_input import BadInput
 from mlxlm.data.manifest import normalize_weights
 from mlxlm.data.sources import STDIN
 from mlxlm.data.split import check_fraction
+from mlxlm.data.text import BadInput
 from mlxlm.utils.errors import DataError
 
 _WEIGHTS_HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
