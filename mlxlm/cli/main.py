@@ -259,7 +259,7 @@ def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
 def _show_download(
     entry: CatalogEntry, source: HubSource | PyPISource
 ) -> AbstractContextManager[Callable[[int], None]]:
-    from mlxlm.cli.download_progress import show_download
+    from mlxlm.cli.render import show_download
 
     return show_download(entry, source)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from difflib import get_close_matches
 
 import click
@@ -106,17 +106,22 @@ def suggest_command(name: str, group: str, commands: Collection[str]) -> str | N
 def suggest_option(name: str, command: click.Command) -> str | None:
     """What to try instead of an option that this command doesn't have."""
     name = name if len(name) == 2 else name.lower().replace("_", "-")  # litgpt has underscores; -N is not -n
-    ours = list(_names(command))
+    ours = _names(command)
     if name in ours:
         return name
     called = [known for known, foreign in _FOREIGN_OPTIONS.items() if name in foreign.split() and known in ours]
-    return " or ".join(called or get_close_matches(name, ours, n=2)) or None
+    matches = called or [ours[match] for match in get_close_matches(name, ours, n=2)]
+    return " or ".join(dict.fromkeys(matches)) or None
 
 
-def _names(command: click.Command) -> Iterator[str]:
-    """The options of a command that aren't hidden, and the names of its arguments."""
+def _names(command: click.Command) -> dict[str, str]:
+    """The names of options that aren't hidden, each with the longest of the same option, and those of arguments."""
+    names = {}
     for parameter in command.params:
-        if isinstance(parameter, click.Option):
-            yield from () if parameter.hidden else [*parameter.opts, *parameter.secondary_opts]
-        else:
-            yield re.sub(r"\W", "", parameter.human_readable_name)  # [FILE]...
+        if not isinstance(parameter, click.Option):
+            name = re.sub(r"\W", "", parameter.human_readable_name)  # [FILE]...
+            names[name] = name
+        elif not parameter.hidden:
+            names |= dict.fromkeys(parameter.opts, max(parameter.opts, key=len))
+            names |= {name: name for name in parameter.secondary_opts}
+    return names
