@@ -1,6 +1,6 @@
 """Remembers the digests of a snapshot's first download, so that files that change later don't go unnoticed.
 
-They are kept next to the snapshot in the hub's cache, and are removed with it.
+They are kept beside the snapshot in the hub's cache, and are removed with it.
 """
 
 from __future__ import annotations

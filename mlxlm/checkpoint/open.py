@@ -110,7 +110,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     location = locate(path)
     file = location.root / "config.json"
     if not file.exists() or not (safetensors.has_weights(location.weights) or pytorch.has_weights(location.weights)):
-        models = gguf_models(path)  # on the hub, often next to the config.json of their source
+        models = gguf_models(path)  # on the hub, often beside the config.json of their source
         if len(models) == 1:
             for encoder in filter(is_image_encoder, path.glob("*.gguf")):
                 warnings.warn(f"{encoder.name} is ignored: mlxlm reads text, not images", stacklevel=3)

@@ -123,7 +123,7 @@ class Scheduler:
             self._read_chunk(self._reading[0])
         self.num_generated += self._batches.step(self._keep_prefix, self._free_bytes())
         self._decode_singles()
-        # Texts that had no room next to others can begin once one of these has ended, not while all of them pause.
+        # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
         self._busy = self.num_active > 0 or bool(self.waiting) and (was_active or not self._singles)
         if not self._busy:
             self._end_work()
@@ -188,7 +188,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
 
-        A text that runs alone fails, and so does one that must be decoded by itself.
+        A text that has no others beside it fails, and so does one that must be decoded by itself.
         """
         while not self._fits():
             rows, singles = self._batches.rows, [s for s in self._singles if self._is_isolated(s.row)]

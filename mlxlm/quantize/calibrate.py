@@ -128,7 +128,7 @@ def calibrate_blocks(
     (67 MB each for 16,384 tokens of width 1024).
 
     Args:
-        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`; or None.
+        source: The unquantized model, to run beside `model` for `InputStats.dxxt`; or None.
         model: The model to calibrate on, with the embedding as it was quantized.
         windows: Tokens, int `[N, T]`.
         on_block: Called for each block; None leaves the blocks as they are.

@@ -30,7 +30,7 @@ from mlxlm.utils.errors import ConfigError
 _MFU = 0.3  # of the speed of large products, for small models: a first guess, which benchmarks correct
 _BYTES_PER_TOKEN = 3  # a guess for small vocabularies
 _EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
-# Seconds for each of two sizes, and their fraction of the time: while other programs run, three short steps say little.
+# Seconds for each of two sizes, and their fraction of the time: beside other programs three short steps say little.
 _BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
 
 

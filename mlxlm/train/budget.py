@@ -112,7 +112,7 @@ def min_rows(config: ModelConfig, values: Mapping[str, Any]) -> int:
     """Return the fewest rows that a step should have: one for each core, if that uses the cores much better.
 
     The cores of a CPU share the rows of a batch. A single row is computed on all of them together, which can take
-    several times as long while other programs run: measured 670 tokens/s with one row and 4,600 with many.
+    several times as long beside other programs: measured 670 tokens/s with one row and 4,600 with many.
     """
     cores = platform.cpu_cores()
     if num_batch_shards(cores) == 1:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run in addition to arrays: its `state.json`."""
+"""What a checkpoint remembers of a run besides arrays: its `state.json`."""
 
 from __future__ import annotations
 

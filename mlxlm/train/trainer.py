@@ -200,7 +200,7 @@ class Trainer:
             yield validation
         if sampled:
             yield self.sample()
-        if validation or sampled:  # their buffers have other sizes than those of a step, and would be kept, too
+        if validation or sampled:  # their buffers have other sizes than those of a step, and would be kept beside them
             mx.clear_cache()
         deadline.record_time("validation" if validation else "sample" if sampled else None)
         is_best, before = validation is not None and validation.best, self.saver.saved_step

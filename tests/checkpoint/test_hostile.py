@@ -282,7 +282,7 @@ def test_llama2c_tokenizers(is_one_error):
     is_one_error("llama2c-tokenizer", packed(8, "I", 2**32 - 1), "tokenizer.bin: token 0 is 4294967295 bytes long")
     is_one_error("llama2c-tokenizer", packed(0, "I", 0), "tokenizer.bin: token 0 .* max_token_length is 0")
     is_one_error("llama2c-tokenizer", packed(4, "f", float("nan")), "tokenizer.bin: the score of token 0 is nan")
-    is_one_error("llama2c-tokenizer", lambda sample: sample.targets[0].unlink(), "no tokenizer next to .*model.bin")
+    is_one_error("llama2c-tokenizer", lambda sample: sample.targets[0].unlink(), "no tokenizer beside .*model.bin")
 
 
 class Payload:

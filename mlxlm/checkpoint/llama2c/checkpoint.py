@@ -44,7 +44,7 @@ _TOKENIZER = "tokenizer.bin"
 
 
 def open_llama2c(path: Path | str) -> Checkpoint:
-    """Open a llama2.c model; its tokenizer is a `.bin` file next to it (see `find_tokenizer`).
+    """Open a llama2.c model; its tokenizer is a `.bin` file beside it (see `find_tokenizer`).
 
     Only the header is read.
 
@@ -91,7 +91,7 @@ def check_output_path(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> 
 
 
 def write(path: Path | str, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
-    """Write a file and `tokenizer.bin` next to it, one tensor in memory at a time.
+    """Write a file and `tokenizer.bin` beside it, one tensor in memory at a time.
 
     The model file appears last. A `tokenizer.bin` that already exists stays if it is the same.
 

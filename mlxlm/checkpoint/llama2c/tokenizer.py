@@ -25,7 +25,7 @@ _NEVER_MERGED = -1e10
 
 
 def find_tokenizer(model: Path, vocab_size: int) -> Path:
-    """Find the tokenizer file next to a llama2.c model.
+    """Find the tokenizer file beside a llama2.c model.
 
     Tries `NAME.tokenizer.bin`, `tok4096.bin` (llama2.c's name for tokenizers that it trains, by vocabulary size) and
     `tokenizer.bin`, in this order.
@@ -37,7 +37,7 @@ def find_tokenizer(model: Path, vocab_size: int) -> Path:
     for name in names:
         if model.with_name(name).is_file():
             return model.with_name(name)
-    raise MissingTokenizerError(f"no tokenizer next to {model}", " or ".join(names))
+    raise MissingTokenizerError(f"no tokenizer beside {model}", " or ".join(names))
 
 
 def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Heartbeats and short messages between rank 0 and the other processes of a run, independent of MLX's collectives.
+"""Heartbeats and short messages between rank 0 and the other processes of a run, beside MLX's collectives.
 
 Protects from a process that hangs or a network that is gone: MLX's collectives would wait forever, because nothing is
 closed, so nothing fails. Here a thread of each process sends a heartbeat every second over a TCP connection to rank 0,
