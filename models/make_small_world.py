@@ -55,8 +55,8 @@ EXAMPLE = "Tell me a story about Anna and a kite."
 CARD = """# small-world
 
 A language model of {parameters} parameters that ships with mlxlm, so that its examples run offline. It was trained from
-scratch with mlxlm on the built-in corpus (`mlxlm prepare --builtin small-world`): stories, questions about them, sums, sorting, spelling,
-opposites, names and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
+scratch with mlxlm on the built-in corpus (`mlxlm prepare --builtin small-world`): stories, questions about them, sums,
+sorting, spelling, opposites, names and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
 
 ```sh
 mlxlm chat small-world
