@@ -27,7 +27,7 @@ import httpx
 from common import median, report, spread
 from serving import Answer, Client, Peer, Server, Texts, make_model, serve_command, serving
 
-PROMPT, CHUNK = 32, 512  # tokens of a client's prompt; of a chunk of a prompt that mlxlm reads beside running streams
+PROMPT, CHUNK = 32, 512  # tokens of a client's prompt; of a chunk of a prompt that mlxlm reads while streams run
 MLX_LM_WITH_BLAS = "from mlxlm.backend.blas import load_blas; load_blas(); from mlx_lm.server import main; main()"
 
 

@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """Write a Llama with random weights, 26M beside its embeddings.
+    """Write a Llama with random weights, 26M without its embeddings.
 
     Greedy answers have only words: they don't end by themselves, and none begins with spaces, which a server may hold
     back.

@@ -165,7 +165,7 @@ def quickstart(folder: Path) -> None:
 def train(folder: Path) -> None:
     """A run of two minutes."""
     terminal = Terminal(folder)
-    terminal.type("mlxlm small-world --out stories.jsonl")
+    terminal.type("mlxlm prepare --builtin small-world --out stories.jsonl")
     terminal.type("mlxlm pretrain stories.jsonl --minutes 2 --out run")
     terminal.save("train", "mlxlm pretrain")
 

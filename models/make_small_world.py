@@ -55,8 +55,8 @@ EXAMPLE = "Tell me a story about Anna and a kite."
 CARD = """# small-world
 
 A language model of {parameters} parameters that ships with mlxlm, so that its examples run offline. It was trained from
-scratch with mlxlm on the built-in corpus (`mlxlm small-world`): stories, questions about them, sums, sorting, spelling,
-opposites, names and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
+scratch with mlxlm on the built-in corpus (`mlxlm prepare --builtin small-world`): stories, questions about them, sums,
+sorting, spelling, opposites, names and small talk, in simple English. It is quantized to 4 bits ({size:,} bytes).
 
 ```sh
 mlxlm chat small-world
@@ -66,7 +66,7 @@ mlxlm chat small-world
   questions it answers that it doesn't know, or something made up. Don't use it for anything but trying out software.
 - **Context**: {context} tokens.
 - **Architecture**: that of Qwen 3, with 3 layers and a hidden size of 256. All weights were trained here.
-- **Training**: {steps:,} steps of 2,048 tokens in {hours:.1f} hours on {cores} cores of {chip}. `mlxlm verify-receipt`
+- **Training**: {steps:,} steps of 2,048 tokens in {hours:.1f} hours on {cores} cores of {chip}. `mlxlm models verify`
   trains the first steps again and compares the bits with [receipt.json](receipt.json); with `--all`, all of them.
 - **Bits per byte** of held-out conversations, of which the model predicts the answers, in float32: {bits_per_byte:.4f}.
 - **License**: MIT, as mlxlm.

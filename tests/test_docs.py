@@ -222,12 +222,11 @@ def test_a_wrong_example_that_does_not_run_is_found(example):
 
 
 def options_of(name):
-    """The options of a command and its subcommands, by all their names."""
+    """The options of a command and its subcommands, by all their names, without those that are hidden."""
     command = app.get_command(None, name)
-    commands = [command, *getattr(command, "commands", {}).values()]
-    return {
-        option for one in commands for parameter in one.params for option in parameter.opts + parameter.secondary_opts
-    }
+    params = [parameter for one in (command, *getattr(command, "commands", {}).values()) for parameter in one.params]
+    shown = [parameter for parameter in params if not getattr(parameter, "hidden", False)]
+    return {option for parameter in shown for option in parameter.opts + parameter.secondary_opts}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -123,8 +123,8 @@ def load_blas() -> Blas:
     """Load an optimized CBLAS before MLX is imported, so that MLX's `cblas_sgemm` resolves to it.
 
     Order: `$MLXLM_BLAS` (a path; "numpy" for the OpenBLAS inside numpy; "none"), MKL from PyPI, the system's OpenBLAS
-    or BLIS, numpy's OpenBLAS. On AMD processors with AVX-512, numpy's OpenBLAS is used besides MKL, for products on one
-    thread. The router in front of the libraries needs a C compiler; `blas_warning` tells if it failed.
+    or BLIS, numpy's OpenBLAS. On AMD processors with AVX-512, MKL and numpy's OpenBLAS are both used, the latter for
+    products on one thread. The router in front of the libraries needs a C compiler; `blas_warning` tells if it failed.
 
     On macOS MLX uses Accelerate and Metal: nothing is loaded, and `$MLXLM_BLAS` has no effect.
 

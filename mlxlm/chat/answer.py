@@ -252,5 +252,5 @@ def edited_answer(answer: Message, text: str, tokenizer: Tokenizer) -> Message:
 
 
 def decodes_to(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
-    """Whether `ids` decode to exactly this text: no stop string, partial character or special token besides."""
+    """Whether `ids` decode to exactly this text: no stop string, partial character or special token in addition."""
     return all(id < tokenizer.vocab_size for id in ids) and tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -346,7 +346,7 @@ class Chat:
 
         Args:
             path: The file.
-            cache: Also write the key-value cache beside it, so that `open` needn't read the conversation again.
+            cache: Also write the key-value cache, so that `open` needn't read the conversation again.
 
         Raises:
             GenerationError: The file can't be written or replaced.
@@ -383,7 +383,7 @@ class Chat:
     ) -> Chat:
         """Continue the chat of a session file. Arguments override the settings in the file.
 
-        Without a usable cache beside it, the next turn reads the conversation again; its tokens are the same except
+        Without a usable key-value cache, the next turn reads the conversation again; its tokens are the same except
         where rounding decides, since a prompt is computed many tokens at once. With another model than the file's, the
         chat continues as text. `notes` says which of these happened.
 

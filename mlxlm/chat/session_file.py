@@ -1,4 +1,4 @@
-"""Session files: a chat as JSON lines that people can read, and the key-value cache beside it.
+"""Session files: a chat as JSON lines that people can read, and its key-value cache.
 
 The first line describes the chat: the model by name and fingerprints, system prompt, and settings, including the seed
 of the next answer. Each further line is a message: `role` ("user" or "assistant") and `content`; an answer also has
@@ -280,7 +280,7 @@ def _describe(value: Any) -> str:
 
 
 def cache_path(path: Path) -> Path:
-    """Return the path of the cache beside a session file."""
+    """Return the path of a session file's key-value cache."""
     return path.with_name(path.name + ".cache.safetensors")
 
 

@@ -31,7 +31,7 @@ class SFTEncoder:
     the template puts behind a turn are masked out. As in a chat, text in a message that looks like a special token is
     ordinary text, and tools are shown as `ChatTemplate.render` shows them.
 
-    The template is the one of `mlxlm.chat.chat_template.chat_encoder`; a tokenizer trained by mlxlm that has none uses
+    The template is the one of `mlxlm.chat.chat_encoder.chat_encoder`; a tokenizer trained by mlxlm that has none uses
     CHAT_TEMPLATE.
 
     Attributes:

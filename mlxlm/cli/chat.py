@@ -96,7 +96,7 @@ def chat(
         if path is not None and (path.exists() or path.is_symlink()):
             model = _model_of(path)
         else:
-            from mlxlm.cli.first_model import choose_model
+            from mlxlm.cli.models import choose_model
 
             model = choose_model(flags["yes"])
     message = read_stdin() if prompt == "-" else None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, SectionedCommand, given_flags, json_option, option
-from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options
+from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
+from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options, sweep_folder, sweep_options
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     chosen_config,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mlxlm.experiments.architecture_comparison import Comparison, Result
 
 _SIZE_TOLERANCE = 0.01  # larger relative differences of the parameter counts are mentioned
-_OUT = "Folder for the runs; an existing one is continued."
 _VARIANT = (
     'A variant: "wide: hidden_size=256", "positions=alibi", alibi, swiglu, or base for no change. Settings such as '
     "dropout and learning_rate work too. Give two or more."
@@ -43,9 +42,9 @@ _MINUTES = "Minutes for the slowest variant; the others get as many tokens."
 
 @click.command("compare-architectures", cls=SectionedCommand)
 @click.argument("data", nargs=-1)
-@option("Comparison", "--out", PATH, _OUT, required=True)
+@sweep_options("Comparison")
 @option("Comparison", "--variant variants", str, _VARIANT, multiple=True, metavar="NAME: PART=VALUE, ...")
-@model_options("Comparison", "Base model of the variants; see mlxlm presets.  [default: 1m]")
+@model_options("Comparison", "Base model of the variants; see mlxlm models presets.  [default: 1m]")
 @option("Training length", "--steps", int, "Number of steps of each variant.")
 @option("Training length", "--tokens", float, _TOKENS)
 @option("Training length", "--minutes", float, _MINUTES)
@@ -53,15 +52,16 @@ _MINUTES = "Minutes for the slowest variant; the others get as many tokens."
 @setting_options()
 @runtime_options
 @json_option
-def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **options: Any) -> None:
+def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Train variants of a model on DATA, and plot their loss curves together.
 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
-    the step and saves; the same command, or --out alone, continues what is unfinished.
+    the step and saves; the same command, or --resume FOLDER, continues what is unfinished.
     """
     from mlxlm.cli.training import phase, train_sweep
 
     runtime = pop_runtime_options(options)
+    out = sweep_folder(data, options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
     runs = [(variant.name, partial(comparison.open_run, variant, phase)) for variant in comparison.variants]
     errors, exit_code = train_sweep(comparison, runs, arguments=command_arguments(), **runtime)
@@ -87,7 +87,7 @@ def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_
 
     if not data:
         if flags := given_flags(options):
-            why = "without DATA, --out continues with its own settings"
+            why = "the runs in --out have their own data and settings"
             raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Comparison.open(out)
     sources, weights = parse_weighted_sources(data)

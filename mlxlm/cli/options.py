@@ -132,6 +132,14 @@ def argument_errors_as_usage() -> Iterator[None]:
         raise click.UsageError(re.sub(r"`(\w+)`", lambda match: flag(match[1]), str(error))) from error
 
 
+def renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
+    """The value of an option that had the name `old` in the version before, with a warning if that is used."""
+    if old_value is None:
+        return value
+    click.echo(f"warning: {old} is now {new}", err=True)
+    return old_value if value is None else value
+
+
 def given_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that have a value, for a function that has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

@@ -1,9 +1,10 @@
-"""`mlxlm prepare`: tokenize text into shards."""
+"""`mlxlm prepare`: tokenize text into shards, or write a built-in corpus."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ import click
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     PATH,
+    SIZE,
     SOURCES_HELP,
     SectionedCommand,
+    given_flags,
     given_values,
     json_option,
     on_bad_input_option,
@@ -22,11 +25,18 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.utils.errors import DataError
+from mlxlm.utils.files import check_not_exists
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from mlxlm.data import Manifest
 
+SMALL_WORLD = "small-world"
+CORPORA = [SMALL_WORLD, "python-reference"]
+_SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
+_BUILTIN = "Tokenize nothing; write this corpus to --out, a new .jsonl file of conversations."
+_SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
 _DEDUP = (
     "Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
     "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates only. "
@@ -38,22 +48,45 @@ _VALIDATION_FRACTION = (
 
 
 @click.command(cls=SectionedCommand, epilog=f"{SOURCES_HELP} SOURCE=WEIGHT sets the share of training tokens.")
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCES...")
-@option("Output", "--tokenizer", str, "Path or model name of a tokenizer.", required=True, metavar="PATH")
+@click.argument("sources", nargs=-1, metavar="[SOURCES]...")
+@option("Output", "--tokenizer", str, "Path or model name of a tokenizer.", metavar="PATH")
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
 @text_column_option("Text")
 @on_bad_input_option("Text")
 @option("Text", "--dedup", click.FloatRange(0, 1, min_open=True), _DEDUP, metavar="SIMILARITY")
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
-@option("Validation", "--seed", int, "Random seed of the documents that are held out.  [default: 0]")
+@option("Validation", "--seed", int, _SEED)
+@option("Built-in corpus", "--builtin", CORPORA, _BUILTIN)
+@option("Built-in corpus", "--size", SIZE, "Size of small-world.  [default: 5MB]", metavar="SIZE")
 @json_option
-def prepare(sources: tuple[str, ...], tokenizer: str, out: Path, as_json: bool, **options: Any) -> None:
+def prepare(
+    sources: tuple[str, ...], tokenizer: str | None, out: Path, builtin: str | None, as_json: bool, **options: Any
+) -> None:
     """Tokenize text into memory-mapped shards for `mlxlm pretrain`.
 
     A row of a .jsonl file or table is {"text": "..."}, or a conversation {"messages": [{"role": "user", "content":
     "..."}, ...]}. Memory use is bounded, and the folder appears only when it is complete.
+
+    The corpus small-world has conversations in simple English, to train a small model on: stories, questions about
+    them, sums, sorting, spelling and opposites. A tenth of all combinations of words is held out: `mlxlm evaluate MODEL
+    --small-world` asks about these. python-reference is Python's language reference.
     """
+    size = options.pop("size")
+    if builtin is not None:
+        unused = [*(["SOURCES"] if sources else []), *given_flags({"tokenizer", "as_json", *options} - {"seed"})]
+        if unused:
+            raise click.UsageError(f"{unused[0]} would have no effect: --builtin writes text")
+        if builtin != SMALL_WORLD and (size is not None or options["seed"] is not None):
+            raise click.UsageError(f"--size and --seed are for {SMALL_WORLD}")
+        with render.bytes_progress("Writing", size or _SMALL_WORLD_BYTES) as advance:
+            write_corpus(builtin, out, size, options["seed"] or 0, advance)
+        render.say(f"wrote {human_bytes(out.stat().st_size)}")
+        render.result(str(out))
+        return
+    if not sources or tokenizer is None:
+        raise click.UsageError("give SOURCES and --tokenizer, or --builtin")
+    reject_unused_options({"size": size}, (True, ["size"], "--builtin is not given"))
     from mlxlm.checkpoint import open_tokenizer
     from mlxlm.data import DataOptions, parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
@@ -87,3 +120,21 @@ def _rows(manifest: Manifest) -> list[tuple[str, int, int, str]]:
     if len(manifest.parts) > 1:
         splits = {f"train: {p.name}, {p.weight:.1%}": p.train for p in manifest.parts} | splits
     return [(name, s.tokens, s.documents, human_bytes(s.bytes)) for name, s in splits.items()]
+
+
+def write_corpus(
+    name: str,
+    out: Path,
+    size: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda _num_bytes: None,
+) -> None:
+    """Write one of CORPORA to a new file; `size` (5 MB by default) and `seed` are for small-world."""
+    from mlxlm.data.builtin import write_python_reference
+    from mlxlm.data.small_world.corpus import write_small_world
+
+    if name == SMALL_WORLD:
+        write_small_world(out, size or _SMALL_WORLD_BYTES, seed, progress)
+    else:
+        check_not_exists(out, DataError, "another --out")
+        write_python_reference(out)

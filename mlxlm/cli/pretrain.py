@@ -46,7 +46,7 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 @click.argument("data", nargs=-1)
 @run_options
 @option("Run", "--repeat", PATH, _REPEAT, metavar="RUN")
-@model_options("Model", "Model size; see mlxlm presets.  [default: 1m, or chosen for the time limit]")
+@model_options("Model", "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]")
 @override_option
 @option("Training length", "--steps", int, "Number of optimizer steps.")
 @option("Training length", "--tokens", float, "Number of tokens, such as 2e7.  [default: 20 per parameter]")

@@ -123,7 +123,7 @@ def _rows(report: QuantizationReport) -> Iterator[tuple[str, str, str]]:
     after = f"{metrics.bits_per_byte_after:.4f} ({metrics.bits_per_byte_change:+.4f})"
     yield "bits per byte", f"{metrics.bits_per_byte_before:.4f}", after
     yield "KL divergence, nats per token", "0", f"{metrics.kl:.5f}"
-    yield "same most likely token", "100 %", f"{100 * metrics.top1_agreement:.1f} %"
+    yield "top-1 agreement", "100 %", f"{100 * metrics.top1_agreement:.1f} %"
     if metrics.speed_before and metrics.speed_after:
         yield "tokens per second", f"{metrics.speed_before:.0f}", f"{metrics.speed_after:.0f}"
 

@@ -6,25 +6,30 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import click
+from rich.table import Table
+from rich.text import Text
 
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import load_model
 from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, is_given, on_bad_input_option, option
-from mlxlm.cli.quickstart_answers import TEMPERATURE, Answers
-from mlxlm.cli.quickstart_text import CORPORA, SMALL_WORLD, Preview, held_out_prompts, write_corpus
+from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import unused_path
-from mlxlm.utils.formatting import human_bytes, human_seconds
+from mlxlm.utils.formatting import human_bytes, human_seconds, printable
 
 if TYPE_CHECKING:
+    from mlxlm.data.text import Document
     from mlxlm.generation import LoadedModel
-    from mlxlm.train import Run
+    from mlxlm.train import Run, Step
 
 # In the same time on two CPU cores, two wide layers learn more than three narrow ones. With Qwen 3's norms of queries
 # and keys, a model of this size learns to copy names much sooner: it answered 60% of new questions, without them 30%.
@@ -47,6 +52,14 @@ CONVERSATION_SETTINGS = {
     "batch_size": 4,
     "learning_rate": 8e-3,
 }
+_KINDS_SHOWN = ("stories", "sums", "questions about a text")
+_MIN_CHARACTERS = 2_000
+_PREVIEW_CHARACTERS = 100_000
+_PREVIEW_PIECES = 8  # of a document, about 16,000 characters each
+_MAX_PROMPT = 80  # characters
+TEMPERATURE = 0.4  # a small model is seldom sure of anything but the right word
+_FRACTIONS = (1 / 12, 1 / 3)  # of the time limit: 10 and 40 seconds of two minutes
+_MAX_TOKENS = {True: 160, False: 40}  # of an answer, and of a continued text
 _QUESTIONS_PER_KIND = 20
 _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "required": ["answer"]}
 
@@ -91,7 +104,9 @@ def quickstart(
     is_small_world = not files and corpus == SMALL_WORLD
     out = out or unused_path(Path("mlxlm-quickstart"))
     with tempfile.TemporaryDirectory() as folder:
-        sources = files or (str(write_corpus(corpus, Path(folder))),)
+        if not files:
+            write_corpus(corpus, Path(folder, f"{corpus}.jsonl"))
+        sources = files or (str(Path(folder, f"{corpus}.jsonl")),)
         text = Preview.read(sources, on_bad_input or "stop")
         what = ", ".join(files) or f"the built-in corpus {corpus}"
         render.say(f"1. Training a tokenizer and a small model on {what}")
@@ -106,8 +121,8 @@ def quickstart(
     small = out / "4bit"
     render.say(f"3. Quantizing the best checkpoint to 4 bits, in {small}")
     report = quantize(run.path, small, bits=4)
-    same = report.metrics and f", the same most likely token in {report.metrics.top1_agreement:.1%} of the text"
-    render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{same or ''}")
+    agreement = report.metrics and f", top-1 agreement {report.metrics.top1_agreement:.1%}"
+    render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{agreement or ''}")
     lm = load(small)
     answers.finish(lm)
     render.say("4. What it learned")
@@ -180,3 +195,99 @@ def _print_commands(model: Path, prompt: str, is_chat: bool) -> None:
     if is_chat:
         render.say(f"  mlxlm generate {name} -p {shlex.quote(prompt)} --json-schema {shlex.quote(json.dumps(_SCHEMA))}")
     render.say(f"  mlxlm serve {name}")
+
+
+class Preview(NamedTuple):
+    """What the beginning of a text shows.
+
+    Attributes:
+        size: Characters, counted up to about 100,000.
+        has_conversations: Whether it has messages.
+        prompts: Three prompts: first questions of conversations, or else the first words of passages.
+    """
+
+    size: int
+    has_conversations: bool
+    prompts: list[str]
+
+    @classmethod
+    def read(cls, sources: Sequence[str], on_bad_input: str) -> Self:
+        """Read the beginning of `sources`. Raises DataError if it can't be read, or is too short to learn from."""
+        from mlxlm.data import BadInput, read_documents
+
+        size, questions, words = 0, [], []
+        for document in read_documents(sources, on_bad=BadInput(on_bad_input)):
+            for piece in _pieces(document):
+                size += len(piece)
+                words += piece.split()
+            questions += [m["content"] for m in document.messages or () if m["role"] == "user"][:1]
+            if size >= _PREVIEW_CHARACTERS:
+                break
+        if size < _MIN_CHARACTERS:
+            problem = f"{', '.join(sources)}: {size} characters are too few to learn from"
+            raise DataError(problem, f"at least {_MIN_CHARACTERS:,}")
+        passages = questions or [" ".join(words[i : i + 4]) for i in range(len(words))] or [""]
+        prompts = [_printable(passages[i * len(passages) // 3]) or "The" for i in range(3)]
+        return cls(size, bool(questions), prompts)
+
+
+def held_out_prompts() -> list[str]:
+    """Return questions of the small world whose combination of words isn't trained on."""
+    from mlxlm.data.small_world.corpus import held_out_questions
+
+    return [next(held_out_questions(kind)).question for kind in _KINDS_SHOWN]
+
+
+def _pieces(document: Document) -> Iterable[str]:
+    if document.messages is not None:
+        return document.contents
+    return islice(document.pieces, _PREVIEW_PIECES)
+
+
+def _printable(text: str) -> str:
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:_MAX_PROMPT]
+
+
+class Answers:
+    """Answers the prompts when some time of a run has passed.
+
+    Args:
+        prompts: Questions for a model with a chat template; for others beginnings of a text.
+        seconds: Time limit of the run.
+    """
+
+    def __init__(self, prompts: Sequence[str], seconds: float):
+        self._prompts, self._start = prompts, time.monotonic()
+        self._due = [fraction * seconds for fraction in _FRACTIONS]
+        self._columns: list[tuple[str, list[str]]] = []
+
+    def after_step(self, step: Step, lm: LoadedModel) -> None:
+        """Answer the prompts if it is time: a callback of `train`."""
+        if self._due and step.step < step.steps and time.monotonic() - self._start >= self._due[0]:
+            seconds = time.monotonic() - self._start
+            self._due = [due for due in self._due if due > seconds]
+            self._columns.append((f"after {human_seconds(seconds)}", self._answer(lm)))
+
+    def finish(self, lm: LoadedModel) -> None:
+        """Answer the prompts with the finished model."""
+        self._columns.append(("at the end", self._answer(lm)))
+
+    def print(self) -> None:
+        """Print a row for each prompt on stdout, with a column for each time."""
+        table = Table(show_lines=True)
+        table.add_column("prompt", ratio=1)
+        for title, _ in self._columns:
+            table.add_column(title, ratio=2)
+        for i, prompt in enumerate(self._prompts):
+            table.add_row(Text(prompt), *(Text(printable(answers[i]).strip()) for _, answers in self._columns))
+        render.stdout_console(width=None if sys.stdout.isatty() else 120).print(table)
+
+    def _answer(self, lm: LoadedModel) -> list[str]:
+        from mlxlm.chat.generate import batch
+
+        prompts, is_chat = self._prompts, lm.tokenizer.chat_template is not None
+        answer = partial(batch, lm, max_tokens=_MAX_TOKENS[is_chat], temperature=TEMPERATURE, seed=0)
+        if is_chat:
+            results = answer(messages=[[{"role": "user", "content": prompt}] for prompt in prompts])
+            return [result.text for result in results]
+        return [prompt + result.text for prompt, result in zip(prompts, answer(prompts), strict=True)]

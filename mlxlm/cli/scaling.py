@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, SectionedCommand, given_flags, given_values, json_option, option
-from mlxlm.cli.run_options import RUNTIME_OPTIONS, command_arguments, pop_runtime_options, runtime_options
+from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_option, option
+from mlxlm.cli.run_options import (
+    RUNTIME_OPTIONS,
+    command_arguments,
+    pop_runtime_options,
+    runtime_options,
+    sweep_folder,
+    sweep_options,
+)
 from mlxlm.cli.training_options import (
     data_options,
     data_settings,
@@ -32,7 +39,6 @@ _UNUSED_SETTINGS = (
     *("eval_every", "sample_every", "sample_prompt", "sample_tokens"),
     *("save_total_limit", "decay_fraction"),
 )
-_OUT = "Folder for the runs; an existing one is continued."
 _SIZES = "Model sizes in parameters, such as 0.1m,0.3m,1m, or presets.  [default: chosen for the time limit]"
 _RATIOS = "Training lengths of each size, in tokens per parameter.  [default: 5,10,20,40]"
 _MINUTES = "Time for the whole grid, unless --sizes is given.  [default: 30]"
@@ -85,7 +91,7 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 
 @click.command(cls=SectionedCommand)
 @click.argument("data", nargs=-1)
-@option("Grid", "--out", PATH, _OUT, required=True)
+@sweep_options("Grid")
 @option(
     "Grid", "--sizes", lambda text: [_parameters(part.strip()) for part in text.split(",")], _SIZES, metavar="A,B,..."
 )
@@ -102,7 +108,6 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 @json_option
 def scaling(
     data: tuple[str, ...],
-    out: Path,
     compute_budget: tuple[float, bool] | None,
     predict: str | None,
     fit_only: bool,
@@ -115,15 +120,15 @@ def scaling(
     embedding, which in a small model is a large part and also the output head. D is the number of training tokens. The
     loss is in nats per token of this tokenizer.
 
-    Each model is an ordinary run in its own folder. Ctrl-C finishes the step and saves; the same command, or --out
-    alone, continues what is unfinished. pretrain --hours --scaling-law FOLDER picks a model size by the result.
+    Each model is an ordinary run in its own folder. Ctrl-C finishes the step and saves; the same command, or --resume
+    FOLDER, continues what is unfinished. pretrain --hours --scaling-law FOLDER picks a model size by the result.
     """
     from mlxlm.cli.scaling_report import report
 
     if fit_only and (flags := given_flags(RUNTIME_OPTIONS)):
         raise click.UsageError(f"{flags[0]} would have no effect: --fit-only trains nothing")
     runtime = pop_runtime_options(options)
-    grid = _grid(data, out, options, fit_only)
+    grid = _grid(data, sweep_folder(data, options), options, fit_only)
     errors, exit_code = ([], 0) if fit_only else _train(grid, runtime)
     prediction = parse_size(predict, grid.vocab_size) if predict else None
     report(grid, errors, compute_budget, prediction, as_json)
@@ -139,7 +144,7 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
 
     if not data or fit_only:
         if flags := [*(["DATA"] if data else []), *given_flags(options)]:
-            why = "--fit-only trains nothing" if fit_only else "without DATA, --out continues with its own settings"
+            why = "--fit-only trains nothing" if fit_only else "the runs in --out have their own data and settings"
             raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Grid.open(out)
     reject_unused_settings(

@@ -19,6 +19,7 @@ from mlxlm.cli.options import (
     json_option,
     on_bad_input_option,
     option,
+    renamed,
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
@@ -90,7 +91,7 @@ def encode(path: str, text: str | None, as_json: bool, add_special_tokens: bool)
 @tokenizer.command()
 @click.argument("path")
 def decode(path: str) -> None:
-    """Read token ids from standard input, and print their text without a line end after it."""
+    """Read token ids from standard input, and print their text. No newline is added."""
     loaded = open_tokenizer(path)
     ids = []
     for word in _stdin().read().split():
@@ -110,19 +111,21 @@ def decode(path: str) -> None:
 @tokenizer.command(epilog=SOURCES_HELP)
 @click.argument("path")
 @json_option
-@click.option("--text", "texts_path", metavar="FILE", help="Also measure the tokenizer on this text.")
-def info(path: str, as_json: bool, texts_path: str | None) -> None:
+@click.option("--eval-text", metavar="FILE", help="Also measure how well the tokenizer compresses this text.")
+@click.option("--text", "old_eval_text", hidden=True)
+def info(path: str, as_json: bool, eval_text: str | None, old_eval_text: str | None) -> None:
     """Describe a tokenizer, and show how well it compresses a text."""
+    eval_text = renamed("--text", old_eval_text, "--eval-text", eval_text)
     loaded = open_tokenizer(path)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     names = ("tokenizer_type", "vocab_size", "special_tokens", *ids, "chat_template", "fingerprint")
     facts = {name: getattr(loaded, name) for name in names}
     facts["chat_template"] = loaded.chat_template is not None
-    if texts_path is not None:
+    if eval_text is not None:
         from mlxlm.data import read_texts, total_bytes
 
-        with render.bytes_progress("Encoding", total_bytes([texts_path])) as advance:
-            measured = tokenizer_stats(loaded, read_texts([texts_path], stdin=_stdin(), advance=advance))
+        with render.bytes_progress("Encoding", total_bytes([eval_text])) as advance:
+            measured = tokenizer_stats(loaded, read_texts([eval_text], stdin=_stdin(), advance=advance))
         facts["text"] = dataclasses.asdict(measured)
     if as_json:
         render.emit_json(facts)
@@ -136,7 +139,7 @@ def info(path: str, as_json: bool, texts_path: str | None) -> None:
         ("chat template", "yes" if facts["chat_template"] else "no"),
         ("fingerprint", loaded.fingerprint),
     ]
-    if texts_path is not None:
+    if eval_text is not None:
         rows += [
             ("text", f"{human_bytes(measured.bytes)}, {measured.tokens} tokens"),
             ("bytes per token", f"{measured.bytes_per_token:.3f}"),

@@ -141,7 +141,7 @@ def train_sweep(
     Args:
         sweep: The sweep that the runs belong to.
         runs: (name, function that makes or opens the run) of each.
-        time_left: Returns what to print beside the number of a run, from 0.
+        time_left: Returns what to print after the number of a run, from 0.
         options: Further arguments of `run_training`.
 
     Returns:
@@ -164,7 +164,7 @@ def train_sweep(
             render.say(f"stopped after step {ending.step}, saved")
         if stop.requested and (i + 1 < len(runs) or not isinstance(ending, Finished)):
             render.say("Continue with:")
-            render.say(f"{sweep.COMMAND} --out {shlex.quote(str(sweep.path))}")
+            render.say(f"{sweep.COMMAND} --resume {shlex.quote(str(sweep.path))}")
             return errors, stop.exit_code
     return errors, 1 if errors else 0
 

@@ -77,7 +77,7 @@ SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "Checkpoints": (
         ("--save-every", int, "Steps between checkpoints; 0: only by time.  [default: 500, or 0 with a time limit]"),
         ("--save-minutes", float, "Maximum minutes between checkpoints; 0: only by steps.  [default: 10]"),
-        ("--save-total-limit", int, "Number of recent checkpoints to keep, beside the best one.  [default: 2]"),
+        ("--save-total-limit", int, "Number of recent checkpoints to keep, in addition to the best one.  [default: 2]"),
         ("--spike-threshold", float, "Stop if the loss rises this far, in nats, beyond noise; 0: never.  [default: 1]"),
     ),
 }

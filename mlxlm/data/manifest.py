@@ -28,7 +28,7 @@ def is_prepared(path: str | Path) -> bool:
 
 @dataclass
 class Shard:
-    """One file of tokens and the files beside it.
+    """One file of tokens and the files that belong to it.
 
     Attributes:
         file: Name of the file of tokens.

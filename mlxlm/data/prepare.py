@@ -48,7 +48,7 @@ def prepare(
     - <split>-00000.idx.npy: int64 offsets of the documents that start in the shard.
     - <split>-00000.mask.bin: for conversations, the loss mask, uint8.
 
-    and tokenizer/ and manifest.json. It appears complete or not at all: the work is done in a hidden folder beside it.
+    and tokenizer/ and manifest.json. It appears complete or not at all: the work is done in a hidden folder next to it.
     Memory: a few megabytes of text at a time, the document offsets of one shard, and the index of `data.dedup`.
 
     Validation is `data.validation`, or what `ValidationSplit` holds out of each source. To decide that, the first few

@@ -17,7 +17,7 @@ from mlxlm.utils.errors import DataError
 class ShardWriter:
     """Writes tokens as <split>-00000.bin, ... of `shard_tokens` tokens each, the last one shorter.
 
-    A shard with a token that is not a training target gets a loss mask beside it.
+    A shard with a token that is not a training target gets a loss mask, in a file of its own.
 
     Args:
         folder: Where to write.
@@ -100,7 +100,7 @@ class ShardWriter:
         self._mask += b"\1" * (self._shard.tokens - len(self._mask))
 
     def _write(self, name: str, write: Callable[[Any], Any]) -> str:
-        """Write a file beside the shard, and return its digest."""
+        """Write a file next to the shard, and return its digest."""
         with open(self._folder / name, "wb") as file:
             writer = HashingWriter(file)
             write(writer)

@@ -42,7 +42,7 @@ BITS_TOLERANCE = 0.25  # of the bits per byte: in thousands of steps rounding ma
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that determines the weights of a model trained on the built-in corpus, beside the machine.
+    """Everything but the machine that determines the weights of a model trained on the built-in corpus.
 
     Attributes:
         num_bytes: Size of the corpus.

@@ -97,7 +97,7 @@ class Sweep(ABC):
             return None
         sweep = cls.open(path)
         if changed := [name for name, value in args.items() if sweep.saved_args.get(name) != value]:
-            hint = f"{cls.COMMAND} --out {shlex.quote(str(path))} to continue it, or another --out"
+            hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another --out"
             raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
         return sweep
 
@@ -114,7 +114,7 @@ class Sweep(ABC):
         Args:
             name: The subfolder.
             config: The model.
-            settings: Fields of `TrainSettings` of this run, beside or instead of the shared ones.
+            settings: Fields of `TrainSettings` of this run, which extend or replace the shared ones.
             phase: See `start_run`.
         """
         gc.collect()  # the previous run is in reference cycles: its memory would count as this one's

@@ -20,7 +20,7 @@ _UNKNOWN_BYTES_PER_TOKEN, _UNKNOWN_ACTIVATION_BYTES = 1 << 17, 1 << 18
 
 
 def default_max_kv_bytes(lm: LoadedModel) -> int:
-    """What the memory has beside the weights, on Metal also beside the activations of a chunk of a prompt.
+    """Return the memory that the weights leave free; on Metal, less the activations of a chunk of a prompt.
 
     On Metal it is the working set that macOS recommends, of which other programs need some; elsewhere three quarters of
     the memory.

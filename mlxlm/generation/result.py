@@ -32,7 +32,7 @@ class GenerationChunk:
 class Timings:
     """Seconds and rates of one text; None for what hasn't been measured yet.
 
-    In a batch, the rates are those of one row while the others run beside it.
+    In a batch, the rates are those of one row while the others run, too.
 
     Attributes:
         time_to_first_token: Seconds.

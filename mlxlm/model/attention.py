@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self._project_out = FusedLinear.updated(self._project_out, self.o_proj)
 
     def unfuse(self) -> None:
-        """Forget the fused projections, so that they don't stay in memory beside new weights."""
+        """Forget the fused projections, so that memory doesn't hold them and new weights."""
         self._project = self._project_out = None
 
     def decode(self, x: mx.array, cache: Any) -> mx.array:

@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
         self._project_down = FusedLinear.updated(self._project_down, self.down_proj)
 
     def unfuse(self) -> None:
-        """Forget the fused projections, so that they don't stay in memory beside new weights."""
+        """Forget the fused projections, so that memory doesn't hold them and new weights."""
         self._project = self._project_down = None
 
     def decode(self, x: mx.array) -> mx.array:

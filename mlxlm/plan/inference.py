@@ -83,7 +83,7 @@ def default_serving(machine: Machine, config: ModelConfig) -> Serving:
 def with_loaded_bits(serving: Serving, config: ModelConfig, memory: int | None) -> Serving:
     """Return the settings with the bits that weights and cache have once the model is loaded.
 
-    On a CPU, weights are loaded as float32 if they fit in its memory, and a float cache is float32 then, and beside
+    On a CPU, weights are loaded as float32 if they fit in its memory, and a float cache is float32 then, and also with
     quantized weights, whose scales are float32.
     """
     if serving.device != "cpu":

@@ -1,7 +1,7 @@
 """Memory of mlxlm's training step.
 
 A step has two maxima: in the backward pass, when the activations exist and gradients are being computed, and in the
-optimizer update, when all gradients exist and new weights are made beside the old ones. The larger is the peak.
+optimizer update, when all gradients exist and the old weights and the new ones. The larger is the peak.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainingMemory:
         activations: Activations of all layers, of the embedding and the head.
         logits: Logits and what the loss makes of them.
         transient: Gradients of activations.
-        update_transient: New weights and state beside the old ones, in the update.
+        update_transient: New weights and state, in addition to the old ones, in the update.
     """
 
     weights: int
@@ -113,7 +113,7 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
         optimizer=optimizer_bytes(config, training.optimizer),
         ema=4 * count if training.ema_decay else 0,
         gradients=4 * count * workers * (2 if workers > 1 and training.grad_accumulation_steps > 1 else 1),
-        # With gradient accumulation beside the sum so far, which is complete.
+        # With gradient accumulation, in addition to the sum so far, which is complete.
         first_gradients=round(4 * count * workers * (gradients_factor + (training.grad_accumulation_steps > 1))),
         layer=layer,
         activations=round(config.num_hidden_layers * kept + recomputed + tokens * size * 2 * config.hidden_size),

@@ -1,6 +1,6 @@
 """Short formulas of the literature for the cost of transformers, in 16 bits and without the saving of a causal mask.
 
-The planner counts the operations and bytes of the actual configuration; these formulas are shown beside them. The
+The planner counts the operations and bytes of the actual configuration; these formulas are shown for comparison. The
 letters are those of the papers: b batch size, s sequence length, h hidden size, l layers, a heads, V vocabulary size,
 Φ parameters.
 """

@@ -44,8 +44,8 @@ class ModelSettings:
         prefix_cache_bytes: Size of the prefix cache, per model; None for the engine's default.
         prefix_cache_dir: Folder that keeps the prefix cache across restarts, or None.
         make_speculation: Returns the decoder for speculative decoding; None for no speculation.
-        max_memory: Bytes that the weights and caches of all models may take together; None for no limit besides the
-            engine's.
+        max_memory: Bytes that the weights and caches of all models may take together; None for the engine's
+            limit.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Models:
 
     Args:
         paths: {name: path or hub id}. The first is the one of requests that name none.
-        settings: Settings of all models. If a model doesn't fit into `max_memory` beside the others, idle models are
+        settings: Settings of all models. If a model doesn't fit into `max_memory` with the others, idle models are
             unloaded, the least recently used first.
     """
 

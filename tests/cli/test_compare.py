@@ -8,7 +8,7 @@ from tests.cli.helpers import run
 
 
 def test_compare(model, tmp_path, capsys):
-    assert run(capsys, "convert", model, "--out", tmp_path / "q4.gguf", "--outtype", "q4_0")[0] == 0
+    assert run(capsys, "convert", model, "--out", tmp_path / "q4.gguf", "--dtype", "q4_0")[0] == 0
     code, out, _ = run(capsys, "compare", model, tmp_path / "q4.gguf", "--tokens", "200")
     assert code == 0
     assert out.startswith("KL ") and "top-1 agreement" in out and "worst layers model." in out

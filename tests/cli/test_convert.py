@@ -18,7 +18,7 @@ def test_the_report(model, tmp_path, capsys):
     first, *checks = out.splitlines()
     assert first.startswith(f"{tmp_path / 'out'}: ") and "parameters at 16.00 bits each (float16)" in first
     assert checks[0] == "tensors: equal, to the bit" and len(checks) == 5
-    code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "out.gguf", "--outtype", "q8_0", "--json")
+    code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "out.gguf", "--dtype", "q8_0", "--json")
     report = json.loads(out)
     assert code == 0 and report["dtype"] == "Q8_0" and report["checks"][0]["result"] == "within rounding"
     code, out, _ = run(capsys, "convert", model, "--out", tmp_path / "quick", "--no-verify", "--dtype", "bfloat16")
@@ -27,14 +27,13 @@ def test_the_report(model, tmp_path, capsys):
 
 def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
     for out, options in (
-        ("out", ["--outtype", "f16"]),
-        ("out.bin", ["--outtype", "f16"]),
-        ("out.gguf", ["--dtype", "float16"]),
+        ("out", ["--dtype", "q8_0"]),
+        ("out.bin", ["--dtype", "q8_0"]),
         ("out.bin", ["--dtype", "float16"]),
         ("out", ["--no-verify", "--cross-check"]),
     ):
         code, _, err = run(capsys, "convert", model, "--out", tmp_path / out, *options)
-        assert code == 2 and "would have no effect" in err
+        assert code == 2 and ("would have no effect" in err or "--dtype q8_0 needs --out NAME.gguf" in err)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -45,12 +44,15 @@ def test_an_existing_output_is_refused_first(model, tmp_path, capsys, monkeypatc
 
 
 def test_choices_are_those_of_the_library():
-    from mlxlm.cli.convert import convert
+    from mlxlm.cli.convert import _OUTTYPES
     from mlxlm.convert.conversion import DTYPES, OUTTYPES
 
-    choices = {option.name: option.type.choices for option in convert.params if hasattr(option.type, "choices")}
-    assert [outtype.upper() for outtype in choices["outtype"]] == list(OUTTYPES)
-    assert list(choices["dtype"]) == list(DTYPES)
+    assert list(_OUTTYPES.values()) == list(OUTTYPES) and list(_OUTTYPES)[: len(DTYPES)] == list(DTYPES)
+
+
+def test_the_old_option_still_works(model, tmp_path, capsys):
+    code, out, err = run(capsys, "convert", model, "--out", tmp_path / "a.gguf", "--outtype", "f16", "--no-verify")
+    assert code == 0 and "(F16)" in out and "warning: --outtype is now --dtype" in err
 
 
 def test_empty_names_and_files_with_a_slash(model, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`mlxlm doctor` and `mlxlm presets`."""
+"""`mlxlm doctor` and `mlxlm models presets`."""
 
 import json
 
@@ -12,7 +12,7 @@ def test_doctor_and_presets_print_json(capsys):
     assert _run(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["matmul_gflops"] > 0 and facts["memory"] > 0 and facts["blas"]
-    assert _run(["presets", "--json"]) == 0
+    assert _run(["models", "presets", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["5m"]["hidden_size"] == 256
 
 

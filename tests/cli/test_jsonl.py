@@ -6,13 +6,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cli import render
+from mlxlm.cli import jsonl, render
+from mlxlm.cli.jsonl import JobProgress, LineReader
 from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
 from mlxlm.generation import batch, generate, load
@@ -433,3 +437,96 @@ def test_json_output_is_utf8_without_control_characters(run, monkeypatch):
     for more in ([], ["--num-samples", "2"]):
         _, out, _ = run(*arguments, *more)
         assert "\\u009b31m\\u2028ü".encode() in out and b"\xc2\x9b" not in out
+
+
+@pytest.fixture
+def pipe():
+    """(lines of a pipe, its writing end as a function; None closes it)."""
+    reading, writing = os.pipe()
+
+    def write(data):
+        if data is None:
+            os.close(writing)
+        else:
+            os.write(writing, data)
+
+    yield LineReader(reading, 100), write
+    os.close(reading)
+
+
+def test_only_lines_that_have_arrived(pipe):
+    lines, write = pipe
+    assert lines.read_line(0) is None and not lines.ended
+    write(b"one\ntwo\nth")
+    assert [lines.read_line(0), lines.read_line(0), lines.read_line(0)] == [(1, b"one"), (2, b"two"), None]
+    write(b"ree")
+    assert lines.read_line(0) is None and not lines.ended
+    write(b"\n\nlast")
+    assert [lines.read_line(None), lines.read_line(None), lines.read_line(0)] == [(3, b"three"), (4, b""), None]
+    write(None)
+    assert lines.read_line(None) == (5, b"last")
+    assert lines.read_line(None) is None and lines.ended
+
+
+def test_the_timeout(pipe):
+    lines, write = pipe
+    start = time.monotonic()
+    assert lines.read_line(0.05) is None
+    assert time.monotonic() - start >= 0.05
+    threading.Timer(0.05, write, [b"late\n"]).start()
+    assert lines.read_line(None) == (1, b"late")
+    write(None)
+
+
+def test_a_long_line_is_cut(pipe):
+    lines, write = pipe
+    for _ in range(50):
+        write(b"x" * 50)
+        assert lines.read_line(0) is None
+    write(b"x\nnext\n")
+    assert lines.read_line(0) == (1, b"x" * 101)
+    assert lines.read_line(0) == (2, b"next")
+    write(None)
+
+
+@given(st.binary(max_size=300), st.integers(1, 7))
+def test_all_lines_of_any_file(tmp_path_factory, content, longest):
+    path = tmp_path_factory.mktemp("lines") / "file"
+    path.write_bytes(content)
+    descriptor = os.open(path, os.O_RDONLY)
+    lines = LineReader(descriptor, longest)
+    found = []
+    while (taken := lines.read_line(0)) is not None:
+        found.append(taken)
+    os.close(descriptor)
+    wanted = content.split(b"\n")
+    wanted = wanted if wanted[-1] else wanted[:-1]
+    assert lines.ended and found == [(n, line[: longest + 1]) for n, line in enumerate(wanted, 1)]
+
+
+@pytest.fixture
+def job_progress():
+    job_progress = JobProgress(2)
+    job_progress.begin(10)
+    return job_progress
+
+
+def test_the_total_follows_the_lines(job_progress):
+    assert job_progress.expected == 20
+    for rows in (2, 0, 1, 5):
+        job_progress.expect(rows)
+    assert job_progress.expected == 20 + 0 - 2 - 1 + 3
+    job_progress.results, job_progress.skipped, job_progress.tokens = 4, 6, 1000
+    assert job_progress.line().startswith("10 of 20 done, ") and job_progress.line().endswith(" left")
+
+
+def test_a_line_per_minute_without_a_terminal(job_progress, capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(jsonl.time, "monotonic", lambda: clock[0])
+    job_progress.begin(None)
+    with jsonl.progress(job_progress) as show:
+        for _ in range(180):
+            clock[0] += 1
+            job_progress.results, job_progress.tokens = job_progress.results + 1, job_progress.tokens + 10
+            show()
+    assert capsys.readouterr().err == "".join(f"{n} done, 10 tokens/s\n" for n in (60, 120, 180))

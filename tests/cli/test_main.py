@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.cli import render
-from mlxlm.cli.main import COMMANDS, _run, _show_warning
+from mlxlm.cli import render, suggestions
+from mlxlm.cli.main import COMMANDS, GROUPS, _run, _show_warning, app
 from tests.cli.helpers import QUICK, dying_compiler, error_line, run_command
 from tests.paths import ROOT
 
@@ -37,9 +37,80 @@ def test_every_command_has_help(name, capsys):
 
 def test_a_checkout_runs_from_any_folder(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "cli.py"), "presets"], capture_output=True, text=True, cwd=tmp_path, check=True
+        [sys.executable, str(ROOT / "cli.py"), "models", "presets"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
     )
     assert "1m" in done.stdout and done.stderr == ""
+
+
+def test_the_help_lists_every_command_on_one_line_of_80_columns(capsys):
+    assert _run(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    for group, commands in GROUPS.items():
+        start = lines.index(f"{group}:") + 1
+        assert [" ".join(line.split()) for line in lines[start : start + len(commands)]] == [
+            f"{name} {text}" for name, text in commands.items()
+        ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggestion"),
+    [
+        ("chatt", "no command chatt (try: mlxlm chat)"),
+        ("Quantise", "(try: mlxlm quantize)"),
+        ("train", "(try: mlxlm pretrain, or finetune)"),
+        ("pull", "(try: mlxlm models pull)"),
+        ("serv", "(try: mlxlm serve)"),
+        ("lss", "(try: mlxlm models list)"),
+        ("xyzzy", "error: no command xyzzy\n"),
+        ("models lst", "no command lst (try: mlxlm models list)"),
+        ("chat --temprature 1", "no option --temprature (try: --temperature)"),
+        ("chat --ctx 1", "(try: --max-kv-size)"),
+        ("pretrain --ctx 1", "(try: --max-seq-length)"),
+        ("pretrain --lr 1", "(try: --learning-rate)"),
+        ("pretrain -o x", "(try: --out)"),
+        ("generate --max_tokens 3", "(try: --max-tokens)"),
+        ("pretrain --max_iters 3", "(try: --steps)"),
+        ("generate --model x", "(try: MODEL)"),
+        ("evaluate --context_length 3", "(try: --context-length)"),
+        ("models --output x", "error: no option --output\n"),
+    ],
+)
+def test_a_mistyped_or_foreign_name_gets_a_suggestion(capsys, typed, suggestion):
+    assert _run(typed.split()) == 2
+    out, err = capsys.readouterr()
+    assert not out and suggestion in err and err.startswith("Usage: mlxlm") and "Error" not in err
+
+
+def test_every_foreign_name_leads_to_an_existing_one():
+    commands = {name: app.get_command(None, name) for name in COMMANDS}
+    for target in suggestions._FOREIGN_COMMANDS.values():
+        for words in map(str.split, target.split(", or ")):
+            if not words[0].startswith("--"):
+                assert words[0] in commands and set(words[1:]) <= set(getattr(commands[words[0]], "commands", ()))
+    leaves = [leaf for c in commands.values() for leaf in getattr(c, "commands", {"": c}).values()]
+    ours = {name for leaf in leaves for name in suggestions._names(leaf)}
+    assert set(suggestions._FOREIGN_OPTIONS) <= ours
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "result"),
+    [
+        ("presets", "models presets", ["--json"], '{"0.3m":'),
+        ("verify-receipt", "models verify", ["--help"], "Usage: mlxlm models verify "),
+        ("small-world", "prepare --builtin small-world", ["--size", "1kB", "--out", "new.jsonl"], "new.jsonl"),
+    ],
+)
+def test_commands_of_the_version_before_still_work(old, new, options, result, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _run([old, *options]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"warning: mlxlm {old} is now mlxlm {new}\n") and out.startswith(result)
+    assert old not in COMMANDS
 
 
 def test_wrong_usage_is_exit_code_2(capsys):
@@ -198,7 +269,11 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
 
 def test_a_closed_pipe_ends_quietly(tmp_path):
     done = subprocess.run(
-        f'"{sys.executable}" -m mlxlm.cli.main presets | true', shell=True, capture_output=True, text=True, check=False
+        f'"{sys.executable}" -m mlxlm.cli.main models presets | true',
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stderr == ""
 

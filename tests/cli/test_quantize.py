@@ -38,7 +38,7 @@ def test_choices_are_those_of_the_library():
 def test_the_report(model, tmp_path, capsys, text_file):
     code, out, err = run(capsys, "quantize", model, "--out", tmp_path / "out", "--bits", "3", "--eval-text", text_file)
     assert code == 0 and "Traceback" not in err
-    for name in ("bits per weight", "KL divergence", "bits per byte", "same most likely token"):
+    for name in ("bits per weight", "KL divergence", "bits per byte", "top-1 agreement"):
         assert name in out
     assert "largest errors of weights" in out and f"evaluated on: {text_file}" in out
     assert "groups of 32, because the requested size doesn't divide the width: model.embed_tokens" in out

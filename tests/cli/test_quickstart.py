@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxlm.cli import quickstart_answers
+from mlxlm.cli import quickstart as module
 from mlxlm.cli.main import _run
-from mlxlm.cli.quickstart_answers import Answers
-from mlxlm.cli.quickstart_text import Preview, held_out_prompts
+from mlxlm.cli.quickstart import Answers, Preview, held_out_prompts
 from mlxlm.data.builtin import python_reference
 from tests.cli.helpers import error_line
 
@@ -22,9 +21,9 @@ def hasty(tmp_path, monkeypatch):
         monkeypatch.setattr(f"mlxlm.train.budget.{name}", 0)
     monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
     monkeypatch.setattr("mlxlm.cli.quickstart._QUESTIONS_PER_KIND", 1)
-    monkeypatch.setattr("mlxlm.cli.quickstart_text._SMALL_WORLD_BYTES", 200_000)
+    monkeypatch.setattr("mlxlm.cli.prepare._SMALL_WORLD_BYTES", 200_000)
     monkeypatch.setattr("mlxlm.evaluate.small_world._MAX_TOKENS", 8)
-    monkeypatch.setattr("mlxlm.cli.quickstart_answers._MAX_TOKENS", {True: 8, False: 8})
+    monkeypatch.setattr("mlxlm.cli.quickstart._MAX_TOKENS", {True: 8, False: 8})
     monkeypatch.chdir(tmp_path)
 
 
@@ -84,7 +83,7 @@ def test_prompts_are_first_questions_or_first_words(tmp_path):
 
 def test_answers_are_taken_at_a_twelfth_and_a_third_of_the_time(monkeypatch, capsys):
     clock = iter([0, 5, 10.5, 10.5, 30, 45, 45])
-    monkeypatch.setattr(quickstart_answers.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     answers = Answers(["Hello"], 120)
     monkeypatch.setattr(answers, "_answer", lambda lm: [f"[b]{lm}[/b]"])
     for number in (1, 2, 3, 4):

@@ -48,12 +48,12 @@ def test_each_restart_does_less_and_the_last_one_has_single_rows(out_of_memory, 
 
 def test_the_new_process_has_the_same_id_and_gives_the_exit_code(tmp_path):
     code = "import os; from mlxlm.cli.restart import Restart; print(os.getpid(), flush=True); Restart({}, {}).run()"
-    code = code.format(["presets", "--no-such-option"], {"MLX_MAX_OPS_PER_BUFFER": "20"})
+    code = code.format(["models", "--no-such-option"], {"MLX_MAX_OPS_PER_BUFFER": "20"})
     (tmp_path / "mlxlm.py").write_text("raise SystemExit('imported from the current folder')")
     command = [sys.executable, "-P", "-c", code]
     with subprocess.Popen(
         command, cwd=tmp_path, env=python_environment(), stdout=-1, stderr=-1, start_new_session=True
     ) as process:
         out, err = process.communicate()
-    assert process.returncode == 2 and b"No such option" in err
+    assert process.returncode == 2 and b"no option --no-such-option" in err
     assert int(out) == process.pid != os.getpid()

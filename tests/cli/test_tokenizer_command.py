@@ -62,7 +62,7 @@ def test_train_and_info(run, tmp_path, make_text):
     code, _, stderr = run(*arguments)
     assert code == 1
     assert stderr.startswith(b"error: ") and b"already exists" in stderr
-    info = json.loads(run("info", tmp_path / "new", "--json", "--text", source)[1])
+    info = json.loads(run("info", tmp_path / "new", "--json", "--eval-text", source)[1])
     assert (info["tokenizer_type"], info["vocab_size"], info["fingerprint"]) == ("byte-level", 300, fingerprint)
     assert info["text"]["bytes"] == source.stat().st_size
     assert info["text"]["bytes_per_token"] == pytest.approx(info["text"]["bytes"] / info["text"]["tokens"])
@@ -94,7 +94,7 @@ def test_train_from_stdin(run, tmp_path):
         (("decode",), b"1 two 3", b"'two' is not a token id"),
         (("decode",), b"99999999999999", b"is not a token id"),
         (("decode",), b"1 2 99999 3", b"99999 is not one of the tokenizer's "),
-        (("info", "--text", "/dev/null"), b"", b"/dev/null is empty"),
+        (("info", "--eval-text", "/dev/null"), b"", b"/dev/null is empty"),
     ],
 )
 def test_invalid_input_is_one_line(run, folder, arguments, stdin, message):

@@ -95,7 +95,7 @@ def test_the_file_has_conversations_of_the_size_asked_for(tmp_path):
 
 def test_the_command_writes_the_file(tmp_path, capsys):
     path = tmp_path / "stories.jsonl"
-    assert _run(["small-world", "--size", "20kB", "--seed", "1", "--out", str(path)]) == 0
+    assert _run(["prepare", "--builtin", "small-world", "--size", "20kB", "--seed", "1", "--out", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}\n"
     again = tmp_path / "again.jsonl"
     write_small_world(again, 20_000, seed=1)

@@ -165,14 +165,19 @@ def test_command(tmp_path, text_file, capsys, monkeypatch):
     colours = set(map(tuple, np.round(255 * picture.reshape(-1, 4)[:, :3]).astype(int).tolist()))
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # both curves
     monkeypatch.setattr("mlxlm.experiments.architecture_comparison.plot_runs", lambda runs, path: None)
-    assert _run(["compare-architectures", "--out", out, "--json"]) == 0
+    assert _run(["compare-architectures", "--resume", out, "--json"]) == 0
     stdout, stderr = capsys.readouterr()
     values = json.loads(stdout)
     assert stderr.count("already finished") == 2
     assert [v["name"] for v in values["variants"]] == ["rope", "a$_{b$"] and len(values["notes"]) == 3
     assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
-    assert _run(["compare-architectures", "--out", out, "--steps", "5"]) == 2
-    assert "--steps would have no effect" in capsys.readouterr().err
+    for options, problem in (
+        (["--out", out, "--steps", "5"], "--steps would have no effect"),
+        (["--resume", out, "--steps", "5"], "give nothing else"),
+        ([], "or --resume FOLDER"),
+    ):
+        assert _run(["compare-architectures", *options]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_failing_variant_does_not_stop_the_others(tmp_path, text_file, capsys):

@@ -94,9 +94,9 @@ def test_later_losses_may_differ_more():
 
 
 def test_the_command(model, tmp_path, capsys):
-    assert _run(["verify-receipt", str(model), "--steps", "2"]) == 0
+    assert _run(["models", "verify", str(model), "--steps", "2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "losses: equal, of the first 2 steps"
-    assert _run(["verify-receipt", str(model), "--all", "--out", str(tmp_path / "kept")]) == 0
+    assert _run(["models", "verify", str(model), "--all", "--out", str(tmp_path / "kept")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("quantized model: equal, ")
     assert (tmp_path / "kept/run/train.json").exists()
 
@@ -108,7 +108,7 @@ def test_the_command_fails_if_a_result_is_different(model, receipt, tmp_path, ca
     values["results"]["environment"]["chip"] = "Z80"
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "receipt.json").write_text(json.dumps(values))
-    assert _run(["verify-receipt", str(tmp_path), "--steps", "1"]) == code
+    assert _run(["models", "verify", str(tmp_path), "--steps", "1"]) == code
     out, err = capsys.readouterr()
     assert f"losses: {'different' if code else 'close'}, from step 1 of 1, by at most" in out and "there Z80" in err
     assert err.splitlines()[-1].startswith("error: different from the receipt: losses") is bool(code)

@@ -144,7 +144,7 @@ def test_command_fits_the_finished_runs(start, capfd):
         entry = {"step": planned.steps, "loss": 1.0, "seconds": 2.0, "event": "step"}
         checked = {"event": "validation", "step": planned.steps, "loss": law.loss(planned.parameters, planned.tokens)}
         run.log_file.write_text(json.dumps(entry) + "\n" + json.dumps(checked) + "\n")
-    command = ["scaling", "--out", str(grid.path), "--fit-only"]
+    command = ["scaling", "--resume", str(grid.path), "--fit-only"]
     assert is_finished(grid.open_run(grid.runs[0]))
     assert _run([*command, "--json", "--predict", "1m:1e4", "--compute-budget", "2h"]) == 0
     result = json.loads(capfd.readouterr().out)

@@ -50,7 +50,7 @@ def test_yes_has_no_effect_with_a_model(home, model):
 
 def test_enter_takes_the_default(terminal):
     chat = terminal("--offline")
-    chat.expect("1  smollm2-135m  small, there in seconds")
+    chat.expect("1  smollm2-135m  small, downloaded in seconds")
     chat.expect("98.4 MB to download.*apache-2.0")
     chat.expect(r"Model \[1\]: ")
     chat.sendline("")
