@@ -107,7 +107,7 @@ def chat(
             "max_tokens": flags["max_tokens"],
             "chat_template": flags["chat_template"],
             "context_overflow": overflow and ("drop" if overflow == "drop" else "stop"),
-            "kv": kv if is_given("max_kv_size", "kv_bits") else None,
+            "kv": kv if is_given("size", "key_bits") else None,
             "speculation": speculation and speculation(),
         }
     )

@@ -1,29 +1,40 @@
-"""What the options of all commands share: sections of the help, common options, and checks of combinations."""
+"""The options of all commands: made from the fields of settings classes, in sections of the help, and checked.
+
+`--help` lists the common options, `--help-all` all of them.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.config.option import declaration, default_text, types_of
 from mlxlm.utils.errors import ArgumentError
 
 PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
+SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has all options
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
     "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
     "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
+_TYPES = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option
 
-def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> Callable[..., Any]:
+
+def option(
+    section: str, names: str, kind: Any, text: str, *, advanced: bool = False, **settings: Any
+) -> Callable[..., Any]:
     """`click.option` for an option that the help lists under the heading `section`.
 
     Args:
@@ -31,6 +42,7 @@ def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> C
         names: Its names, such as "-p --prompt".
         kind: Its type: bool for a flag, a list of choices, or a type as in click.
         text: The help text.
+        advanced: Whether only `--help-all` lists it.
         settings: Further arguments of `click.option`. A default is shown in the help.
     """
     if kind is bool:
@@ -40,31 +52,99 @@ def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> C
     if settings.get("default") is not None:
         settings["show_default"] = True
     kind = click.Choice(kind) if isinstance(kind, list | tuple) else kind
-    return click.option(*names.split(), type=kind, help=text, cls=_SectionOption, section=section, **settings)
+    settings |= {"type": kind, "help": text, "section": section, "advanced": advanced}
+    return click.option(*names.split(), cls=_SectionOption, **settings)
+
+
+def field_option(
+    field: Field[Any],
+    text: str | None = None,
+    *,
+    default: str | None = None,
+    common: bool | None = None,
+    kind: Any = None,
+) -> Callable[..., Any]:
+    """The option of a field of a settings class. Its value is None, or () for a list, if it isn't given.
+
+    Args:
+        field: The field, made by `mlxlm.config.option.option`.
+        text: A help text for this command; None for that of the field.
+        default: What this command does by default; None for the default of the field.
+        common: Whether `--help` lists it; None as the field says.
+        kind: The type of what is typed; None for that of the field.
+    """
+    declared, types = declaration(field), types_of(field)
+    is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
+    flag = "--" + field.name.replace("_", "-")
+    kind = kind or list(declared.choices) or next((k for name, k in _TYPES.items() if name in types), str)
+    if types[0] == "bool":
+        kind = bool
+        if "None" in types or field.default is True:
+            flag += "/--no-" + flag[2:]
+    text = (text or declared.help) + (" Repeatable." if is_list else "")
+    if (shown := default or default_text(field)) is not None:
+        text += f"  [default: {shown}]"
+    settings: dict[str, Any] = {"multiple": True} if is_list else {"default": None}
+    if declared.metavar:
+        settings["metavar"] = declared.metavar
+    names = f"{declared.names or flag} {field.name}"
+    advanced = not (declared.common if common is None else common)
+    return option(declared.section, names, kind, text, advanced=advanced, **settings)
 
 
 class _SectionOption(click.Option):
-    def __init__(self, *arguments: Any, section: str, **settings: Any):
+    def __init__(self, *arguments: Any, section: str, advanced: bool, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.section = section
+        self.section, self.advanced = section, advanced
 
 
 class SectionedCommand(click.Command):
     """A command whose help groups its options into sections, in the order in which they first appear.
 
-    Options without a section are listed last, under "Options".
+    Options without a section are listed last, under "Options". `--help` omits advanced options, and what follows a form
+    feed in the description; `--help-all` has everything.
     """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options, with `--help-all` beside `--help` if that omits some."""
+        params = super().get_params(ctx)
+        if any(map(_is_advanced, params)):
+            text = "Show this message with all options, and exit."
+            params.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, help=text,
+                                       callback=_print_full_help))  # fmt: skip
+        return params
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description."""
+        before, _, after = inspect.cleandoc(self.help or "").partition("\f")
+        text = before.rstrip() + (f"\n\n{after.strip()}" if after and ctx.meta.get(SHOW_ALL) else "")
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one definition list for each section."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
+            if _is_advanced(parameter) and not ctx.meta.get(SHOW_ALL):
+                continue
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
         sections["Options"] = sections.pop("Options")
         for heading, records in sections.items():
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(records, col_max=26)
+
+
+def _is_advanced(parameter: click.Parameter) -> bool:
+    return getattr(parameter, "advanced", parameter.name in ("debug", "offline"))
+
+
+def _print_full_help(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[SHOW_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions

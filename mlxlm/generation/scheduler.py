@@ -12,6 +12,7 @@ from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.generation.batches import Batches
+from mlxlm.generation.certainty import margin_for
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import generate_tokens
@@ -19,7 +20,6 @@ from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.prefill import Group, Prefill
-from mlxlm.generation.rounding import margin_for
 from mlxlm.generation.row_queue import take_similar
 from mlxlm.generation.running_batch import Row, RunningBatch
 from mlxlm.generation.speculative import SpeculativeDecoder

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.generation.certainty import margin_for
 from mlxlm.generation.context import UNLIMITED, Context
 from mlxlm.generation.decoding import OnPrefill, read_again_if_long
 from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
@@ -19,7 +20,6 @@ from mlxlm.generation.draft_length import DraftLengthController
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.result import SpeculationStats
-from mlxlm.generation.rounding import margin_for
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm.cache.options import CPU_PREFILL_STEP_SIZE
+from mlxlm.cache.factory import CPU_PREFILL_STEP_SIZE
 from mlxlm.checkpoint.catalog import CatalogEntry, catalog
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_from_hf

@@ -100,7 +100,7 @@ def test_filters_of_a_gpu_equal_those_of_a_cpu(options, shape, size, seed):
     results = []
     for on_cpu, max_sorted in ((ON_CPU, 8192), (ON_CPU, 0), (False, 8192)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu)
+            patch.setattr("mlxlm.backend.mlx.ON_CPU", on_cpu)
             patch.setattr("mlxlm.kernels.quantile.ON_CPU", on_cpu)
             patch.setattr("mlxlm.kernels.quantile._MAX_SORTED", max_sorted)
             results.append(np.array(filter_logits(mx.array(logits), options)))
