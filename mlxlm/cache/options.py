@@ -57,7 +57,7 @@ class KVOptions:
     def __post_init__(self) -> None:
         problems = list(range_problems(self))
         if not problems and self.size is not None and self.size < self.keep + 2:
-            problems.append(f"size is {self.size} (a whole number from {self.keep + 2}, such as 4096, or none)")
+            problems.append(f"size is {self.size}, it must be at least {self.keep + 2}")
         if problems:
             raise GenerationError("invalid cache options: " + "; ".join(problems))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -53,15 +53,11 @@ def load_model(model: str) -> LoadedModel:
         return load(os.path.abspath(model) if os.path.exists(model) else model)
 
 
-def sampling_options(
-    without: Collection[str] = (), defaults: Mapping[str, str] | None = None, common: Collection[str] | None = None
-) -> Callable[..., Any]:
+def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:
     """Return a decorator that adds the sampling options to a command, which gets them as `options`: GenerationOptions.
 
     Args:
         without: Fields of GenerationOptions to leave out.
-        defaults: Texts of defaults, by field, that this command has.
-        common: The fields that `--help` lists; None for those that are declared so.
     """
     added = {name: field for name, field in options_of(GenerationOptions).items() if name not in without}
 
@@ -77,14 +73,8 @@ def sampling_options(
                 options = GenerationOptions(**given)
             return command(options=options, **values)
 
-        return add_options(
-            *(
-                field_option(
-                    field, default=(defaults or {}).get(name), common=None if common is None else name in common
-                )
-                for name, field in sorted(added.items(), key=lambda item: _SECTIONS.index(declaration(item[1]).section))
-            )
-        )(with_options)
+        in_order = sorted(added.values(), key=lambda field: _SECTIONS.index(declaration(field).section))
+        return add_options(*map(field_option, in_order))(with_options)
 
     return decorate
 

@@ -17,7 +17,8 @@ from typing import Any
 import click
 
 from mlxlm.backend.sleep import prevent_sleep
-from mlxlm.config.option import declaration, default_text, types_of
+from mlxlm.config.option import declaration, default_text, options_of, types_of
+from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import ArgumentError
 
 PATH = click.Path(path_type=Path)
@@ -60,6 +61,7 @@ def field_option(
     field: Field[Any],
     text: str | None = None,
     *,
+    section: str | None = None,
     default: str | None = None,
     common: bool | None = None,
     kind: Any = None,
@@ -68,7 +70,8 @@ def field_option(
 
     Args:
         field: The field, made by `mlxlm.config.option.option`.
-        text: A help text for this command; None for that of the field.
+        text: A help text for this command, with its default; None for those of the field.
+        section: A heading for this command; None for that of the field.
         default: What this command does by default; None for the default of the field.
         common: Whether `--help` lists it; None as the field says.
         kind: The type of what is typed; None for that of the field.
@@ -81,15 +84,16 @@ def field_option(
         kind = bool
         if "None" in types or field.default is True:
             flag += "/--no-" + flag[2:]
-    text = (text or declared.help) + (" Repeatable." if is_list else "")
-    if (shown := default or default_text(field)) is not None:
-        text += f"  [default: {shown}]"
+    if text is None or is_list:
+        text = (text or declared.help) + (" Repeatable." if is_list else "")
+        if (shown := default or default_text(field)) is not None:
+            text += f"  [default: {shown}]"
     settings: dict[str, Any] = {"multiple": True} if is_list else {"default": None}
     if declared.metavar:
         settings["metavar"] = declared.metavar
     names = f"{declared.names or flag} {field.name}"
     advanced = not (declared.common if common is None else common)
-    return option(declared.section, names, kind, text, advanced=advanced, **settings)
+    return option(section or declared.section or "Options", names, kind, text, advanced=advanced, **settings)
 
 
 class _SectionOption(click.Option):
@@ -175,7 +179,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 def allow_sleep_option(section: str) -> Callable[..., Any]:
     """`--allow-sleep`. Without it the machine stays awake until the command ends."""
     text = "Let a Mac fall asleep meanwhile. By default only its display does."
-    return option(section, "--allow-sleep", bool, text, expose_value=False, callback=_stay_awake)
+    return option(section, "--allow-sleep", bool, text, advanced=True, expose_value=False, callback=_stay_awake)
 
 
 def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep: bool) -> None:
@@ -183,16 +187,14 @@ def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep
         context.with_resource(prevent_sleep())
 
 
-def text_column_option(section: str, default: str = "text, or messages") -> Callable[..., Any]:
-    """`--text-column`, with the default that its help states."""
-    text = f"Column of tables, or field of JSON lines, that has the text.  [default: {default}]"
-    return option(section, "--text-column", str, text, metavar="NAME")
+def text_column_option(section: str, default: str | None = None) -> Callable[..., Any]:
+    """`--text-column`, with another default than that of DataOptions if one is given."""
+    return field_option(options_of(DataOptions)["text_column"], section=section, default=default)
 
 
 def on_bad_input_option(section: str) -> Callable[..., Any]:
     """`--on-bad-input`; the value is None if it isn't given."""
-    text = "At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]"
-    return option(section, "--on-bad-input", ["stop", "skip"], text)
+    return field_option(options_of(DataOptions)["on_bad_input"], section=section)
 
 
 def flag(name: str) -> str:

@@ -14,6 +14,7 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    field_option,
     given_values,
     json_option,
     on_bad_input_option,
@@ -22,16 +23,14 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.config.option import options_of
+from mlxlm.data.options import DataOptions
 from mlxlm.utils.formatting import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from mlxlm.data import Manifest
 
-_DEDUP = (
-    "Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
-    "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates only. "
-    "Takes about 1 kB of memory per document."
-)
+_DATA = options_of(DataOptions)
 _VALIDATION_FRACTION = (
     "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
 )
@@ -43,7 +42,7 @@ _VALIDATION_FRACTION = (
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
 @text_column_option("Text")
 @on_bad_input_option("Text")
-@option("Text", "--dedup", click.FloatRange(0, 1, min_open=True), _DEDUP, metavar="SIMILARITY")
+@field_option(_DATA["dedup"], section="Text", kind=click.FloatRange(0, 1, min_open=True))
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, "Random seed of the documents that are held out.  [default: 0]")
@@ -55,7 +54,7 @@ def prepare(sources: tuple[str, ...], tokenizer: str, out: Path, as_json: bool, 
     "..."}, ...]}. Memory use is bounded, and the folder appears only when it is complete.
     """
     from mlxlm.checkpoint import open_tokenizer
-    from mlxlm.data import DataOptions, parse_weighted_sources, total_bytes
+    from mlxlm.data import parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
 
     validation = options.pop("validation")

@@ -19,11 +19,12 @@ from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import SIZE, SectionedCommand, allow_sleep_option, is_given, option
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
+from mlxlm.config.option import declaration, options_of
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import one_line
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
@@ -34,20 +35,20 @@ Examples:
 
 See docs/server.md for the endpoints, and for what requests can set.
 """
-_HOST = "Address to listen on. Others than this machine's own need --api-key."
+_HOST = "Address to listen on; --api-key is required if others can reach it."
 _API_KEY = "Accept only requests with this key. Repeatable. Others can see it in a list of processes; the environment "
 _API_KEY += "variable MLXLM_API_KEY has the same effect."
 _ALLOWED_HOST = "Also accept requests for this name of the machine. Repeatable."
 _CORS_ORIGIN = "Let pages of this website use the API, such as https://example.org; * for any. Repeatable."
-_MAX_MEMORY = "Memory for weights and caches; models that nobody uses are unloaded for others. The rest of the "
-_MAX_MEMORY += "process, 100 MB and more, comes on top.  [default: 3/4 of the machine's]"
+_MAX_MEMORY = "Memory for weights and caches; unused models are unloaded for others. The process itself needs 100 MB "
+_MAX_MEMORY += "more.  [default: 3/4 of the machine's]"
 _PREFIX_BYTES = "Memory for the beginnings of earlier prompts, which aren't read again; 0 disables it."
 _PREFIX_DIR = "Keep them in FOLDER too, for the next start of the server."
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _MAX_WAITING = "Texts that may wait for their turn, per model; more are refused."
+_LOG_LEVEL = "What to log to standard error."
 _SHUTDOWN_TIMEOUT = "Seconds that running requests may take to finish after Ctrl-C or SIGTERM."
-# Options that only make sense for one request.
-_PER_REQUEST = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "max_tokens", "stop")
+_PER_REQUEST = [name for name, field in options_of(GenerationOptions).items() if declaration(field).per_request]
 
 _network = partial(option, "Network")
 _memory = partial(option, "Memory and speed")
@@ -61,20 +62,20 @@ _other = partial(option, "Other")
 @_network("--port", click.IntRange(0, 65535), "Port to listen on; 0 for a free one.", default=8080)
 @_network("--api-key api_keys", str, _API_KEY, multiple=True, metavar="KEY")
 @_network("--no-auth", bool, "With --host: let everybody who can reach it use the server, without a key.")
-@_network("--allowed-host allowed_hosts", str, _ALLOWED_HOST, multiple=True, metavar="NAME")
-@_network("--cors-origin cors_origins", str, _CORS_ORIGIN, multiple=True, metavar="ORIGIN")
+@_network("--allowed-host allowed_hosts", str, _ALLOWED_HOST, multiple=True, metavar="NAME", advanced=True)
+@_network("--cors-origin cors_origins", str, _CORS_ORIGIN, multiple=True, metavar="ORIGIN", advanced=True)
 @_memory("--max-memory", SIZE, _MAX_MEMORY, metavar="SIZE")
 @_memory("--batch-size", click.IntRange(1), "Texts to generate at once, per model.", default=32)
-@_memory("--max-waiting", click.IntRange(1), _MAX_WAITING, default=256)
-@_memory("--prefix-cache-bytes", SIZE, _PREFIX_BYTES, metavar="SIZE")
-@_memory("--prefix-cache-dir", click.Path(path_type=Path), _PREFIX_DIR, metavar="FOLDER")
+@_memory("--max-waiting", click.IntRange(1), _MAX_WAITING, default=256, advanced=True)
+@_memory("--prefix-cache-bytes", SIZE, _PREFIX_BYTES, metavar="SIZE", advanced=True)
+@_memory("--prefix-cache-dir", click.Path(path_type=Path), _PREFIX_DIR, metavar="FOLDER", advanced=True)
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)
 @allow_sleep_option("Other")
-@_other("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
-@_other("--log-level", ["debug", "info", "warning", "error"], "What to log to standard error.", default="info")
-@_other("--shutdown-timeout", click.IntRange(0), _SHUTDOWN_TIMEOUT, default=30)
+@_other("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
+@_other("--log-level", ["debug", "info", "warning", "error"], _LOG_LEVEL, default="info", advanced=True)
+@_other("--shutdown-timeout", click.IntRange(0), _SHUTDOWN_TIMEOUT, default=30, advanced=True)
 def serve(
     models: Sequence[str],
     options: GenerationOptions,
@@ -88,9 +89,11 @@ def serve(
     by its last part, or by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are
     first used.
 
+    \f
+
     Sampling options are the defaults of requests that don't set them, before those of a model's generation_config.json.
     Ctrl-C stops the server when the running requests have finished; a second Ctrl-C stops it at once.
-    """
+    """  # noqa: D301 - click's form feed: --help ends there
     paths = _named(models)
     keys = _api_keys(flags["api_keys"])
     if len(paths) > 1 and is_given("draft_model"):

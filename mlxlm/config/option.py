@@ -7,7 +7,8 @@ from the field. Nothing here imports MLX, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Option:
 
     Attributes:
         help: One or two sentences, for `--help` and the docs.
-        section: The heading that it is listed under.
+        section: The heading that it is listed under. None: only Python can set it.
         common: Whether `--help` lists it; `--help-all` lists every option.
         low: The smallest number.
         high: The largest number.
@@ -42,7 +43,7 @@ class Option:
     """
 
     help: str
-    section: str
+    section: str | None = None
     common: bool = False
     low: float | None = None
     high: float | None = None
@@ -72,13 +73,12 @@ class Option:
 
     def range_text(self) -> str:
         """The range in words: "above 0 and at most 1"."""
-        if self.low is not None and self.high is not None:
-            return f"from {self.low:g} to {self.high:,.10g}".replace(",", "")
-        lower = f"above {self.above:g}" if self.above is not None else None
-        lower = f"at least {self.low:g}" if self.low is not None else lower
-        upper = f"below {self.below:g}" if self.below is not None else None
-        upper = f"at most {self.high:g}" if self.high is not None else upper
-        return " and ".join(filter(None, (lower, upper)))
+        if self.low is not None:
+            end = "up" if self.high is None else f"to {self.high:.15g}"
+            return f"from {self.low:g} {end if self.below is None else f'to below {self.below:g}'}"
+        if self.above is not None:
+            return f"above {self.above:g}" + ("" if self.high is None else f" and at most {self.high:g}")
+        return ""
 
 
 def option(default: Any = MISSING, help: str = "", *, default_factory: Any = MISSING, **declared: Any) -> Any:
@@ -102,7 +102,7 @@ def declaration(field: Field[Any]) -> Option:
 
 def types_of(field: Field[Any]) -> list[str]:
     """The types of an option as they are written: ["int", "None"]."""
-    return str(field.type).split(" | ")
+    return re.split(r" \| (?![^\[]*\])", str(field.type))
 
 
 def default_text(field: Field[Any]) -> str | None:
@@ -128,11 +128,11 @@ def valid_text(field: Field[Any]) -> str:
 
 
 def range_problems(settings: Any) -> Iterator[str]:
-    """Every option of a settings object whose value can't work, and what would: "top_p is 2 (...)"."""
+    """Every option of a settings object whose value can't work, and what would: "top_p is 2, it must be ..."."""
     for name, field in options_of(settings).items():
         value = getattr(settings, name)
         if not _is_valid(field, value):
-            yield f"{name} is {value!r} ({valid_text(field)})"
+            yield f"{name} is {value!r}, it must be {valid_text(field)}"
         elif types_of(field)[0] == "tuple[str, ...]":
             yield from _text_problems(name, value)
 
@@ -140,11 +140,6 @@ def range_problems(settings: Any) -> Iterator[str]:
 def is_utf8(text: str) -> bool:
     """False for the lone surrogates that a shell makes of bytes that aren't UTF-8."""
     return text.encode("utf-8", "ignore").decode() == text
-
-
-def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that have a value, for a function that has the defaults of the others."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _is_valid(field: Field[Any], value: Any) -> bool:
@@ -163,9 +158,9 @@ def _is_valid(field: Field[Any], value: Any) -> bool:
 def _text_problems(name: str, texts: tuple[Any, ...]) -> Iterator[str]:
     for text in texts:
         if not isinstance(text, str) or not text:
-            yield f"{name} has {text!r} (texts of one character or more)"
+            yield f"{name} has {text!r}, it must be text of one character or more"
         elif not is_utf8(text):
-            yield f"{name} has {text!r} (characters that UTF-8 can encode)"
+            yield f"{name} has {text!r}, which UTF-8 can't encode"
         else:
             continue
         return

@@ -6,10 +6,10 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.data.bad_input import BadInput
-    from mlxlm.data.batches import PACKINGS, Batch, TrainBatches, validation_batches
+    from mlxlm.data.batches import Batch, TrainBatches, validation_batches
     from mlxlm.data.dataset import TokenDataset
     from mlxlm.data.manifest import Manifest, SplitInfo
-    from mlxlm.data.options import DataOptions, parse_weighted_sources
+    from mlxlm.data.options import PACKINGS, DataOptions, parse_weighted_sources
     from mlxlm.data.prefetch import prefetch
     from mlxlm.data.prepare import prepare, training_texts
     from mlxlm.data.sources import read_documents, read_texts, total_bytes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlxlm.data.options import BAD_INPUT_POLICIES
 from mlxlm.utils.errors import DataError
 
 OnBad = Callable[[DataError], None]
-POLICIES = ("stop", "skip")
 
 
 class BadInput:
@@ -26,8 +26,8 @@ class BadInput:
     """
 
     def __init__(self, policy: str = "stop"):
-        if policy not in POLICIES:
-            raise DataError(f"on_bad_input is '{policy}'", " or ".join(POLICIES))
+        if policy not in BAD_INPUT_POLICIES:
+            raise DataError(f"on_bad_input is '{policy}'", " or ".join(BAD_INPUT_POLICIES))
         self._stop = policy == "stop"
         self.skipped = 0
 

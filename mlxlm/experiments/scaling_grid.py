@@ -19,8 +19,8 @@ from mlxlm.train import run_data
 from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size
 from mlxlm.train.budget import num_rows
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase
-from mlxlm.train.settings import TrainSettings
+from mlxlm.train.run_data import Phase, no_phase
+from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.start import set_default_dtype
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder

@@ -20,7 +20,6 @@ from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import (
     Phase,
-    TokenizerOptions,
     check_tokenizer,
     existing_tokenizer,
     no_phase,
@@ -28,6 +27,7 @@ from mlxlm.train.run_data import (
     prepared_source,
     train_tokenizer,
 )
+from mlxlm.train.settings import TokenizerOptions
 from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import read_json

@@ -36,7 +36,6 @@ class PenaltyOptions:
         low=0.01,
         high=100,
         valid="1 for off, or a bit more, such as 1.1",
-        common=True,
         generation_config=True,
     )
     repetition_context_size: int = _window(64, "How many recent tokens the repetition penalty applies to.")

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mlxlm.train.loop import train
     from mlxlm.train.repeat import repeat_run
     from mlxlm.train.run import Run
-    from mlxlm.train.run_data import TokenizerOptions
-    from mlxlm.train.settings import TrainSettings
+    from mlxlm.train.settings import TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
     from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,7 @@ from mlxlm.data.manifest import is_prepared
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.events import TextLimited
+from mlxlm.train.settings import TokenizerOptions
 from mlxlm.utils.errors import DataError
 
 PREPARATION_FRACTION = 0.15  # of the time of a run, at most, for its tokenizer and its tokens
@@ -31,22 +32,6 @@ class TooFewTokensError(DataError):
 def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable[[int], None]]:
     """Show nothing: the default for `phase`."""
     return nullcontext(lambda _n: None)
-
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """The tokenizer of a run.
-
-    Attributes:
-        path: Folder or file of a tokenizer. None: that of the prepared data, or train one on the text.
-        tokenizer_type: Type of the tokenizer to train: "byte-level" or "sentencepiece".
-        vocab_size: Vocabulary size of the tokenizer to train. None: the configuration's, or as much as the text
-            supports.
-    """
-
-    path: str | Path | None = None
-    tokenizer_type: str = "byte-level"
-    vocab_size: int | None = None
 
 
 def as_data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:

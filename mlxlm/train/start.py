@@ -31,7 +31,6 @@ from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
 from mlxlm.train.run_data import (
     Phase,
-    TokenizerOptions,
     as_data_options,
     as_tokenizer_options,
     check_shards,
@@ -42,7 +41,7 @@ from mlxlm.train.run_data import (
     prepare_shards,
     train_tokenizer,
 )
-from mlxlm.train.settings import TrainSettings
+from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import check_not_exists, working_folder

@@ -3,7 +3,8 @@
 import pytest
 
 from mlxlm.checkpoint import open_checkpoint, open_tokenizer
-from mlxlm.train.run_data import TokenizerOptions, existing_tokenizer
+from mlxlm.train.run_data import existing_tokenizer
+from mlxlm.train.settings import TokenizerOptions
 from mlxlm.utils.errors import TokenizerError
 
 
