@@ -4,8 +4,9 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.lazy_quantize import lazy_quantize
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.quantization_plan import uniform
 from mlxlm.quantize.source import cast_to_16bit
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field
 from pathlib import Path
@@ -24,13 +24,14 @@ from mlxlm.utils.errors import ArgumentError
 PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
 SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has all options
+_IN_ALL_COMMANDS = ("debug", "offline", "allow_sleep")  # which `--help` omits, too, if it omits any
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
     "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
     "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
-_TYPES = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option
+_TYPES: dict[str, Any] = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option
 
 
 def option(
@@ -79,7 +80,9 @@ def field_option(
     declared, types = declaration(field), types_of(field)
     is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
     flag = "--" + field.name.replace("_", "-")
-    kind = kind or list(declared.choices) or next((k for name, k in _TYPES.items() if name in types), str)
+    if kind is None and declared.choices:
+        kind = _IntChoice(declared.choices) if "int" in types else list(declared.choices)
+    kind = kind or next((k for name, k in _TYPES.items() if name in types), str)
     if types[0] == "bool":
         kind = bool
         if "None" in types or field.default is True:
@@ -94,6 +97,14 @@ def field_option(
     names = f"{declared.names or flag} {field.name}"
     advanced = not (declared.common if common is None else common)
     return option(section or declared.section or "Options", names, kind, text, advanced=advanced, **settings)
+
+
+class _IntChoice(click.Choice):  # type: ignore[type-arg]  # generic in newer versions
+    def __init__(self, choices: Sequence[int]):
+        super().__init__([str(choice) for choice in choices])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return int(super().convert(str(value), param, ctx))
 
 
 class _SectionOption(click.Option):
@@ -112,11 +123,20 @@ class SectionedCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options, with `--help-all` beside `--help` if that omits some."""
         params = super().get_params(ctx)
-        if any(map(_is_advanced, params)):
+        if self._has_advanced:
             text = "Show this message with all options, and exit."
-            params.append(click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, help=text,
-                                       callback=_print_full_help))  # fmt: skip
+            flags: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+            params.append(click.Option(["--help-all"], help=text, callback=_print_full_help, **flags))
         return params
+
+    @property
+    def _has_advanced(self) -> bool:
+        return any(getattr(parameter, "advanced", False) for parameter in self.params)
+
+    def _is_shown(self, ctx: click.Context, parameter: click.Parameter) -> bool:
+        if ctx.meta.get(SHOW_ALL) or not self._has_advanced:
+            return True
+        return not getattr(parameter, "advanced", False) and parameter.name not in _IN_ALL_COMMANDS
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description."""
@@ -130,18 +150,13 @@ class SectionedCommand(click.Command):
         """Write one definition list for each section."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if _is_advanced(parameter) and not ctx.meta.get(SHOW_ALL):
-                continue
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None and self._is_shown(ctx, parameter):
                 sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
         sections["Options"] = sections.pop("Options")
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records, col_max=26)
-
-
-def _is_advanced(parameter: click.Parameter) -> bool:
-    return getattr(parameter, "advanced", parameter.name in ("debug", "offline"))
 
 
 def _print_full_help(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
@@ -179,7 +194,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 def allow_sleep_option(section: str) -> Callable[..., Any]:
     """`--allow-sleep`. Without it the machine stays awake until the command ends."""
     text = "Let a Mac fall asleep meanwhile. By default only its display does."
-    return option(section, "--allow-sleep", bool, text, advanced=True, expose_value=False, callback=_stay_awake)
+    return option(section, "--allow-sleep", bool, text, expose_value=False, callback=_stay_awake)
 
 
 def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep: bool) -> None:

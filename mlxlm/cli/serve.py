@@ -32,8 +32,6 @@ Examples:
   mlxlm serve my-model
   mlxlm serve small=runs/stories large=org/name --max-memory 24GB
   MLXLM_API_KEY=$(cat key) mlxlm serve my-model --host 0.0.0.0
-
-See docs/server.md for the endpoints, and for what requests can set.
 """
 _HOST = "Address to listen on; --api-key is required if others can reach it."
 _API_KEY = "Accept only requests with this key. Repeatable. Others can see it in a list of processes; the environment "
@@ -83,7 +81,7 @@ def serve(
     speculation: Callable[[], SpeculativeDecoder] | None,
     **flags: Any,
 ) -> None:
-    """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page.
+    """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page: see docs/server.md.
 
     MODEL is a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it
     by its last part, or by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are

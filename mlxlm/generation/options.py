@@ -239,8 +239,9 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
             if getattr(self, name) == "":
                 yield f"{name} is empty ({valid_text(options_of(self)[name])})"
         for name in ("regex", "grammar", "choice"):
-            texts = getattr(self, name) or ()
-            if sum(len(text) for text in texts if isinstance(text, str)) > MAX_SCHEMA_CHARS:
+            texts = getattr(self, name)
+            length = sum(len(text) for text in texts if isinstance(text, str)) if isinstance(texts, str | tuple) else 0
+            if length > MAX_SCHEMA_CHARS:
                 yield f"{name} is too long (at most {MAX_SCHEMA_CHARS} characters)"
 
 

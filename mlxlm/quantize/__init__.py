@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from mlxlm.config.quantization import BITS, GROUP_SIZES, RECIPES, Format
     from mlxlm.quantize.pipeline import PLOT_FILE, REPORT_FILE, quantize
-    from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, RECIPES, Format
     from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
     from mlxlm.quantize.settings import METHODS, QuantizationSettings
 

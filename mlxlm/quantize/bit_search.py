@@ -12,10 +12,11 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn, tree_unflatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.config.quantization import BITS, Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.awq import get_submodule
 from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
-from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
+from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 PROBE_BITS = 4  # of the rounding errors that are measured

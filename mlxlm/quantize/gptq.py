@@ -10,8 +10,8 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack, quantize_rtn
-from mlxlm.quantize.quantization_plan import Format
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper

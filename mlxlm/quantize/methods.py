@@ -15,13 +15,14 @@ from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.layerwise import LayerwiseModel
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
+from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats, calibrate_blocks
 from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error
 from mlxlm.quantize.lazy_quantize import lazy_quantize
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
-from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
 from mlxlm.quantize.text import Texts

@@ -14,13 +14,14 @@ from mlxlm.checkpoint import huggingface
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.checkpoint.tokenizer_files import copy_tokenizer
+from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.output_formats import check_folder_name, folder_name
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.bit_targets import search_bits
 from mlxlm.quantize.evaluation import evaluate
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.plot import plot_quantization
-from mlxlm.quantize.quantization_plan import GROUP_SIZES, QuantizationPlan, recipe, uniform
+from mlxlm.quantize.quantization_plan import QuantizationPlan, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source

@@ -86,11 +86,10 @@ def _type_of(field: DataclassField[Any]) -> Any:
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 _BY_API = ("max_tokens", "stop", "logprobs")  # which each API has in its own way
-_OptionFields = create_model(
-    "_OptionFields",
-    __base__=Fields,
-    **{name: (_type_of(field), None) for name, field in options_of(GenerationOptions).items() if name not in _BY_API},
-)
+_definitions: dict[str, Any] = {
+    name: (_type_of(field), None) for name, field in options_of(GenerationOptions).items() if name not in _BY_API
+}
+_OptionFields = create_model("_OptionFields", __base__=Fields, **_definitions)
 
 
 class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made from GenerationOptions

@@ -5,12 +5,12 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import Format
 from mlxlm.model import Decoder
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
 from mlxlm.quantize.packed_matrix import quantize_rtn
-from mlxlm.quantize.quantization_plan import Format
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,

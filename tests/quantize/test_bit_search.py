@@ -6,12 +6,13 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.config.quantization import Format
 from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search
 from mlxlm.quantize.awq import get_submodule
 from mlxlm.quantize.packed_matrix import dequantized, quantize_rtn
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.quantization_plan import uniform
 from mlxlm.utils.errors import ConfigError
 
 
