@@ -82,8 +82,7 @@ def compare_architectures(data: tuple[str, ...], out: Path, as_json: bool, **opt
 def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:
     from mlxlm.cli.training import phase
     from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
-    from mlxlm.experiments.architecture_comparison import Comparison, start_comparison
-    from mlxlm.experiments.variant import Variant
+    from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
     from mlxlm.train import Budget
 
     if not data:

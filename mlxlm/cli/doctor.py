@@ -46,7 +46,7 @@ def doctor(full: bool, out: Path | None, as_json: bool) -> None:
 def _check(out: Path | None, as_json: bool) -> None:
     """Run all checks, write the report, and exit with 1 if one failed."""
     from mlxlm.doctor import check_machine
-    from mlxlm.doctor.summary import summarize
+    from mlxlm.doctor.report import summarize
 
     if out is not None:
         check_not_exists(out, CheckpointError, "another --out")

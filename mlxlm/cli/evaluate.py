@@ -81,8 +81,8 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
     from mlxlm.data import BadInput, read_documents, total_bytes
+    from mlxlm.evaluate.loss import window_lengths
     from mlxlm.evaluate.text import TextLoss, evaluate_text
-    from mlxlm.evaluate.windows import window_lengths
     from mlxlm.generation import load
 
     total = total_bytes(texts)

@@ -47,7 +47,7 @@ def choose_model(yes: bool) -> str:
 
 
 def _choices(default: CatalogEntry) -> list[tuple[CatalogEntry, str]]:
-    from mlxlm.plan.fit import best_entry
+    from mlxlm.plan.advice import best_entry
 
     ready = "on this machine already" if find_entry(default) else "there in seconds"
     choices = [(default, f"small, {ready}")]
@@ -58,7 +58,7 @@ def _choices(default: CatalogEntry) -> list[tuple[CatalogEntry, str]]:
 
 
 def _facts(entry: CatalogEntry) -> str:
-    from mlxlm.plan.fit import entry_fit
+    from mlxlm.plan.advice import entry_fit
     from mlxlm.plan.machines import this_machine
 
     memory = human_bytes(entry_fit(entry, this_machine(measure=False)).memory)

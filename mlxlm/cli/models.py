@@ -132,7 +132,7 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
 
 def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
     from mlxlm.checkpoint import hub
-    from mlxlm.plan.fit import entry_fit
+    from mlxlm.plan.advice import entry_fit
 
     fit, local = entry_fit(entry, machine), find_entry(entry)
     source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
@@ -151,7 +151,7 @@ def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
 
 def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
     from mlxlm.families import load_config
-    from mlxlm.plan.fit import chat_fit
+    from mlxlm.plan.advice import chat_fit
 
     config = load_config(folder)
     fit = chat_fit(config, machine)
@@ -174,7 +174,7 @@ def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
 
 
 def _local(model: LocalModel, machine: Machine) -> dict[str, Any]:
-    from mlxlm.plan.fit import chat_fit
+    from mlxlm.plan.advice import chat_fit
     from mlxlm.plan.model_lookup import find_config
 
     facts = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "location": model.location}

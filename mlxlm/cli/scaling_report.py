@@ -8,9 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from mlxlm.cli import render
-from mlxlm.experiments.scaling_analysis import FILE, Analysis, Prediction, analyze, fit_warnings
+from mlxlm.experiments.scaling_analysis import FILE, Analysis, Prediction, analyze, fit_warnings, plot_scaling_law
 from mlxlm.experiments.scaling_grid import Grid
-from mlxlm.experiments.scaling_plot import plot_scaling_law
 from mlxlm.utils.formatting import human_count
 from mlxlm.utils.json_files import write_json
 

@@ -18,7 +18,7 @@ from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
 from mlxlm.convert.tensor_diff import relative_error
 from mlxlm.data import Document
-from mlxlm.evaluate.windows import first_tokens, window_lengths, windows
+from mlxlm.evaluate.loss import first_tokens, window_lengths, windows
 from mlxlm.kernels import log_softmax
 from mlxlm.model import Block
 from mlxlm.utils.errors import CheckpointError

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from mlxlm.data.bad_input import BadInput
     from mlxlm.data.batches import Batch, TrainBatches, validation_batches
     from mlxlm.data.dataset import TokenDataset
     from mlxlm.data.manifest import Manifest, SplitInfo
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from mlxlm.data.prefetch import prefetch
     from mlxlm.data.prepare import prepare, training_texts
     from mlxlm.data.sources import read_documents, read_texts, total_bytes
-    from mlxlm.data.text import Document
+    from mlxlm.data.text import BadInput, Document
     from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk, check_role
 
 __all__ = [

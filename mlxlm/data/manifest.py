@@ -17,7 +17,7 @@ VERSION = 3
 MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
-MIN_WEIGHT = 1e-3  # rows are drawn in blocks of 1000, see `mlxlm.data.mixture`
+MIN_WEIGHT = 1e-3  # rows are drawn in blocks of 1000, see `mlxlm.data.batches`
 _MAX_BYTES = 1 << 28  # of a manifest; a shard of 64M tokens has a line of 120 bytes
 
 

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm.data.bad_input import BadInput, OnBad
 from mlxlm.data.dedup import DuplicateFilter
 from mlxlm.data.manifest import MANIFEST_FILE, Manifest, TrainPart
 from mlxlm.data.options import DataOptions, source_name
 from mlxlm.data.shards import ShardWriter
 from mlxlm.data.sources import read_documents, spool_streams
 from mlxlm.data.split import ValidationSplit, min_documents_to_split, validation_draws
-from mlxlm.data.text import Advance, Document
+from mlxlm.data.text import Advance, BadInput, Document, OnBad
 from mlxlm.data.tokenize import Chunk, check_conversation, tokenize
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
-from mlxlm.doctor.check import Check, CheckFailed, CheckSkipped, Result, run_check
+from mlxlm.doctor.check import Check, CheckFailed, CheckSkipped, Result, run_check, without_personal_data
 from mlxlm.doctor.facts import basic_facts, report_facts
-from mlxlm.doctor.privacy import without_personal_data
 from mlxlm.doctor.report import Report
 from mlxlm.doctor.worker import run_in_processes
 

@@ -19,8 +19,12 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from mlxlm.doctor.check import Check, Result, run_check
-from mlxlm.doctor.privacy import without_personal_data
+from mlxlm.backend.mlx import ON_CPU
+from mlxlm.doctor.check import Check, Result, run_check, without_personal_data
+from mlxlm.doctor.decoding_checks import DecodingChecks, memory_checks
+from mlxlm.doctor.kernel_checks import benchmark_checks, kernel_checks
+from mlxlm.doctor.sizes import CPU, GPU, Sizes
+from mlxlm.doctor.training_checks import TrainingChecks
 from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import MlxlmError
 
@@ -150,7 +154,7 @@ def serve(checks: Sequence[Check], first: int) -> None:
 
 def main() -> None:
     """Run the full suite."""
-    from mlxlm.doctor.suite import full_suite
+    from mlxlm.doctor.worker import full_suite
 
     folder, first = sys.argv[1:]
     serve(full_suite(Path(tempfile.mkdtemp(dir=folder))), int(first))
@@ -158,3 +162,15 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def full_suite(folder: Path, sizes: Sizes | None = None) -> list[Check]:
+    """Return the checks. Runs are written to `folder`; by default the sizes are those for this device."""
+    sizes = sizes or (CPU if ON_CPU else GPU)
+    return [
+        *memory_checks(sizes),
+        *DecodingChecks(sizes),
+        *TrainingChecks(sizes, folder),
+        *kernel_checks(sizes),
+        *benchmark_checks(sizes),
+    ]

@@ -1,5 +1,5 @@
 """Evaluates models: the loss on prepared data, the perplexity of any text, and multiple-choice accuracy."""
 
-from mlxlm.evaluate.dataset import Evaluation, evaluate_dataset
+from mlxlm.evaluate.loss import Evaluation, evaluate_dataset
 
 __all__ = ["Evaluation", "evaluate_dataset"]

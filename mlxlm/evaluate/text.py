@@ -11,8 +11,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import nn
 from mlxlm.data import Document
-from mlxlm.evaluate.losses import perplexity, sum_nll
-from mlxlm.evaluate.windows import DocumentTokens, window_lengths, windows
+from mlxlm.evaluate.loss import DocumentTokens, perplexity, sum_nll, window_lengths, windows
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.utils.errors import CheckpointError, DataError
 

@@ -15,13 +15,12 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.plan.advice import Fits, bits_that_fit, find_limits, suggest_change
-from mlxlm.plan.duration import Duration
 from mlxlm.plan.flops import count_training_flops, flops_by_length
 from mlxlm.plan.inference import Serving, inference_memory
 from mlxlm.plan.machines import MACHINES, Machine
 from mlxlm.plan.memory import training_memory
 from mlxlm.plan.model_lookup import find_config
-from mlxlm.plan.planner import Plan, plan
+from mlxlm.plan.planner import Duration, Plan, plan
 from mlxlm.plan.training import Training
 
 __all__ = [

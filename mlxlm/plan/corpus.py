@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxlm.data.bad_input import OnBad, raise_error
+from mlxlm.data.text import OnBad, raise_error
 from mlxlm.utils.errors import DataError
 
 _MAX_BYTES_PER_TOKEN = 4.5  # of English text, however large the vocabulary

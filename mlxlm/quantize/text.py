@@ -14,7 +14,7 @@ from mlxlm.checkpoint.locations import is_run_folder, locate
 from mlxlm.data import Document, TokenDataset, read_documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import conversation_as_text, split_pieces
-from mlxlm.evaluate.windows import first_tokens
+from mlxlm.evaluate.loss import first_tokens
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, MlxlmError, TokenizerError

@@ -13,8 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mlxlm.report.chart import NUM_COLORS, Series, chart, format_value, single_values
-from mlxlm.report.html import render_html
+from mlxlm.report.html import NUM_COLORS, Series, chart, format_value, render_html, single_values
 from mlxlm.report.log_entries import number
 from mlxlm.report.runs import RunHistory
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds

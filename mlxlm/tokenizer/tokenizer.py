@@ -14,8 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from mlxlm.tokenizer.byte_decoder import ByteDecoder
-from mlxlm.tokenizer.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from mlxlm.tokenizer.detokenizer import ByteDecoder, ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from mlxlm.utils.errors import TextTooLongError, TokenizerError, os_errors_as
 from mlxlm.utils.files import write_bytes
 

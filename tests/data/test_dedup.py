@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import DataOptions, Document, TokenDataset, prepare
-from mlxlm.data.dedup import DuplicateFilter
-from mlxlm.data.minhash import NUM_HASHES, MinHash, MinHashLSH
+from mlxlm.data.dedup import NUM_HASHES, DuplicateFilter, MinHash, MinHashLSH
 from mlxlm.utils.errors import DataError
 
 VOCABULARY = [f"word{i}" for i in range(5000)]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data.mixture import BLOCK_ROWS, Mixture
+from mlxlm.data.batches import BLOCK_ROWS, Mixture
 from mlxlm.utils.errors import DataError
 
 

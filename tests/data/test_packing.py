@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
+from mlxlm.data.batches import BLOCK_ROWS
 from mlxlm.data.dataset import DatasetPart, DocumentStarts
-from mlxlm.data.mixture import BLOCK_ROWS
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError
 

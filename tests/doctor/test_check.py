@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm.doctor import privacy
-from mlxlm.doctor.check import Check, CheckFailed, CheckSkipped, run_check
-from mlxlm.doctor.privacy import without_personal_data
+from mlxlm.doctor import check
+from mlxlm.doctor.check import Check, CheckFailed, CheckSkipped, run_check, without_personal_data
 from mlxlm.doctor.worker import run_in_processes
 from mlxlm.utils.errors import MlxlmError
 from tests.paths import ROOT
@@ -43,9 +42,9 @@ def test_outcomes(run, status, reason, values):
 
 
 def test_personal_data_is_removed(monkeypatch):
-    monkeypatch.setattr(privacy.socket, "gethostname", lambda: "annas-macbook.local")
+    monkeypatch.setattr(check.socket, "gethostname", lambda: "annas-macbook.local")
     monkeypatch.setattr(Path, "home", lambda: Path("/srv/people/anna"))
-    privacy._names.cache_clear()
+    check._names.cache_clear()
     texts = [
         "cannot read /Users/anna/models/a.json on annas-macbook.local",
         "/home/anna/x: /srv/people/anna/.cache, /root/y",
@@ -54,7 +53,7 @@ def test_personal_data_is_removed(monkeypatch):
     try:
         cleaned = without_personal_data({"texts": texts, "n": 1, "path": [f"{ROOT}/mlxlm/doctor/check.py"]})
     finally:
-        privacy._names.cache_clear()
+        check._names.cache_clear()
     assert "anna" not in json.dumps(cleaned)
     assert cleaned["texts"][0] == "cannot read ~/models/a.json on HOST"
     assert cleaned["texts"][2] == "TMPDIR/run, HOST"

@@ -10,8 +10,8 @@ from mlxlm.doctor.check import run_check
 from mlxlm.doctor.decoding_checks import DecodingChecks, memory_checks
 from mlxlm.doctor.kernel_checks import benchmark_checks
 from mlxlm.doctor.sizes import CPU
-from mlxlm.doctor.suite import full_suite
 from mlxlm.doctor.training_checks import TrainingChecks
+from mlxlm.doctor.worker import full_suite
 from mlxlm.kernels import bench, dispatch
 from mlxlm.kernels.attention_dispatch import DECODE
 from mlxlm.kernels.dispatch import Choice

@@ -14,7 +14,7 @@ from tests.run_command import run_command
 SUITE = """
 import sys, tempfile
 from pathlib import Path
-from mlxlm.doctor.suite import full_suite
+from mlxlm.doctor.worker import full_suite
 from mlxlm.doctor.worker import serve
 from tests.doctor.tiny import TINY
 

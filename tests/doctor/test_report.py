@@ -9,8 +9,7 @@ import pytest
 from mlxlm.doctor import check_machine
 from mlxlm.doctor.check import Result
 from mlxlm.doctor.facts import report_facts
-from mlxlm.doctor.report import Report
-from mlxlm.doctor.summary import display, summarize
+from mlxlm.doctor.report import Report, display, summarize
 from mlxlm.utils.errors import CheckpointError
 
 ERROR = {"error": 0.0012, "tolerance": 0.005, "kernels": ["rms_norm", "rms_norm_grad"]}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.data import read_documents
+from mlxlm.evaluate import loss as loss_module
 from mlxlm.evaluate import text as evaluate_text_module
-from mlxlm.evaluate import windows as windows_module
+from mlxlm.evaluate.loss import first_tokens, windows
 from mlxlm.evaluate.text import TextLoss, evaluate_text
-from mlxlm.evaluate.windows import first_tokens, windows
 from mlxlm.generation import score
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
@@ -117,7 +117,7 @@ def test_pieces_do_not_change_the_loss(lm, monkeypatch):
     text = TEXT * 25  # about 10 pieces
     whole = evaluate_text(lm, read(text), context_length=128, stride=128)
     assert whole.tokens == len(lm.tokenizer.encode(text)) - 1 and whole.characters == len(text)
-    monkeypatch.setattr(windows_module, "_PIECES", 1)
+    monkeypatch.setattr(loss_module, "_PIECES", 1)
     again = evaluate_text(lm, read(text), context_length=128, stride=128)
     assert (again.nats, again.tokens) == (whole.nats, whole.tokens)
 

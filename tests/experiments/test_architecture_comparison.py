@@ -10,9 +10,8 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.cli.main import _run
 from mlxlm.data import DataOptions, TokenDataset, prepare
-from mlxlm.experiments.architecture_comparison import Comparison, start_comparison
+from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
 from mlxlm.experiments.sweep import is_finished
-from mlxlm.experiments.variant import Variant
 from mlxlm.tokenizer import load
 from mlxlm.train import Budget, Finished, Stopped, TokenizerOptions, start_run
 from mlxlm.utils.errors import ConfigError, DataError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.experiments.variant import Variant
+from mlxlm.experiments.architecture_comparison import Variant
 from mlxlm.utils.errors import ConfigError
 
 

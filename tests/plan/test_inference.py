@@ -95,7 +95,7 @@ def test_cpu_too_small_for_float32_keeps_16_bits():
 
 def test_the_memory_of_a_chat():
     from mlxlm.checkpoint.catalog import default_entry
-    from mlxlm.plan.fit import entry_fit
+    from mlxlm.plan.advice import entry_fit
     from mlxlm.plan.machines import Machine
 
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")

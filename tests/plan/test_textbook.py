@@ -13,7 +13,7 @@ from mlxlm.plan import (
     plan,
     textbook,
 )
-from mlxlm.plan.duration import seconds_for
+from mlxlm.plan.planner import seconds_for
 
 DAY = 86_400
 GPT3 = {"h": 12288, "layers": 96}

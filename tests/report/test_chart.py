@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mlxlm.report.chart import Series, chart, format_value
+from mlxlm.report.html import Series, chart, format_value
 
 
 @pytest.mark.parametrize("x", [0.0, 5.0, 2.0**53, 1e30, 9e299])

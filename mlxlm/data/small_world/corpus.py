@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mlxlm.data.small_world.tasks import KINDS, Turn
-from mlxlm.data.small_world.words import NAMES
+from mlxlm.data.small_world.tasks import KINDS, NAMES, Turn
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.json_files import json_line

@@ -1,33 +1,29 @@
-"""The kinds of questions in the small world, each with its answers and what a right answer must contain."""
+"""The kinds of questions in the small world, each with its answers and what a right answer must contain.
+
+`small_world.json` has its words and the plots of its stories. The words are few, so that a model learns to tell them
+apart within minutes, and combine to far more than it can memorize. A plot says what the story is about, and has
+sentences, and questions with their answers and the word that a right answer contains. In its texts, `[one|two]` is a
+choice of wording and `{name}` a word of the `cast`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mlxlm.data.small_world.plots import PLOTS
-from mlxlm.data.small_world.stories import CHOICE, cast, correct_articles, fill, story
-from mlxlm.data.small_world.words import (
-    ANIMALS,
-    COLORS,
-    FIRST_PARTS,
-    FOODS,
-    FRUITS,
-    HIDING_PLACES,
-    LAST_PARTS,
-    NAMES,
-    OPPOSITES,
-    OTHER_OPPOSITES,
-    PLACES,
-    SOUNDS,
-    THINGS,
-    TOYS,
-)
+_DATA = json.loads(Path(__file__).with_name("small_world.json").read_text("utf-8"))
+WORDS, PLOTS = _DATA["words"], _DATA["plots"]
+NAMES: list[str] = WORDS["girls"] + WORDS["boys"]
 
+CHOICE = re.compile(r"\[([^\[\]]*)\]")
+_SENTENCE_START = re.compile(r'(^|[.!?] |(?:^| )")([a-z])')
+_ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 _NAMES = re.compile(r"\{\w+\}")
 _PRONOUNS = ("he", "him", "his", "he2", "him2", "his2")
 _SUBJECTS = ("", "{a}", "{a} and {b}", "{a} and a {pet}", "a {pet}", "a {toy}", "{a} and a {toy}", "a {color} {toy}")
@@ -65,11 +61,65 @@ class Turn:
         return len(self.combination) > 1 and int.from_bytes(digest) % 10 == 0
 
 
+def cast(rng: random.Random) -> dict[str, str]:
+    """Choose the people, things and places of a story.
+
+    Returns:
+        a, b: two names, with the pronouns he, him, his of the first and he2, him2, his2 of the second;
+        and one word for each other kind, such as toy, place and animal.
+    """
+    a, b = rng.sample(NAMES, 2)
+    animal, animal2 = rng.sample(WORDS["animals"], 2)
+    relative = rng.choice(WORDS["relatives"])
+    words = {"a": a, "b": b, "animal": animal, "animal2": animal2, "relative": relative}
+    kinds = {
+        "toy": WORDS["toys"],
+        "color": WORDS["colors"],
+        "place": WORDS["places"],
+        "outside": WORDS["places"][4:],
+        "pet": WORDS["pets"],
+    }
+    kinds |= {
+        "hiding": WORDS["hiding_places"],
+        "food": WORDS["foods"],
+        "fruit": WORDS["fruits"],
+        "flower": WORDS["flowers"],
+        "petname": WORDS["pet_names"],
+    }
+    words |= {kind: rng.choice(choices) for kind, choices in kinds.items()}
+    for name, suffix in ((a, ""), (b, "2")):
+        pronouns = ("she", "her", "her") if name in WORDS["girls"] else ("he", "him", "his")
+        words |= {f"{key}{suffix}": pronoun for key, pronoun in zip(("he", "him", "his"), pronouns, strict=True)}
+    words["relative_of_a"] = f"{words['his']} {relative}"
+    return words
+
+
+def fill(text: str, words: dict[str, str], rng: random.Random) -> str:
+    """Choose among the wordings of a sentence, fill in the words, and correct capitals and articles."""
+    chosen = CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text)
+    filled = _SENTENCE_START.sub(lambda match: match[1] + match[2].upper(), chosen.format_map(words))
+    return correct_articles(filled)
+
+
+def correct_articles(text: str) -> str:
+    """Replace "a" before a vowel by "an"."""
+    return _ARTICLE.sub(lambda match: match[1] + "n ", text)
+
+
+def story(plot: dict[str, Any], words: dict[str, str], rng: random.Random) -> str:
+    """Tell a story: its sentences, filled in, in one paragraph."""
+    return " ".join(fill(sentence, words, rng) for sentence in plot["sentences"])
+
+
 def tell_story(rng: random.Random) -> Turn:
     """A wish for a story, the story, and questions about it."""
     plot, words = rng.choice(PLOTS), cast(rng)
-    text = CHOICE.sub("", " ".join(plot.sentences))  # what is in every wording
-    subjects = [plot.about, plot.about, *(s for s in _SUBJECTS if all(name in text for name in _NAMES.findall(s)))]
+    text = CHOICE.sub("", " ".join(plot["sentences"]))  # what is in every wording
+    subjects = [
+        plot["about"],
+        plot["about"],
+        *(s for s in _SUBJECTS if all(name in text for name in _NAMES.findall(s))),
+    ]
     subject = rng.choice(subjects)
     names = [name.strip("{}") for name in _NAMES.findall(subject)]
     required = tuple(words[name] for name in names if name not in _PRONOUNS)
@@ -77,7 +127,7 @@ def tell_story(rng: random.Random) -> Turn:
     question = fill(request, {"subject": subject.format_map(words)}, rng)
     follow_ups = tuple(
         Turn(fill(question, words, rng), fill(answer, words, rng), (), (words.get(key[1:-1], key),))
-        for question, answer, key in rng.sample(plot.questions, rng.randint(0, 2))
+        for question, answer, key in rng.sample(plot["questions"], rng.randint(0, 2))
     )
     return Turn(question, story(plot, words, rng), ("story", *required), required, follow_ups)
 
@@ -85,7 +135,13 @@ def tell_story(rng: random.Random) -> Turn:
 def answer_about_text(rng: random.Random) -> Turn:
     """Up to three sentences of the same form, and a question about one of them."""
     fact = rng.choice((_place_of_thing, _place_of_person, _owner, _likes, _eaten))
-    lists = (NAMES, TOYS, [*PLACES, *HIDING_PLACES], COLORS, [*FOODS, *FRUITS])
+    lists = (
+        NAMES,
+        WORDS["toys"],
+        [*WORDS["places"], *WORDS["hiding_places"]],
+        WORDS["colors"],
+        [*WORDS["foods"], *WORDS["fruits"]],
+    )
     words = zip(*(rng.sample(choices, 3) for choices in lists), strict=True)
     facts = [fact(rng, *row) for row in words][: rng.randint(1, 3)]
     asked = rng.choice(facts)
@@ -164,7 +220,7 @@ def sort_numbers(rng: random.Random) -> Turn:
 
 def spell(rng: random.Random) -> Turn:
     """The letters of a compound word, or of a part of one."""
-    parts = [rng.choice(FIRST_PARTS), rng.choice(LAST_PARTS)]
+    parts = [rng.choice(WORDS["first_parts"]), rng.choice(WORDS["last_parts"])]
     if rng.random() < 0.3:
         parts = [rng.choice(parts)]
     word = "".join(parts)
@@ -178,11 +234,11 @@ def spell(rng: random.Random) -> Turn:
 def opposite(rng: random.Random) -> Turn:
     """The opposite of a word, or of a thing with an adjective."""
     if rng.random() < 0.3:
-        pairs = OPPOSITES | OTHER_OPPOSITES
+        pairs = WORDS["opposites"] | WORDS["other_opposites"]
         word, other = rng.choice([*pairs.items(), *((b, a) for a, b in pairs.items())])
         return Turn(f"What is the opposite of {word}?", f"The opposite of {word} is {other}.", (), (other,))
-    word, other = rng.choice([*OPPOSITES.items(), *((b, a) for a, b in OPPOSITES.items())])
-    thing = rng.choice(THINGS)
+    word, other = rng.choice([*WORDS["opposites"].items(), *((b, a) for a, b in WORDS["opposites"].items())])
+    thing = rng.choice(WORDS["things"])
     return Turn(
         correct_articles(f"What is the opposite of a {word} {thing}?"),
         correct_articles(f"It is a {other} {thing}."),
@@ -200,18 +256,29 @@ def repeat(rng: random.Random) -> Turn:
 
 def sound(rng: random.Random) -> Turn:
     """What an animal says."""
-    animal = rng.choice(list(SOUNDS))
+    animal = rng.choice(list(WORDS["sounds"]))
     name = rng.choice(NAMES)
     if rng.random() < 0.4:
         question = correct_articles(f"What does a {animal} say?")
-        return Turn(question, correct_articles(f"A {animal} says {SOUNDS[animal]}."), (), (SOUNDS[animal],))
+        return Turn(
+            question, correct_articles(f"A {animal} says {WORDS['sounds'][animal]}."), (), (WORDS["sounds"][animal],)
+        )
     question = correct_articles(f"{rng.choice(('', 'My friend '))}{name} has a {animal}. What does it say?")
-    return Turn(question, f"The {animal} of {name} says {SOUNDS[animal]}.", ("sound", name, animal), (SOUNDS[animal],))
+    return Turn(
+        question,
+        f"The {animal} of {name} says {WORDS['sounds'][animal]}.",
+        ("sound", name, animal),
+        (WORDS["sounds"][animal],),
+    )
 
 
 def introduce(rng: random.Random) -> Turn:
     """Somebody says a name, and what they like or have."""
-    name, animal, thing = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice([*FOODS, *FRUITS])
+    name, animal, thing = (
+        rng.choice(NAMES),
+        rng.choice(WORDS["animals"]),
+        rng.choice([*WORDS["foods"], *WORDS["fruits"]]),
+    )
     hello = rng.choice(("Hello", "Hi", "Good morning", "Hey"))
     asked = Turn("What is my name?", f"Your name is {name}.", (), (name,))
     question, answer, combination = rng.choice(
@@ -235,7 +302,7 @@ def introduce(rng: random.Random) -> Turn:
 
 def small_talk(rng: random.Random) -> Turn:
     """Greetings, thanks, and what the model can do."""
-    thing = rng.choice([*FOODS, *FRUITS])
+    thing = rng.choice([*WORDS["foods"], *WORDS["fruits"]])
     hello = rng.choice(("Hello", "Hi", "Good morning", "Hey"))
     return rng.choice(
         (
@@ -259,7 +326,17 @@ def unknown(rng: random.Random) -> Turn:
     return Turn(rng.choice(_UNKNOWN), "I do not know that. I know stories, small sums, spelling and opposites.", (), ())
 
 
-_WORDS = sorted({*NAMES, *TOYS, *COLORS, *ANIMALS, *FRUITS, *THINGS, *map(str, range(MAX_NUMBER + 1))})
+_WORDS = sorted(
+    {
+        *NAMES,
+        *WORDS["toys"],
+        *WORDS["colors"],
+        *WORDS["animals"],
+        *WORDS["fruits"],
+        *WORDS["things"],
+        *map(str, range(MAX_NUMBER + 1)),
+    }
+)
 _ABILITIES = "I can tell stories, answer questions about them, add small numbers, spell words and find opposites."
 _COUNTRIES = "France Spain Italy Germany Japan China India Brazil Canada Mexico Egypt Kenya Norway Poland".split()
 _TOPICS = (

@@ -1,13 +1,76 @@
-"""Sliding windows over a text: the same for `evaluate`, `compare` and `quantize`, so that their numbers agree."""
+"""Loss, perplexity and bits per byte of prepared data, and of texts over sliding windows.
+
+The windows are the same for `evaluate`, `compare` and `quantize`, so that their numbers agree.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from mlxlm.data import Document
+import numpy as np
+
+from mlxlm.backend.mlx import eval_arrays, mx, nn
+from mlxlm.data import Document, TokenDataset, validation_batches
 from mlxlm.generation.scoring import first_token_bytes
+from mlxlm.kernels import cross_entropy, linear_cross_entropy
+from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import ConfigError, DataError
+
+_POSITIONS = 512  # whose logits a quantized head computes at a time: 256 MB for a vocabulary of 128k
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity if that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def sum_nll(
+    model: nn.Module,
+    tokens: np.ndarray,
+    loss_weights: np.ndarray,
+    segment_ids: np.ndarray | None = None,
+    *,
+    start: int = 0,
+) -> float:
+    """The weighted sum of the negative log-likelihood of a batch's targets, in nats.
+
+    The logits of a `Decoder` are never in memory as a whole; other models compute those of one row at a time.
+
+    Args:
+        model: Is called without a cache.
+        tokens: int `[B, T + 1]`, see `mlxlm.data.Batch`.
+        loss_weights: float32 `[B, T]`.
+        segment_ids: int `[B, T]`; None: each row is one text.
+        start: Targets before this column don't count.
+    """
+    inputs, targets, weights = (mx.array(x) for x in (tokens[:, :-1], tokens[:, start + 1 :], loss_weights[:, start:]))
+    if isinstance(model, Decoder):
+        options = {} if segment_ids is None else {"segment_ids": mx.array(segment_ids)}
+        hidden = model.model(inputs, **options)[:, start:].flatten(0, 1)
+        return _sum_nll_of_hidden(model, hidden, targets.flatten(), weights.flatten())
+    rows = (model(inputs[i : i + 1])[0, start:] for i in range(len(inputs)))
+    losses = (cross_entropy(logits, targets[i]) * weights[i] for i, logits in enumerate(rows))
+    return math.fsum(_value(loss.sum()) for loss in losses)
+
+
+def _sum_nll_of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weights: mx.array) -> float:
+    """The same for hidden states `[N, hidden_size]`, with targets and weights `[N]`."""
+    head = model.model.embed_tokens if model.config.tie_word_embeddings else model.lm_head
+    if "scales" not in head:
+        return _value(
+            linear_cross_entropy(hidden, model.head_weight, targets, weights, softcap=model.final_logit_softcap)
+        )
+    parts = (slice(first, first + _POSITIONS) for first in range(0, len(hidden), _POSITIONS))
+    return math.fsum(_value((cross_entropy(model.head(hidden[p]), targets[p]) * weights[p]).sum()) for p in parts)
+
+
+def _value(scalar: mx.array) -> float:
+    eval_arrays(scalar)
+    return scalar.item()
+
 
 MAX_WINDOW = 2048  # default limit, in tokens: a context of 128k would take much memory and hours
 _PIECES = 16  # of text that are tokenized at a time
@@ -128,3 +191,59 @@ def first_tokens(tokenizer: Tokenizer, documents: Iterable[Document], count: int
         if count <= 0:
             break
     return tokens, size
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `evaluate_dataset`: `loss` in nats per token; `tokens` is the number of predicted tokens."""
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return perplexity(self.loss)
+
+
+def evaluate_dataset(
+    model: nn.Module,
+    data: TokenDataset,
+    max_seq_length: int,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    *,
+    document_mask: bool = False,
+    mask_prompt: bool = False,
+) -> Evaluation:
+    """Predict each token of `data` once, in windows.
+
+    Bits per byte = loss / ln 2 · (tokens / bytes of all of `data`): unlike the loss per token, it can be compared
+    between tokenizers. Special tokens count as tokens and have no bytes; in conversations only the answers count.
+
+    Args:
+        model: Evaluated in evaluation mode, then set back to its mode.
+        data: Prepared tokens.
+        max_seq_length: Predicted tokens per window.
+        batch_size: Windows per batch.
+        max_tokens: Predict at most this many tokens, in windows spread evenly over the data.
+        document_mask: See `mlxlm.data.validation_batches`.
+        mask_prompt: See `mlxlm.data.validation_batches`.
+    """
+    training = model.training
+    model.eval()
+    total, count = 0.0, 0.0
+    masks = {"document_mask": document_mask, "mask_prompt": mask_prompt}
+    try:
+        for batch in validation_batches(data, batch_size, max_seq_length, max_tokens, **masks):
+            weights = (
+                np.ones_like(batch.tokens[:, 1:], np.float32) if batch.loss_weights is None else batch.loss_weights
+            )
+            total += sum_nll(model, batch.tokens, weights, batch.segment_ids)
+            count += float(weights.sum())
+    finally:
+        model.train(training)
+    loss = total / count
+    tokens = data.num_targets() if mask_prompt else len(data)
+    return Evaluation(loss, loss / math.log(2) * tokens / data.bytes, int(count))
