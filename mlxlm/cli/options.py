@@ -79,14 +79,10 @@ def field_option(
     """
     declared, types = declaration(field), types_of(field)
     is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
-    flag = "--" + field.name.replace("_", "-")
     if kind is None and declared.choices:
         kind = _IntChoice(declared.choices) if "int" in types else list(declared.choices)
     kind = kind or next((k for name, k in _TYPES.items() if name in types), str)
-    if types[0] == "bool":
-        kind = bool
-        if "None" in types or field.default is True:
-            flag += "/--no-" + flag[2:]
+    kind = bool if types[0] == "bool" else kind
     if text is None or is_list:
         text = (text or declared.help) + (" Repeatable." if is_list else "")
         if (shown := default or default_text(field)) is not None:
@@ -94,9 +90,18 @@ def field_option(
     settings: dict[str, Any] = {"multiple": True} if is_list else {"default": None}
     if declared.metavar:
         settings["metavar"] = declared.metavar
-    names = f"{declared.names or flag} {field.name}"
+    names = " ".join((*flags_of(field), field.name))
     advanced = not (declared.common if common is None else common)
     return option(section or declared.section or "Options", names, kind, text, advanced=advanced, **settings)
+
+
+def flags_of(field: Field[Any]) -> list[str]:
+    """The names of an option on the command line: ["-n", "--max-tokens"]."""
+    if (names := declaration(field).names) is not None:
+        return names.split()
+    flag = "--" + field.name.replace("_", "-")
+    can_be_off = types_of(field)[0] == "bool" and field.default is not False
+    return [f"{flag}/--no-{flag[2:]}" if can_be_off else flag]
 
 
 class _IntChoice(click.Choice):  # type: ignore[type-arg]  # generic in newer versions

@@ -1,4 +1,4 @@
-"""The samplers that remove tokens: top-k, typical, top-p, min-p and XTC, after the temperature.
+"""The samplers that remove tokens: top-n-sigma, top-k, typical, top-p, min-p and XTC, after the temperature.
 
 Each is declared here once: its options in `FilterOptions`, and in `FILTERS` its function, whether its draws can be
 certain, and its place in the order. Filters map logits `[R, V]` to logits `[R, V]` and set those of
@@ -65,6 +65,12 @@ class FilterOptions:
         common=True,
         generation_config=True,
     )
+    top_n_sigma: float = _sampling(
+        0.0,
+        "Keep tokens whose logits are at most this many standard deviations below the highest; 0 disables it.",
+        low=0,
+        high=100,
+    )
     typical_p: float = _sampling(
         1.0,
         "Locally typical sampling: the tokens whose surprise is closest to the expected surprise, with this total "
@@ -93,6 +99,7 @@ class FilterArguments(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    top_n_sigma: float
     typical_p: float
     xtc_probability: float
     xtc_threshold: float
@@ -155,6 +162,18 @@ class Draw:
     token: mx.array
     rival: mx.array
     margin: Number
+
+
+def apply_top_n_sigma(x: FilteredLogits, numbers: Numbers) -> FilteredLogits:
+    """Keep tokens whose logits are at most n standard deviations below the highest, 0 (Tang et al. 2024).
+
+    Logits of -inf, which a constraint has removed, don't count. The temperature scales both sides.
+    """
+    is_possible = x.logits > -mx.inf
+    count = is_possible.sum(axis=-1, keepdims=True)
+    mean = mx.where(is_possible, x.logits, 0).sum(axis=-1, keepdims=True) / count
+    variance = mx.where(is_possible, (x.logits - mean).square(), 0).sum(axis=-1, keepdims=True) / count
+    return replace(x, logits=mx.where(x.logits >= -numbers["top_n_sigma"] * mx.sqrt(variance), x.logits, -mx.inf))
 
 
 def apply_top_k(x: FilteredLogits, numbers: Numbers) -> FilteredLogits:
@@ -288,6 +307,11 @@ def _xtc_numbers(options: FilterOptions, vocab_size: int) -> dict[str, float]:
 
 FILTERS: tuple[LogitFilter, ...] = (
     LogitFilter(
+        "top_n_sigma",
+        lambda options, _: {"top_n_sigma": options.top_n_sigma} if options.top_n_sigma else {},
+        apply_top_n_sigma,
+    ),
+    LogitFilter(
         "top_k",
         lambda options, vocab_size: {"top_k": options.top_k} if 0 < options.top_k < vocab_size else {},
         apply_top_k,
@@ -325,7 +349,7 @@ def filter_numbers(options: FilterOptions, vocab_size: int) -> dict[str, float]:
 
 
 def filter_logits(logits: mx.array, options: FilterOptions, xtc_rows: mx.array | None = None) -> mx.array:
-    """Apply the temperature, top-k, typical, top-p, min-p and XTC, in this order.
+    """Apply the temperature and the filters of `FILTERS` that are on, in this order.
 
     Args:
         logits: `[B, V]`, any float dtype.
