@@ -34,6 +34,7 @@ from mlxlm.config.option import options_of as options_of_settings
 from mlxlm.data import DataOptions
 from mlxlm.generation import GenerationOptions
 from mlxlm.quantize import QuantizationSettings
+from mlxlm.server.options import ServerOptions
 from mlxlm.train import TokenizerOptions, TrainSettings
 from tests.paths import ROOT
 from tests.run_command import run_command
@@ -282,7 +283,15 @@ def test_the_tables_have_every_option_of_a_settings_class():
     assert "<!--" not in text
     row = "| `top_p` | `--top-p` | a number above 0 and at most 1 | 1.0 | Nucleus sampling"
     assert row in text and "| `mask_prompt` |  | true or false |" in text
-    for settings in (GenerationOptions, KVOptions, TrainSettings, TokenizerOptions, DataOptions, QuantizationSettings):
+    for settings in (
+        GenerationOptions,
+        KVOptions,
+        TrainSettings,
+        TokenizerOptions,
+        DataOptions,
+        QuantizationSettings,
+        ServerOptions,
+    ):
         assert not [name for name in options_of_settings(settings) if f"\n| `{name}` |" not in text]
 
 

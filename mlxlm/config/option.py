@@ -63,12 +63,11 @@ class Option:
         """Whether a number is in the range."""
         if value == self.also:
             return True
-        limit = self.high if self.high is not None else _MAX_INT if is_int(value) else _MAX_FLOAT
         return (
             (self.low is None or value >= self.low)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and -_MAX_INT <= value <= limit  # also excludes NaN
+            and (self.high is None or value <= self.high)
         )
 
     def range_text(self) -> str:
@@ -149,7 +148,11 @@ def _is_valid(field: Field[Any], value: Any) -> bool:
     if isinstance(value, bool):
         return "bool" in types
     if "float" in types and is_number(value) or "int" in types and is_int(value):
-        return value in rules.choices if rules.choices else rules.accepts_number(value)
+        if rules.choices:
+            return value in rules.choices
+        # Also excludes NaN.
+        is_in_type = abs(value) <= (_MAX_FLOAT if "float" in types else rules.high or _MAX_INT)
+        return is_in_type and rules.accepts_number(value)
     if isinstance(value, str) and "str" in types:
         return value in rules.choices if rules.choices else "Path" in types or is_utf8(value)
     return any(kind not in ("int", "float", "bool", "str", "None") for kind in types)  # checked by its class
