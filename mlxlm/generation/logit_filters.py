@@ -24,52 +24,31 @@ Number: TypeAlias = "mx.array | float"
 Numbers: TypeAlias = Mapping[str, Number]
 
 _sampling = partial(option, section="Sampling")
+_recommended = partial(_sampling, common=True, generation_config=True)
 
 
 @dataclass(frozen=True)
 class FilterOptions:
     """The temperature, and the options of the filters. They apply in the order of `FILTERS`."""
 
-    temperature: float = _sampling(
+    temperature: float = _recommended(  # below 0.001 the logits exceed float32, and sampling is greedy anyway
         0.7,
         "Sampling temperature. 0 is greedy; higher values are more random.",
-        low=0.001,  # below, the scaled logits exceed float32, and sampling is greedy anyway
+        low=0.001,
         high=100,
         also=0,
         valid="0 for greedy, or 0.001 to 100",
         names="-t --temp --temperature",
-        common=True,
-        generation_config=True,
     )
-    top_k: int = _sampling(
-        0,
-        "Sample from the K most likely tokens; 0 disables it.",
-        low=0,
-        valid="a positive whole number, or 0 for off",
-        common=True,
-        generation_config=True,
+    top_k: int = _recommended(0, "Sample from the K most likely tokens; 0 disables it.", low=0)
+    top_p: float = _recommended(
+        1.0, "Nucleus sampling: the most likely tokens with this total probability; 1 disables it.", above=0, high=1
     )
-    top_p: float = _sampling(
-        1.0,
-        "Nucleus sampling: the most likely tokens with this total probability; 1 disables it.",
-        above=0,
-        high=1,
-        common=True,
-        generation_config=True,
-    )
-    min_p: float = _sampling(
-        0.0,
-        "Drop tokens less likely than this fraction of the most likely one; 0 disables it.",
-        low=0,
-        high=1,
-        common=True,
-        generation_config=True,
+    min_p: float = _recommended(
+        0.0, "Drop tokens less likely than this fraction of the most likely one; 0 disables it.", low=0, high=1
     )
     top_n_sigma: float = _sampling(
-        0.0,
-        "Keep tokens whose logits are at most this many standard deviations below the highest; 0 disables it.",
-        low=0,
-        high=100,
+        0.0, "Keep tokens with logits up to N standard deviations below the highest; 0 disables it.", low=0, high=100
     )
     typical_p: float = _sampling(
         1.0,
@@ -79,16 +58,10 @@ class FilterOptions:
         high=1,
     )
     xtc_probability: float = _sampling(
-        0.0,
-        "XTC: probability of dropping the most likely tokens at each step, for more varied text; 0 disables it.",
-        low=0,
-        high=1,
+        0.0, "XTC: probability of dropping the most likely tokens at each step; 0 disables it.", low=0, high=1
     )
     xtc_threshold: float = _sampling(
-        0.1,
-        "XTC: drop all tokens at least this likely, except the least likely of them; above 0.5 is off.",
-        above=0,
-        high=1,
+        0.1, "XTC: drop all tokens at least this likely, except the least likely of them.", above=0, high=1
     )
 
 

@@ -17,13 +17,14 @@ from mlxlm.utils.errors import GenerationError
 
 MAX_SCHEMA_CHARS = 1 << 18  # of a schema, a regular expression or grammar, and of all choices together
 GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
-_MAX_LOGPROBS = 1000
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
 
 _repetition = partial(option, section="Repetition penalties")
-_penalty = partial(_repetition, low=-100, high=100, valid="0 for off, or a bit more, such as 0.5")
+_penalty = partial(_repetition, low=-100, high=100)
 _window = partial(_repetition, low=1, high=1 << 14)
-_constrained = partial(option, section="Constrained output", per_request=True)
+_per_request = partial(option, per_request=True)
+_constrained = partial(_per_request, section="Constrained output")
+_stopping = partial(_per_request, section="Stopping", common=True)
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,13 @@ class PenaltyOptions:
         "Divide or multiply the logits of recent tokens by this; 1 disables it.",
         low=0.01,
         high=100,
-        valid="1 for off, or a bit more, such as 1.1",
         generation_config=True,
     )
     repetition_context_size: int = _window(64, "How many recent tokens the repetition penalty applies to.")
     presence_penalty: float = _penalty(0.0, "Penalize tokens that were already generated; 0 disables it.")
     frequency_penalty: float = _penalty(0.0, "Penalize tokens by how often they were already generated; 0 disables it.")
     dry_multiplier: float = _repetition(
-        0.0,
-        "DRY: strength of the penalty on repeated phrases; 0 disables it.",
-        low=0,
-        high=100,
-        valid="0 for off, or a bit more, such as 0.8",
+        0.0, "DRY: strength of the penalty on repeated phrases; 0 disables it.", low=0, high=100
     )
     dry_base: float = _repetition(
         1.75, "DRY: factor by which the penalty grows with each token of the phrase.", low=1, high=100
@@ -123,17 +119,15 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         metavar="FILE|LARK",
         valid=GRAMMAR_HINT,
     )
-    logprobs: int | None = option(
+    logprobs: int | None = _per_request(
         None,
         "Report the log-probability of each token, and of the N most likely tokens.",
         section="Output",
         low=0,
-        high=_MAX_LOGPROBS,
-        valid=f"0 for the chosen token's, or up to {_MAX_LOGPROBS} of the most likely",
+        high=1000,
         metavar="N",
-        per_request=True,
     )
-    seed: int | None = option(
+    seed: int | None = _per_request(
         None,
         "Random seed. The same seed gives the same text.",
         section="Sampling",
@@ -142,7 +136,6 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         valid="a whole number from 0 to 2^64 - 1",
         default_text="random",
         common=True,
-        per_request=True,
     )
     deterministic: bool | None = option(
         None,
@@ -150,20 +143,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         section="Sampling",
         default_text="if a seed is given",
     )
-    max_tokens: int | None = option(
-        256,
-        "Generate at most N tokens.",
-        section="Stopping",
-        low=1,
-        valid="a positive whole number, such as 256",
-        names="-n --max-tokens",
-        metavar="N",
-        common=True,
-        per_request=True,
-    )
-    stop: tuple[str, ...] = option(
-        (), "Stop before this text.", section="Stopping", metavar="TEXT", common=True, per_request=True
-    )
+    max_tokens: int | None = _stopping(256, "Generate at most N tokens.", low=1, names="-n --max-tokens", metavar="N")
+    stop: tuple[str, ...] = _stopping((), "Stop before this text.", metavar="TEXT")
 
     def __post_init__(self) -> None:
         for name, field in options_of(self).items():

@@ -46,10 +46,7 @@ class ModelOptions:
         None, "Keep them in FOLDER too, for the next start of the server.", metavar="FOLDER"
     )
     chat_template: str | None = _other(
-        None,
-        "Chat template: chatml, llama3, plain, ... or a Jinja file.",
-        metavar="NAME",
-        default_text="the model's",
+        None, "Chat template: chatml, llama3, plain, ... or a Jinja file.", metavar="NAME", default_text="the model's"
     )
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ REPEAT_PLAN_FILE = "repeat_plan.json"
 
 _batches = partial(option, section="Batches and memory")
 _optimizer = partial(option, section="Optimizer")
+_beta = partial(_optimizer, low=0, below=1, default_text="by optimizer")
 _validation = partial(option, section="Validation and samples")
 _checkpoints = partial(option, section="Checkpoints")
 _data = partial(option, section="Data")
@@ -42,18 +43,12 @@ class TrainSettings:
         help="Peak learning rate.", common=True, above=0, default_text="by model size and optimizer"
     )
     batch_size: int = _batches(
-        16,
-        "Sequences per forward pass.",
-        common=True,
-        low=1,
-        default_text="16, or fitted to the time limit",
+        16, "Sequences per forward pass.", common=True, low=1, default_text="16, or fitted to the time limit"
     )
     max_seq_length: int = _batches(256, "Tokens per sequence.", common=True, low=1, default_text=_MAX_SEQ_LENGTH)
     grad_accumulation_steps: int = _batches(1, "Forward passes per optimizer step, of all processes together.", low=1)
     packing: str = _batches(
-        "concatenate",
-        "Cut the joined documents into sequences, or fit whole documents in and pad.",
-        choices=PACKINGS,
+        "concatenate", "Cut the joined documents into sequences, or fit whole documents in and pad.", choices=PACKINGS
     )
     document_mask: bool = _batches(False, "Let tokens attend only to their own document; 2 to 5% more work on a CPU.")
     mask_prompt: bool = option(False, "Of conversations, learn the assistant's messages only.")
@@ -81,20 +76,8 @@ class TrainSettings:
     weight_decay: float | None = _optimizer(
         None, "Decoupled weight decay of matrices.", low=0, default_text="by optimizer and epochs"
     )
-    beta1: float | None = _optimizer(
-        None,
-        "Decay rate of the average gradient; with muon, AdamW's.",
-        low=0,
-        below=1,
-        default_text="by optimizer",
-    )
-    beta2: float | None = _optimizer(
-        None,
-        "Decay rate of the average squared gradient, or lion's momentum.",
-        low=0,
-        below=1,
-        default_text="by optimizer",
-    )
+    beta1: float | None = _beta(None, "Decay rate of the average gradient; with muon, AdamW's.")
+    beta2: float | None = _beta(None, "Decay rate of the average squared gradient, or lion's momentum.")
     grad_clip: float = _optimizer(1.0, "Clip the gradient to this global norm; 0 disables it.", low=0)
     dropout: float = _optimizer(0.0, "Dropout rate of embeddings and sublayer outputs.", low=0, below=1)
     ema_decay: float = _optimizer(
