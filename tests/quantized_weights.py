@@ -4,7 +4,8 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.config.quantization import Format
+from mlxlm.quantize.quantization_plan import uniform
 from mlxlm.quantize.rtn import lazy_quantize
 from mlxlm.quantize.source import cast_to_16bit
 

@@ -28,15 +28,22 @@ from typing import NamedTuple, get_args
 import click
 import pytest
 
+from mlxlm.cache import KVOptions
 from mlxlm.cli.main import COMMANDS, app
+from mlxlm.config.option import options_of as options_of_settings
+from mlxlm.data import DataOptions
+from mlxlm.generation import GenerationOptions
+from mlxlm.quantize import QuantizationSettings
+from mlxlm.server.options import ServerOptions
+from mlxlm.train import TokenizerOptions, TrainSettings
 from tests.paths import ROOT
 from tests.run_command import run_command
 from tests.stand_ins import make_stand_ins, serve
 
 DOCS = ROOT / "docs"
 PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
-OTHER_OPTIONS = {"--backend", "--over", "--strict", "--help"}  # of mlx.launch, mlx.distributed_config, mypy, click
-OTHER_OPTIONS |= {"--quickstart", "--sizes", "--device"}  # of benchmarks and tests
+OTHER_OPTIONS = {"--backend", "--over", "--strict"}  # of mlx.launch, mlx.distributed_config, mypy
+OTHER_OPTIONS |= {"--help", "--help-all", "--quickstart", "--sizes", "--device"}  # of click, benchmarks, tests
 TOOLS = ("curl", "jq", "xargs")
 ADDRESS = "127.0.0.1:8080"
 _BLOCK = re.compile(
@@ -256,14 +263,35 @@ def test_a_picture_is_small_and_loads_nothing(image):
     assert b"url(http" not in content and b"href=" not in content
 
 
+def rendered(page):
+    """A page as mkdocs renders it, with what its hooks fill in."""
+    return runpy.run_path(str(DOCS / "mkdocs_hooks.py"))["on_page_markdown"]((DOCS / page).read_text(encoding="utf-8"))
+
+
 def test_the_reference_has_every_command_and_option():
-    page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
-    text = runpy.run_path(str(DOCS / "mkdocs_hooks.py"))["on_page_markdown"](page)
+    text = rendered("reference/commands.md")
     for name in COMMANDS:
         assert f"\n## mlxlm {name}\n" in text
         missing = [option for option in options_of(name) if option.startswith("-") and option not in text]
         assert not missing, name
     assert "\nBatches and memory:\n" in text and "\n  Examples:\n" in text
+
+
+def test_the_tables_have_every_option_of_a_settings_class():
+    text = rendered("reference/options.md")
+    assert "<!--" not in text
+    row = "| `top_p` | `--top-p` | a number above 0 and at most 1 | 1.0 | Nucleus sampling"
+    assert row in text and "| `mask_prompt` |  | true or false |" in text
+    for settings in (
+        GenerationOptions,
+        KVOptions,
+        TrainSettings,
+        TokenizerOptions,
+        DataOptions,
+        QuantizationSettings,
+        ServerOptions,
+    ):
+        assert not [name for name in options_of_settings(settings) if f"\n| `{name}` |" not in text]
 
 
 def test_every_command_of_the_chat_is_documented():
@@ -286,6 +314,5 @@ def test_every_event_field_is_documented():
 
 
 def test_every_option_of_generate_is_documented():
-    text = (DOCS / "scripting.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"--[a-z][a-z-]+", text))
+    documented = set(re.findall(r"--[a-z][a-z-]+", rendered("scripting.md") + rendered("reference/options.md")))
     assert {name for name in options_of("generate") if name.startswith("--")} - documented == {"--verbose", "--debug"}

@@ -37,8 +37,12 @@ MODULES = {module_name(path): path for path in (ROOT / "mlxlm").rglob("*.py")}
 
 
 def imports_of(name: str) -> set[str]:
-    """Modules of mlxlm that `name` imports when it runs: anywhere in the file, but not for type checkers alone."""
+    """Modules of mlxlm that `name` imports when it runs: anywhere in the file, but not for type checkers alone.
+
+    What a package imports for type checkers it exports: see `mlxlm.utils.lazy_exports`.
+    """
     imported = set()
+    is_package = MODULES[name].name == "__init__.py"
 
     def add(target: str) -> None:
         while target not in MODULES:
@@ -46,7 +50,7 @@ def imports_of(name: str) -> set[str]:
         imported.add(target)
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not is_package:
             return
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache.kv_buffer import group_size
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import KVOptions
@@ -14,6 +14,10 @@ from mlxlm.kernels.mask import causal_mask
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
+# Tokens of a prompt in one forward pass. On a CPU, 512 bound the memory of attention's scores, [H, 512, S] per layer. A
+# GPU has none in memory, and larger products use it better: mlx_lm has 2,048, too.
+CPU_PREFILL_STEP_SIZE = 512
+PREFILL_STEP_SIZE = CPU_PREFILL_STEP_SIZE if ON_CPU else 2048
 DEFAULT = KVOptions()  # unbounded and unquantized
 
 

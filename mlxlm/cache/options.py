@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from mlxlm.backend.mlx import ON_CPU
-from mlxlm.config.numbers import is_int_at_least
+from mlxlm.config.option import option, range_problems
 from mlxlm.utils.errors import GenerationError
 
 KV_BITS = (8, 4)
-_BITS_BY_NAME = {"none": None, **{str(bits): bits for bits in KV_BITS}}
-# Tokens of a prompt in one forward pass. On a CPU, 512 bound the memory of attention's scores, [H, 512, S] per layer. A
-# GPU has none in memory, and larger products use it better: mlx_lm has 2,048, too.
-CPU_PREFILL_STEP_SIZE = 512
-PREFILL_STEP_SIZE = CPU_PREFILL_STEP_SIZE if ON_CPU else 2048
 NUM_SINK_TOKENS = 4  # enough attention sinks according to Xiao et al. 2023, "StreamingLLM"
+_BITS_BY_NAME = {"none": None, **{str(bits): bits for bits in KV_BITS}}
+_memory = partial(option, section="Memory and speed")
 
 
 @dataclass(frozen=True)
@@ -33,25 +29,37 @@ class KVOptions:
         GenerationError: Names every invalid option.
     """
 
-    size: int | None = None
-    keep: int = NUM_SINK_TOKENS
-    key_bits: int | None = None
-    value_bits: int | None = None
+    size: int | None = _memory(
+        None,
+        "Limit the key-value cache to N tokens; the oldest are dropped.",
+        low=2,  # a new token and the one before it
+        names="--max-kv-size",
+        metavar="N",
+        default_text="unlimited",
+    )
+    keep: int = _memory(
+        NUM_SINK_TOKENS,
+        "With --max-kv-size: never drop the first N tokens (attention sinks).",
+        low=0,
+        names="--kv-keep",
+        metavar="N",
+    )
+    key_bits: int | None = _memory(
+        None,
+        "Quantize the key-value cache to 8 or 4 bits; 8,4 or none,4 sets keys and values separately.",
+        choices=KV_BITS,
+        names="--kv-bits",
+        metavar="BITS",
+        default_text="none",
+    )
+    value_bits: int | None = _memory(None, "The same for values alone.", choices=KV_BITS)
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        problems = list(range_problems(self))
+        if not problems and self.size is not None and self.size < self.keep + 2:
+            problems.append(f"size is {self.size}, it must be at least {self.keep + 2}")
+        if problems:
             raise GenerationError("invalid cache options: " + "; ".join(problems))
-
-    def _problems(self) -> Iterator[str]:
-        valid_keep = is_int_at_least(self.keep, 0)
-        if not valid_keep:
-            yield f"keep is {self.keep!r} (a whole number from 0, such as {NUM_SINK_TOKENS})"
-        minimum = (self.keep if valid_keep else 0) + 2  # a new token and the one before it
-        if self.size is not None and not is_int_at_least(self.size, minimum):
-            yield f"size is {self.size!r} (a whole number from {minimum}, such as 4096, or none)"
-        for name, bits in (("key bits", self.key_bits), ("value bits", self.value_bits)):
-            if bits is not None and (isinstance(bits, bool) or bits not in KV_BITS):
-                yield f"{name} are {bits!r} (8, 4 or none)"
 
     @classmethod
     def of(

@@ -31,6 +31,7 @@ _REASONING = "How to display reasoning. dim omits it if the output is not a term
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
 _YES = "Without MODEL: take the default model without asking, and download it if necessary."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
+_SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
 _conversation = partial(option, "Conversation")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
@@ -40,17 +41,17 @@ _display = partial(option, "Display")
 @click.argument("model", required=False, type=MODEL)
 @offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
-@_conversation("--yes", bool, _YES)
+@_conversation("--yes", bool, _YES, advanced=True)
 @_conversation("--system-prompt", str, "System prompt.", metavar="TEXT")
-@_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
-@_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW)
+@_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
+@_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
 @_session("--continue continue_last", bool, "Continue the last conversation that has no FILE.")
 @_session("--sessions", bool, "Search the conversations that have no FILE, and continue one.")
-@_session("--save-kv-cache", bool, "With --session: save the key-value cache too, so that it opens instantly.")
+@_session("--save-kv-cache", bool, _SAVE_KV_CACHE, advanced=True)
 @_session("--private", bool, "Save neither the conversation nor the input history.")
-@_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim")
-@_display("--markdown/--no-markdown", bool, _MARKDOWN, default=None)
+@_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim", advanced=True)
+@_display("--markdown/--no-markdown", bool, _MARKDOWN, default=None, advanced=True)
 @_display("-v --verbose", bool, "Print token counts and speed after each answer.")
 @option("Stopping", "-n --max-tokens", click.IntRange(1), _MAX_TOKENS)
 @sampling_options(without=["logprobs", "max_tokens"])
@@ -66,16 +67,18 @@ def chat(
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    Ctrl-C stops an answer; /help lists the commands. If input is piped, each line is a message (or each block between
+    Ctrl-C stops an answer; /help lists the commands.
+    \f
+    If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
     an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
-    can have other defaults of sampling.
+    can set other sampling defaults.
 
     Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
     --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,
     number of messages, first question and file, with tabs between. With --session, --continue or --sessions you can
     leave out MODEL: the conversation names it.
-    """
+    """  # noqa: D301 - click's form feed: --help ends there
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     _check_flags(flags, prompt is not None, interactive)
     reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
@@ -106,7 +109,7 @@ def chat(
             "max_tokens": flags["max_tokens"],
             "chat_template": flags["chat_template"],
             "context_overflow": overflow and ("drop" if overflow == "drop" else "stop"),
-            "kv": kv if is_given("max_kv_size", "kv_bits") else None,
+            "kv": kv if is_given("size", "key_bits") else None,
             "speculation": speculation and speculation(),
         }
     )

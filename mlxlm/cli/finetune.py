@@ -18,6 +18,7 @@ from mlxlm.cli.training_options import (
     print_skipped,
     reject_unused_settings,
     setting_options,
+    steps_option,
     validation_options,
 )
 
@@ -41,11 +42,18 @@ _HELP_TEXTS = {
 @offline_option
 @click.argument("data", nargs=-1)
 @run_options
-@option("Training length", "--steps", int, "Number of optimizer steps.")
+@steps_option
 @option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
 @option("Training length", "--minutes", float, "Wall-clock budget.")
-@option("Data", "--chat-template", str, "Chat template, if the model has none; see mlxlm chat.", metavar="NAME|FILE")
-@validation_options("Conversations")
+@option(
+    "Data",
+    "--chat-template",
+    str,
+    "Chat template, if the model has none; see mlxlm chat.",
+    metavar="NAME|FILE",
+    advanced=True,
+)
+@validation_options("Conversations for validation, instead of a part of DATA.")
 @on_bad_input_option("Data")
 @setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
@@ -59,15 +67,15 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
                   {"role": "assistant", "content": "4"}]}
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
+    The first Ctrl-C finishes the step, saves, and prints the command that continues.
+    \f
 
     A conversation that fits in a row is never split. Longer ones are split before questions. An answer that is longer
     than a row continues in the next one, after half a row of its context.
 
     A chat template that rewrites answers, such as those of reasoning models with <think>, needs answers without it. The
     context of a chat is that of MODEL.
-
-    The first Ctrl-C finishes the step, saves, and prints the command that continues.
-    """  # noqa: D301 - \b keeps click from wrapping the example
+    """  # noqa: D301 - \b keeps click from wrapping the example, and --help ends at \f
     from mlxlm.cli.training import run_and_summarize
 
     runtime = pop_runtime_options(options)

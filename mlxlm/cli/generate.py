@@ -36,12 +36,11 @@ _EPILOG = """\b
 Examples:
   mlxlm generate my-model -p "Once upon a time" -n 50
   mlxlm generate my-model --jsonl requests.jsonl --resume results.jsonl
-
-A line of requests.jsonl is {"id": "a", "prompt": "Once upon a time"}, or for an answer in the model's chat template
-{"id": "b", "messages": [{"role": "user", "content": "Hello!"}]}. It may set any option by its Python name:
-"max_tokens": 50. See docs/scripting.md for all fields, and for the Python API.
 """
 
+_SYSTEM_PROMPT = "With --chat or --jsonl: system prompt of conversations."
+_CHAT_TEMPLATE = "With --chat or --jsonl: chatml, llama3, ..., or a Jinja file."
+_BATCH_SIZE = "With --jsonl or --num-samples: texts to generate at once.  [default: 32]"
 _PROMPT_CACHE = "Save the prompt's key-value cache to FILE, and reuse what FILE has of it."
 _input = partial(option, "Input")
 _output = partial(option, "Output")
@@ -52,20 +51,20 @@ _memory = partial(option, "Memory and speed")
 @click.argument("model", type=MODEL)
 @offline_option
 @_input("-p --prompt", str, "Text to continue; - reads it from standard input.", metavar="TEXT")
-@_input("--jsonl", str, "Serve requests, one JSON object per line; - reads standard input.", metavar="FILE")
+@_input("--jsonl", str, "Generate for each request, one JSON object per line; - for stdin.", metavar="FILE")
 @_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
-@_input("--system-prompt", str, "With --chat or --jsonl: system prompt of conversations.", metavar="TEXT")
-@_input("--chat-template", str, "With --chat or --jsonl: chatml, llama3, ..., or a Jinja file.", metavar="NAME")
+@_input("--system-prompt", str, _SYSTEM_PROMPT, metavar="TEXT", advanced=True)
+@_input("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_output("--num-samples", click.IntRange(1, 100_000), "Texts to generate for each prompt.", default=1)
 @_output("--json as_json", bool, "Print one JSON object for each text, instead of the text.")
-@_output("--ordered", bool, "With --jsonl: write results in the order of the requests.")
+@_output("--ordered", bool, "With --jsonl: write results in the order of the requests.", advanced=True)
 @_output("--resume", str, "With --jsonl: write to OUT, and skip requests that are done there.", metavar="OUT")
 @_output("-v --verbose", bool, "Print speed and memory to standard error at the end.")
 @sampling_options()
 @kv_options
-@_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE")
+@_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE", advanced=True)
 @speculation_options
-@_memory("--batch-size", click.IntRange(1), "With --jsonl or --num-samples: texts to generate at once.  [default: 32]")
+@_memory("--batch-size", click.IntRange(1), _BATCH_SIZE, advanced=True)
 def generate(
     model: str,
     *,
@@ -78,11 +77,17 @@ def generate(
 ) -> None:
     """Continue a prompt with MODEL: a name, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
+    \f
+
     The text is printed to standard output as it is generated. The prompt is --prompt, or piped input without its last
-    line end. With both, piped input comes first, then an empty line, then --prompt. With --jsonl, many requests are
-    served at once; each result is one line of JSON, and the default seed is 0. A model's generation_config.json can
-    have other defaults of sampling.
-    """
+    line end. With both, piped input comes first, then an empty line, then --prompt. A model's generation_config.json
+    can set other sampling defaults.
+
+    With --jsonl, many texts are generated at once; each result is one line of JSON, and the default seed is 0. A line
+    of requests.jsonl is {"id": "a", "prompt": "Once upon a time"}, or for an answer in the model's chat template
+    {"id": "b", "messages": [{"role": "user", "content": "Hello!"}]}. It may set any option by its Python name:
+    "max_tokens": 50. See docs/scripting.md for all fields, and for the Python API.
+    """  # noqa: D301 - click's form feed: --help ends there
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
     make_encoder = partial(_message_encoder, flags["chat_template"], flags["chat"])
     if jsonl is not None:

@@ -1,29 +1,42 @@
-"""What the options of all commands share: sections of the help, common options, and checks of combinations."""
+"""The options of all commands: made from the fields of settings classes, in sections of the help, and checked.
+
+`--help` lists the common options, `--help-all` all of them.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.config.option import declaration, default_text, options_of, types_of
+from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import ArgumentError
 
 PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
+SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has all options
+_IN_ALL_COMMANDS = ("debug", "offline", "allow_sleep")  # which `--help` omits, too, if it omits any
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
     "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
     "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
+_TYPES: dict[str, Any] = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option
 
-def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> Callable[..., Any]:
+
+def option(
+    section: str, names: str, kind: Any, text: str, *, advanced: bool = False, **settings: Any
+) -> Callable[..., Any]:
     """`click.option` for an option that the help lists under the heading `section`.
 
     Args:
@@ -31,6 +44,7 @@ def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> C
         names: Its names, such as "-p --prompt".
         kind: Its type: bool for a flag, a list of choices, or a type as in click.
         text: The help text.
+        advanced: Whether only `--help-all` lists it.
         settings: Further arguments of `click.option`. A default is shown in the help.
     """
     if kind is bool:
@@ -40,31 +54,121 @@ def option(section: str, names: str, kind: Any, text: str, **settings: Any) -> C
     if settings.get("default") is not None:
         settings["show_default"] = True
     kind = click.Choice(kind) if isinstance(kind, list | tuple) else kind
-    return click.option(*names.split(), type=kind, help=text, cls=_SectionOption, section=section, **settings)
+    settings |= {"type": kind, "help": text, "section": section, "advanced": advanced}
+    return click.option(*names.split(), cls=_SectionOption, **settings)
+
+
+def field_option(
+    field: Field[Any],
+    text: str | None = None,
+    *,
+    section: str | None = None,
+    default: str | None = None,
+    common: bool | None = None,
+    kind: Any = None,
+) -> Callable[..., Any]:
+    """The option of a field of a settings class. Its value is None, or () for a list, if it isn't given.
+
+    Args:
+        field: The field, made by `mlxlm.config.option.option`.
+        text: A help text for this command, with its default; None for those of the field.
+        section: A heading for this command; None for that of the field.
+        default: What this command does by default; None for the default of the field.
+        common: Whether `--help` lists it; None as the field says.
+        kind: The type of what is typed; None for that of the field.
+    """
+    declared, types = declaration(field), types_of(field)
+    is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
+    if kind is None and declared.choices:
+        kind = _IntChoice(declared.choices) if "int" in types else list(declared.choices)
+    kind = kind or next((k for name, k in _TYPES.items() if name in types), str)
+    kind = bool if types[0] == "bool" else kind
+    if text is None or is_list:
+        text = (text or declared.help) + (" Repeatable." if is_list else "")
+        if (shown := default or default_text(field)) is not None:
+            text += f"  [default: {shown}]"
+    settings: dict[str, Any] = {"multiple": True} if is_list else {"default": None}
+    if declared.metavar:
+        settings["metavar"] = declared.metavar
+    names = " ".join((*flags_of(field), field.name))
+    advanced = not (declared.common if common is None else common)
+    return option(section or declared.section or "Options", names, kind, text, advanced=advanced, **settings)
+
+
+def flags_of(field: Field[Any]) -> list[str]:
+    """The names of an option on the command line: ["-n", "--max-tokens"]."""
+    if (names := declaration(field).names) is not None:
+        return names.split()
+    flag = "--" + field.name.replace("_", "-")
+    can_be_off = types_of(field)[0] == "bool" and field.default is not False
+    return [f"{flag}/--no-{flag[2:]}" if can_be_off else flag]
+
+
+class _IntChoice(click.Choice):  # type: ignore[type-arg]  # generic in newer versions
+    def __init__(self, choices: Sequence[int]):
+        super().__init__([str(choice) for choice in choices])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return int(super().convert(str(value), param, ctx))
 
 
 class _SectionOption(click.Option):
-    def __init__(self, *arguments: Any, section: str, **settings: Any):
+    def __init__(self, *arguments: Any, section: str, advanced: bool, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.section = section
+        self.section, self.advanced = section, advanced
 
 
 class SectionedCommand(click.Command):
     """A command whose help groups its options into sections, in the order in which they first appear.
 
-    Options without a section are listed last, under "Options".
+    Options without a section are listed last, under "Options". `--help` omits advanced options, and what follows a form
+    feed in the description; `--help-all` has everything.
     """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options, with `--help-all` beside `--help` if that omits some."""
+        params = super().get_params(ctx)
+        if self._has_advanced:
+            text = "Show this message with all options, and exit."
+            flags: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+            params.append(click.Option(["--help-all"], help=text, callback=_print_full_help, **flags))
+        return params
+
+    @property
+    def _has_advanced(self) -> bool:
+        return any(getattr(parameter, "advanced", False) for parameter in self.params)
+
+    def _is_shown(self, ctx: click.Context, parameter: click.Parameter) -> bool:
+        if ctx.meta.get(SHOW_ALL) or not self._has_advanced:
+            return True
+        return not getattr(parameter, "advanced", False) and parameter.name not in _IN_ALL_COMMANDS
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description."""
+        before, _, after = inspect.cleandoc(self.help or "").partition("\f")
+        text = before.rstrip() + (f"\n\n{after.strip()}" if after and ctx.meta.get(SHOW_ALL) else "")
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(text)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one definition list for each section."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None and self._is_shown(ctx, parameter):
                 sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
         sections["Options"] = sections.pop("Options")
         for heading, records in sections.items():
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(records, col_max=26)
+
+
+def _print_full_help(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        context.meta[SHOW_ALL] = True
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
@@ -103,16 +207,14 @@ def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep
         context.with_resource(prevent_sleep())
 
 
-def text_column_option(section: str, default: str = "text, or messages") -> Callable[..., Any]:
-    """`--text-column`, with the default that its help states."""
-    text = f"Column of tables, or field of JSON lines, that has the text.  [default: {default}]"
-    return option(section, "--text-column", str, text, metavar="NAME")
+def text_column_option(section: str, default: str | None = None) -> Callable[..., Any]:
+    """`--text-column`, with another default than that of DataOptions if one is given."""
+    return field_option(options_of(DataOptions)["text_column"], section=section, default=default)
 
 
 def on_bad_input_option(section: str) -> Callable[..., Any]:
     """`--on-bad-input`; the value is None if it isn't given."""
-    text = "At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.  [default: stop]"
-    return option(section, "--on-bad-input", ["stop", "skip"], text)
+    return field_option(options_of(DataOptions)["on_bad_input"], section=section)
 
 
 def flag(name: str) -> str:

@@ -45,7 +45,7 @@ _SIZES = (
     ("--vocab-size", "vocab_size", "Vocabulary size.  [default: 32000]"),
 )
 _size_options = add_options(
-    *(option("Model", f"{name} {field}", click.IntRange(1), text) for name, field, text in _SIZES)
+    *(option("Model", f"{name} {field}", click.IntRange(1), text, advanced=True) for name, field, text in _SIZES)
 )
 _setting_options = setting_options(
     set(FLAGS) - set(_TRAINING),
@@ -71,24 +71,26 @@ _inference = partial(option, "Inference")
 @click.argument("model", required=False, type=MODEL)
 @offline_option
 @_size_options
-@option("Model", "--tie-word-embeddings", bool, "Use one matrix for embedding and output head.")
+@option("Model", "--tie-word-embeddings", bool, "Use one matrix for embedding and output head.", advanced=True)
 @override_option
 @_setting_options
-@_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION)
+@_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION, advanced=True)
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
 @text_column_option("Training data")
 @_machine_option("--machine", str, _MACHINE)
 @_machine_option("--memory", SIZE, "Memory of the machine, such as 36GB.  [default: the machine's, if known]")
-@_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.")
-@_machine_option("--mfu", float, "Model FLOPs utilization of training.  [default: 0.4]")
-@_machine_option("--num-devices", click.IntRange(1), "Number of devices, each with its own batch.  [default: 1]")
+@_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.", advanced=True)
+@_machine_option("--mfu", float, "Model FLOPs utilization of training.  [default: 0.4]", advanced=True)
+@_machine_option(
+    "--num-devices", click.IntRange(1), "Number of devices, each with its own batch.  [default: 1]", advanced=True
+)
 @_machine_option("--probe with_probe", bool, "Run three training steps here, and compare with the prediction.")
 @_inference("--bits", int, _BITS)
-@_inference("--group-size", int, _GROUP_SIZE)
+@_inference("--group-size", int, _GROUP_SIZE, advanced=True)
 @_inference("--context-length", int, _CONTEXT)
-@_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]")
-@_inference("--kv-bits", int, _KV_BITS)
+@_inference("--num-sequences", int, "Number of sequences at once.  [default: 1]", advanced=True)
+@_inference("--kv-bits", int, _KV_BITS, advanced=True)
 @option("Output", "--plot", PATH, "Plot the memory of training to this .png or .svg file.")
 @json_option
 def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, **options: Any) -> None:

@@ -16,6 +16,7 @@ from mlxlm.cli.options import (
     SIZE,
     SOURCES_HELP,
     SectionedCommand,
+    field_option,
     given_flags,
     given_values,
     json_option,
@@ -25,6 +26,8 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.config.option import options_of
+from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import check_not_exists
 from mlxlm.utils.formatting import human_bytes, human_seconds
@@ -37,11 +40,7 @@ CORPORA = [SMALL_WORLD, "python-reference"]
 _SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
 _BUILTIN = "Tokenize nothing; write this corpus to --out, a new .jsonl file of conversations."
 _SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
-_DEDUP = (
-    "Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
-    "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates only. "
-    "Takes about 1 kB of memory per document."
-)
+_DATA = options_of(DataOptions)
 _VALIDATION_FRACTION = (
     "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
 )
@@ -53,7 +52,7 @@ _VALIDATION_FRACTION = (
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
 @text_column_option("Text")
 @on_bad_input_option("Text")
-@option("Text", "--dedup", click.FloatRange(0, 1, min_open=True), _DEDUP, metavar="SIMILARITY")
+@field_option(_DATA["dedup"], section="Text", kind=click.FloatRange(0, 1, min_open=True))
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, _SEED)
@@ -88,7 +87,7 @@ def prepare(
         raise click.UsageError("give SOURCES and --tokenizer, or --builtin")
     reject_unused_options({"size": size}, (True, ["size"], "--builtin is not given"))
     from mlxlm.checkpoint import open_tokenizer
-    from mlxlm.data import DataOptions, parse_weighted_sources, total_bytes
+    from mlxlm.data import parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
 
     validation = options.pop("validation")

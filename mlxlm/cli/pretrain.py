@@ -30,6 +30,7 @@ from mlxlm.cli.training_options import (
     print_skipped,
     reject_unused_settings,
     setting_options,
+    steps_option,
     unused_data_rules,
 )
 
@@ -45,30 +46,33 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 @click.command(cls=SectionedCommand)
 @click.argument("data", nargs=-1)
 @run_options
-@option("Run", "--repeat", PATH, _REPEAT, metavar="RUN")
+@option("Run", "--repeat", PATH, _REPEAT, metavar="RUN", advanced=True)
 @model_options("Model", "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]")
 @override_option
-@option("Training length", "--steps", int, "Number of optimizer steps.")
+@steps_option
 @option("Training length", "--tokens", float, "Number of tokens, such as 2e7.  [default: 20 per parameter]")
 @option("Training length", "--hours", float, _HOURS)
 @option("Training length", "--minutes", float, "The same in minutes.")
-@option("Training length", "--scaling-law", PATH, _LAW, metavar="FOLDER")
+@option("Training length", "--scaling-law", PATH, _LAW, metavar="FOLDER", advanced=True)
 @data_options()
 @setting_options()
 @runtime_options
-@option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...")
-@option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.")
+@option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)
+@option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.", advanced=True)
 def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None, **options: Any) -> None:
     """Train a model from scratch on DATA.
 
     DATA is text files, .jsonl, .csv, .parquet or .arrow files, folders, - for stdin, or prepared shards. With
     PATH=WEIGHT, training draws that share of its tokens from PATH.
 
-    `--hours 2` is enough: it picks the tokenizer, model and batch for your text and machine, and ends on time. The
-    number of steps then depends on the clock, so another such run has other weights; --repeat trains the same ones.
+    `--hours 2` is enough: it picks the tokenizer, model and batch for your text and machine, and ends on time.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
-    """
+    \f
+
+    With a time limit, the number of steps depends on the clock, so another such run has other weights; --repeat trains
+    the same ones.
+    """  # noqa: D301 - click's form feed: --help ends there
     if num_processes is not None and hosts is not None:
         problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
         raise click.UsageError(problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,61 +16,33 @@ from mlxlm.cli.options import (
     PATH,
     SIZE,
     SectionedCommand,
+    add_options,
     allow_sleep_option,
     argument_errors_as_usage,
+    field_option,
+    given_values,
     json_option,
     option,
 )
+from mlxlm.config.option import options_of
+from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import QuantizationReport
 
-# Repeated here so that `--help` doesn't import MLX; a test compares them with those of mlxlm.quantize.
-MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
-METHODS = ("rtn", "gptq", "awq")
 _NUM_WORST_LAYERS = 5
-_GROUP_SIZE = "Weights that share a scale. Smaller groups are more precise and larger.  [default: 64]"
-_MODE = (
-    "Number format. affine has a scale and bias per group; the others are floating point, with fixed bits and groups."
+_KINDS = {"max_size": SIZE, "calibration_text": EXISTING_PATH, "eval_text": EXISTING_PATH}
+_setting_options = add_options(
+    *(field_option(field, kind=_KINDS.get(name)) for name, field in options_of(QuantizationSettings).items())
 )
-_METHOD = (
-    "rtn rounds to nearest, in seconds. gptq takes about 5 minutes per 100M parameters on two CPU cores, and is closer "
-    "to SOURCE at equal size. awq takes two thirds of that time; its result is mostly between the two."
-)
-_CALIBRATION_TEXT = (
-    "Text for gptq, awq and the choice of bits, ideally like what the model will read.  [default: a run's training "
-    "data, else built in]"
-)
-_EVAL_TEXT = (
-    "Text to evaluate on, its first 4096 tokens.  [default: a run's validation data, a part of --calibration-text, "
-    "else built in]"
-)
-
-
-_bits = partial(option, "Bits")
-_method = partial(option, "Method")
-_output = partial(option, "Output")
 
 
 @click.command(cls=SectionedCommand)
 @click.argument("source", type=MODEL)
 @offline_option
-@_output("--out", PATH, "New folder for the model.", required=True)
-@_bits("--bits", ["2", "3", "4", "5", "6", "8"], "Bits of all matrices.  [default: 4]")
-@_bits("--group-size", ["32", "64", "128"], _GROUP_SIZE)
-@_bits("--mode", MODES, _MODE, default="affine")
-@_bits("--recipe", RECIPES, "Mixed bits by a fixed rule, as in mlx_lm.")
-@_bits("--max-size", SIZE, "Choose bits per matrix so that the files have at most this size: 2.0GB.", metavar="SIZE")
-@_bits("--target-bpw", float, "Choose bits per matrix for this average of bits per weight: 4.5.")
-@_bits("--max-kl", float, "Choose bits per matrix for at most this KL divergence, in nats per token: 0.02.")
-@_method("--method", METHODS, _METHOD, default="rtn")
-@_method("--calibration-text", EXISTING_PATH, _CALIBRATION_TEXT)
-@_output("--eval-text", EXISTING_PATH, _EVAL_TEXT)
-@_output("--no-evaluate", bool, "Don't compare the result with SOURCE.")
-@_output("--no-verify", bool, "Don't read the files again to check them.")
-@_output("--cross-check", bool, "Also run the output with mlx_lm, and compare its tokens.")
+@option("Output", "--out", PATH, "New folder for the model.", required=True)
+@_setting_options
 @allow_sleep_option("Options")
 @json_option
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
@@ -81,15 +52,10 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     llama2.c .bin file. The report, with the error of each layer, is also written to quantization.json and
     quantization.png.
     """
-    from mlxlm.quantize import QuantizationSettings
     from mlxlm.quantize import quantize as run_quantize
 
-    for name in ("bits", "group_size"):
-        options[name] = options[name] and int(options[name])
-    for name in ("verify", "evaluate"):
-        options[name] = not options.pop(f"no_{name}")
     with argument_errors_as_usage(), render.phases_progress() as progress:
-        report = run_quantize(source, out, QuantizationSettings(**options), progress=progress)
+        report = run_quantize(source, out, QuantizationSettings(**given_values(options)), progress=progress)
     if as_json:
         render.emit_json(report.to_dict())
     else:

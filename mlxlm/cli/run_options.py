@@ -19,7 +19,7 @@ _MOVED_DATA = "With --resume: the new place of the run's prepared data."
 run_options = add_options(
     option("Run", "--out", PATH, "New folder for the run."),
     option("Run", "--resume", PATH, "Continue this run.", metavar="RUN"),
-    option("Run", "--data moved_data", PATH, _MOVED_DATA, metavar="FOLDER"),
+    option("Run", "--data moved_data", PATH, _MOVED_DATA, metavar="FOLDER", advanced=True),
 )
 
 
@@ -100,13 +100,15 @@ RUNTIME_OPTIONS = (*_POWER, *_TRACKERS, "micro_batches")  # names of the options
 
 # These don't change the result (but for rounding), so they aren't settings of the run and may be given with --resume.
 runtime_options = add_options(
-    option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore"),
-    option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore"),
-    option("Power", "--duty-cycle", click.FloatRange(1, 100), _DUTY_CYCLE, default=100, metavar="PERCENT"),
+    option("Power", "--on-battery", _ACTIONS, _BATTERY, default="ignore", advanced=True),
+    option("Power", "--on-heat", _ACTIONS, _HEAT, default="ignore", advanced=True),
+    option(
+        "Power", "--duty-cycle", click.FloatRange(1, 100), _DUTY_CYCLE, default=100, metavar="PERCENT", advanced=True
+    ),
     allow_sleep_option("Power"),
-    option("Memory", "--micro-batches", click.IntRange(1), _MICRO_BATCHES),
-    option("Logging", "--tensorboard", bool, "Also write TensorBoard event files to RUN/tensorboard."),
-    option("Logging", "--wandb", str, "Also log to this Weights & Biases project.", metavar="PROJECT"),
+    option("Memory", "--micro-batches", click.IntRange(1), _MICRO_BATCHES, advanced=True),
+    option("Logging", "--tensorboard", bool, "Also write TensorBoard event files to RUN/tensorboard.", advanced=True),
+    option("Logging", "--wandb", str, "Also log to this Weights & Biases project.", metavar="PROJECT", advanced=True),
 )
 
 

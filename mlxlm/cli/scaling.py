@@ -116,13 +116,15 @@ def scaling(
 ) -> None:
     """Train a grid of small models on DATA, and fit how the loss falls with parameters and tokens.
 
-    L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022). N is the number of parameters, including the
-    embedding, which in a small model is a large part and also the output head. D is the number of training tokens. The
-    loss is in nats per token of this tokenizer.
+    L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022).
 
     Each model is an ordinary run in its own folder. Ctrl-C finishes the step and saves; the same command, or --resume
     FOLDER, continues what is unfinished. pretrain --hours --scaling-law FOLDER picks a model size by the result.
-    """
+    \f
+
+    N is the number of parameters, including the embedding, which in a small model is a large part and also the output
+    head. D is the number of training tokens. The loss is in nats per token of this tokenizer.
+    """  # noqa: D301 - click's form feed: --help ends there
     from mlxlm.cli.scaling_report import report
 
     if fit_only and (flags := given_flags(RUNTIME_OPTIONS)):

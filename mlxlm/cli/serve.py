@@ -7,8 +7,6 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,14 +14,24 @@ import click
 from mlxlm.backend import platform
 from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SIZE, SectionedCommand, allow_sleep_option, is_given, option
+from mlxlm.cli.options import (
+    SIZE,
+    SectionedCommand,
+    add_options,
+    allow_sleep_option,
+    field_option,
+    given_values,
+    is_given,
+)
 from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
-from mlxlm.utils.errors import one_line
+from mlxlm.config.option import declaration, options_of
+from mlxlm.generation.options import GenerationOptions
+from mlxlm.server.options import ModelOptions, ServerOptions
+from mlxlm.utils.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
-    from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
@@ -31,50 +39,27 @@ Examples:
   mlxlm serve my-model
   mlxlm serve small=runs/stories large=org/name --max-memory 24GB
   MLXLM_API_KEY=$(cat key) mlxlm serve my-model --host 0.0.0.0
-
-See docs/server.md for the endpoints, and for what requests can set.
 """
-_HOST = "Address to listen on. Others than this machine's own need --api-key."
-_API_KEY = "Accept only requests with this key. Repeatable. Others can see it in a list of processes; the environment "
-_API_KEY += "variable MLXLM_API_KEY has the same effect."
-_ALLOWED_HOST = "Also accept requests for this name of the machine. Repeatable."
-_CORS_ORIGIN = "Let pages of this website use the API, such as https://example.org; * for any. Repeatable."
-_MAX_MEMORY = "Memory for weights and caches; models that nobody uses are unloaded for others. The rest of the "
-_MAX_MEMORY += "process, 100 MB and more, comes on top.  [default: 3/4 of the machine's]"
-_PREFIX_BYTES = "Memory for the beginnings of earlier prompts, which aren't read again; 0 disables it."
-_PREFIX_DIR = "Keep them in FOLDER too, for the next start of the server."
-_CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
-_MAX_WAITING = "Texts that may wait for their turn, per model; more are refused."
-_SHUTDOWN_TIMEOUT = "Seconds that running requests may take to finish after Ctrl-C or SIGTERM."
-# Options that only make sense for one request.
-_PER_REQUEST = ("seed", "logprobs", "json_schema", "regex", "choice", "grammar", "max_tokens", "stop")
-
-_network = partial(option, "Network")
-_memory = partial(option, "Memory and speed")
-_other = partial(option, "Other")
+_PER_REQUEST = [name for name, field in options_of(GenerationOptions).items() if declaration(field).per_request]
+_KINDS = {"max_memory": SIZE, "prefix_cache_bytes": SIZE}
+_server_options = add_options(
+    *(
+        field_option(field, kind=_KINDS.get(name))
+        for name, field in sorted(
+            options_of(ServerOptions).items(), key=lambda item: declaration(item[1]).section != "Network"
+        )
+    )
+)
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=MODEL)
 @offline_option
-@_network("--host", str, _HOST, default="127.0.0.1", metavar="ADDRESS")
-@_network("--port", click.IntRange(0, 65535), "Port to listen on; 0 for a free one.", default=8080)
-@_network("--api-key api_keys", str, _API_KEY, multiple=True, metavar="KEY")
-@_network("--no-auth", bool, "With --host: let everybody who can reach it use the server, without a key.")
-@_network("--allowed-host allowed_hosts", str, _ALLOWED_HOST, multiple=True, metavar="NAME")
-@_network("--cors-origin cors_origins", str, _CORS_ORIGIN, multiple=True, metavar="ORIGIN")
-@_memory("--max-memory", SIZE, _MAX_MEMORY, metavar="SIZE")
-@_memory("--batch-size", click.IntRange(1), "Texts to generate at once, per model.", default=32)
-@_memory("--max-waiting", click.IntRange(1), _MAX_WAITING, default=256)
-@_memory("--prefix-cache-bytes", SIZE, _PREFIX_BYTES, metavar="SIZE")
-@_memory("--prefix-cache-dir", click.Path(path_type=Path), _PREFIX_DIR, metavar="FOLDER")
+@_server_options
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)
 @allow_sleep_option("Other")
-@_other("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME")
-@_other("--log-level", ["debug", "info", "warning", "error"], "What to log to standard error.", default="info")
-@_other("--shutdown-timeout", click.IntRange(0), _SHUTDOWN_TIMEOUT, default=30)
 def serve(
     models: Sequence[str],
     options: GenerationOptions,
@@ -82,17 +67,23 @@ def serve(
     speculation: Callable[[], SpeculativeDecoder] | None,
     **flags: Any,
 ) -> None:
-    """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page.
+    """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page: see docs/server.md.
 
     MODEL is a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it
     by its last part, or by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are
     first used.
 
+    \f
+
     Sampling options are the defaults of requests that don't set them, before those of a model's generation_config.json.
     Ctrl-C stops the server when the running requests have finished; a second Ctrl-C stops it at once.
-    """
+    """  # noqa: D301 - click's form feed: --help ends there
+    try:
+        server = ServerOptions(**given_values(flags))
+    except ConfigError as error:
+        raise click.UsageError(error.message) from error
     paths = _named(models)
-    keys = _api_keys(flags["api_keys"])
+    keys = _api_keys(server.api_keys)
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
     from mlxlm.checkpoint.download import fetch
@@ -101,19 +92,16 @@ def serve(
     from mlxlm.server.models import Models, ModelSettings, load_model
     from mlxlm.server.security import AccessRules
 
-    host = flags["host"]
-    _check_access(host, keys, flags["no_auth"])
-    rules = AccessRules.for_host(host, keys, flags["allowed_hosts"], flags["cors_origins"])
-    max_memory = platform.total_memory() * 3 // 4 if flags["max_memory"] is None else flags["max_memory"]
-    names = ("batch_size", "max_waiting", "prefix_cache_bytes", "prefix_cache_dir", "chat_template")
-    others = {name: flags[name] for name in names}
-    with run.bind(host, flags["port"]) as listener:
+    _check_access(server.host, keys, server.no_auth)
+    rules = AccessRules.for_host(server.host, keys, server.allowed_hosts, server.cors_origins)
+    with run.bind(server.host, server.port) as listener:
         if speculation is not None and is_given("draft_model"):
             decoder = speculation()  # before the spinner of the model, which can't have another one inside
             speculation = lambda: decoder  # noqa: E731
-        settings = ModelSettings(
-            given_options(options), kv=kv, make_speculation=speculation, max_memory=max_memory, **others
-        )
+        shared = {name: getattr(server, name) for name in options_of(ModelOptions)}
+        if server.max_memory is None:
+            shared["max_memory"] = platform.total_memory() * 3 // 4
+        settings = ModelSettings(**shared, defaults=given_options(options), kv=kv, make_speculation=speculation)
         for path in paths.values():
             fetch(path)
         served = Models(paths, settings)
@@ -121,9 +109,9 @@ def serve(
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):
                 served.add(load_model(name, path, settings))
-        _log_to_stderr(flags["log_level"])
-        _greet(run.address_of(listener, host), list(paths), bool(keys))
-        run.make_server(make_app(served, rules), flags["shutdown_timeout"], _on_signal).run([listener])
+        _log_to_stderr(server.log_level)
+        _greet(run.address_of(listener, server.host), list(paths), bool(keys))
+        run.make_server(make_app(served, rules), server.shutdown_timeout, _on_signal).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mlxlm.data.dataset import TokenDataset
+from mlxlm.data.options import PACKINGS
 from mlxlm.data.packing import BestFitPacking, ConcatenatePacking, Packing, Span
 from mlxlm.utils.errors import DataError
 
@@ -66,7 +67,7 @@ def _rows_per_block(weights: np.ndarray) -> np.ndarray:
     return counts + 1
 
 
-PACKINGS: dict[str, Callable[..., Packing]] = {"concatenate": ConcatenatePacking, "best-fit": BestFitPacking}
+_PACKINGS: dict[str, Callable[..., Packing]] = dict(zip(PACKINGS, (ConcatenatePacking, BestFitPacking), strict=True))
 _NO_TARGETS_HINT = "a longer sequence length, or conversations with messages of the assistant"
 
 
@@ -131,7 +132,7 @@ class TrainBatches:
         self._has_loss_weights = mask_prompt or packing == "best-fit"
         self._rank, self._num_processes = rank, num_processes
         self._parts = data.parts
-        pack = PACKINGS[packing]
+        pack = _PACKINGS[packing]
         self._packings = [pack(part.data, max_seq_length + 1, seed, source) for source, part in enumerate(self._parts)]
         # A part whose rows have more padding takes more rows for the same share of the tokens.
         weights = [part.weight / (1 - p.padding) for part, p in zip(self._parts, self._packings, strict=True)]

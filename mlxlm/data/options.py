@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
+from mlxlm.config.option import option, range_problems
 from mlxlm.data.manifest import normalize_weights
-from mlxlm.data.sources import STDIN
-from mlxlm.data.split import check_fraction
-from mlxlm.data.text import BadInput
 from mlxlm.utils.errors import DataError
 
+PACKINGS = ("concatenate", "best-fit")
+BAD_INPUT_POLICIES = ("stop", "skip")
+_data = partial(option, section="Data")
 _WEIGHTS_HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
 
 
@@ -40,19 +42,41 @@ class DataOptions:
 
     sources: Sequence[str | Path]
     weights: Sequence[float] | None = None
-    validation: Sequence[str | Path] = ()
-    validation_fraction: float = 0.05
-    text_column: str | None = None
-    dedup: float | None = None
-    on_bad_input: str = "stop"
+    validation: Sequence[str | Path] = _data((), "Text for validation, instead of a part of DATA.", metavar="FILE")
+    validation_fraction: float = _data(
+        0.05,
+        "Fraction of DATA that is held out for validation.",
+        low=1e-9,
+        below=1,
+        also=0,
+        valid="0, or from 1e-9 to below 1, such as 0.05",
+    )
+    text_column: str | None = _data(
+        None,
+        "Column of tables, or field of JSON lines, that has the text.",
+        metavar="NAME",
+        default_text="text, or messages",
+    )
+    dedup: float | None = _data(
+        None,
+        "Drop near-duplicates: documents whose 5-word shingles have at least this Jaccard similarity with an earlier "
+        "document, such as 0.8 (estimated to about 0.04, ignoring case and punctuation); 1 drops exact duplicates "
+        "only. Takes about 1 kB of memory per document.",
+        above=0,
+        high=1,
+        metavar="SIMILARITY",
+    )
+    on_bad_input: str = _data(
+        "stop",
+        "At a line that is not UTF-8 text or valid JSON: stop, or skip and count it.",
+        choices=BAD_INPUT_POLICIES,
+    )
     fraction: float = 1.0
     stdin: IO[bytes] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_fraction(self.validation_fraction)
-        BadInput(self.on_bad_input)
-        if self.dedup is not None and not 0 < self.dedup <= 1:
-            raise DataError(f"dedup is {self.dedup}", "a similarity above 0 and at most 1, such as 0.8")
+        if problems := list(range_problems(self)):
+            raise DataError("invalid data options: " + "; ".join(problems))
         if self.weights is None:
             return
         if len(self.weights) != len(self.sources):
@@ -74,7 +98,7 @@ class DataOptions:
 
 def source_name(path: str | Path) -> str:
     """The file name of a source, or "stdin"."""
-    return "stdin" if str(path) == STDIN else Path(path).name or str(path)
+    return "stdin" if str(path) == "-" else Path(path).name or str(path)
 
 
 def parse_weighted_sources(sources: Sequence[str | Path]) -> tuple[list[str | Path], list[float] | None]:

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import replace
 
 from mlxlm.data.text import Document
-from mlxlm.utils.errors import DataError
 
 MIN_DOCUMENTS = 20  # with fewer, whole documents are too coarse a unit to split by
 
@@ -54,12 +53,6 @@ class ValidationSplit:
             else:
                 yield start > 0 and start + size > self._tail_start, document
             start += size
-
-
-def check_fraction(fraction: float) -> None:
-    """Raise DataError for a validation fraction that can't work."""
-    if not (fraction == 0 or 1e-9 <= fraction < 1):
-        raise DataError(f"validation fraction {fraction} is neither 0 nor from 1e-9 to 1", "0.05")
 
 
 def min_documents_to_split(fraction: float) -> int:

@@ -12,10 +12,10 @@ from typing import IO, Any
 
 import zstandard
 
+from mlxlm.data.options import BAD_INPUT_POLICIES
 from mlxlm.utils.errors import DataError, os_errors_as
 
 OnBad = Callable[[DataError], None]
-POLICIES = ("stop", "skip")
 
 
 class BadInput:
@@ -34,8 +34,8 @@ class BadInput:
     """
 
     def __init__(self, policy: str = "stop"):
-        if policy not in POLICIES:
-            raise DataError(f"on_bad_input is '{policy}'", " or ".join(POLICIES))
+        if policy not in BAD_INPUT_POLICIES:
+            raise DataError(f"on_bad_input is '{policy}'", " or ".join(BAD_INPUT_POLICIES))
         self._stop = policy == "stop"
         self.skipped = 0
 

@@ -34,7 +34,6 @@ from mlxlm.generation import GenerationOptions, Request, get_engine, load, run_b
 
 _MAX_LENGTH = 2048  # default limit of a text, in tokens: prompts are rarely longer
 _MAX_TOKENS = 256  # to generate, if a task doesn't say
-_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 _Pair = tuple[tuple[str, str], list[int], list[int]]
 
@@ -159,9 +158,6 @@ class MlxlmModel(TemplateLM):
         until, max_tokens = settings.pop("until"), min(settings.pop("max_gen_toks"), self.max_length - 1)
         if not settings.pop("do_sample"):
             settings["temperature"] = 0.0
-        unknown = sorted(settings.keys() - set(_SAMPLING_OPTIONS))
-        if unknown:
-            raise ConfigError(f"unknown generation settings: {', '.join(unknown)}", ", ".join(_SAMPLING_OPTIONS))
         options = GenerationOptions.of(max_tokens=max_tokens, stop=tuple(until), **settings)
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
         return Request(ids[-(self.max_length - max_tokens) :], options)

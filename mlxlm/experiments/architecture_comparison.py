@@ -22,10 +22,9 @@ from mlxlm.report.plots import plot_runs
 from mlxlm.train.budget import Budget, check_duration
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
-from mlxlm.train.settings import TrainSettings
+from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.start import (
     Phase,
-    TokenizerOptions,
     as_data_options,
     as_tokenizer_options,
     no_phase,

@@ -17,16 +17,8 @@ from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.report import read_run
 from mlxlm.train.budget import fit_token_seconds, guess_vocab_size, num_rows
 from mlxlm.train.run import Run
-from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import (
-    Phase,
-    TokenizerOptions,
-    as_data_options,
-    as_tokenizer_options,
-    no_phase,
-    prepared_source,
-    set_default_dtype,
-)
+from mlxlm.train.settings import TokenizerOptions, TrainSettings
+from mlxlm.train.start import Phase, as_data_options, as_tokenizer_options, no_phase, prepared_source, set_default_dtype
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import write_json

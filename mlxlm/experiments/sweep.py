@@ -18,9 +18,9 @@ from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
+from mlxlm.train.settings import TokenizerOptions
 from mlxlm.train.start import (
     Phase,
-    TokenizerOptions,
     check_tokenizer,
     existing_tokenizer,
     no_phase,

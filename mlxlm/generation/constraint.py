@@ -17,8 +17,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.json_schema import explain_schema_error, to_llguidance_schema
-from mlxlm.generation.option_checks import GRAMMAR_HINT
-from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.options import GRAMMAR_HINT, GenerationOptions
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import parse_json

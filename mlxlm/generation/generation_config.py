@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from mlxlm.config.option import declaration, options_of
+from mlxlm.generation.logit_filters import FilterOptions
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import ConfigError, GenerationError
 from mlxlm.utils.json_files import read_json_object, write_json
@@ -15,7 +17,7 @@ FILE_NAME = "generation_config.json"
 MAX_EXAMPLE_LENGTH = 200  # characters
 _MAX_BYTES = 1 << 20
 # The fields of Hugging Face's GenerationConfig that mean the same here, and that every text can use.
-_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_FIELDS = [name for name, field in options_of(GenerationOptions).items() if declaration(field).generation_config]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class GenerationConfig:
         """Read the values of such a file; `source` is its name for the errors, which are those of `read`."""
         options = {name: values[name] for name in _FIELDS if values.get(name) is not None}
         if values.get("do_sample") is False:  # greedy; then transformers ignores the other options of sampling
-            options = {"temperature": 0.0, **{k: v for k, v in options.items() if k == "repetition_penalty"}}
+            options = {"temperature": 0.0, **{k: v for k, v in options.items() if k not in options_of(FilterOptions)}}
         try:
             GenerationOptions(**options)
             example = check_example_prompt(values.get("example_prompt"))

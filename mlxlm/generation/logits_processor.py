@@ -17,16 +17,20 @@ from mlxlm.backend.mlx import ON_CPU, compile_on_gpu, mx
 from mlxlm.generation.certainty import certain_draws, certain_filtered_draws, margin_numbers
 from mlxlm.generation.constraint import apply_token_bitmask, stack_token_bitmasks
 from mlxlm.generation.gumbel_noise import negative_gumbel_noise, token_noise
-from mlxlm.generation.logit_filters import Numbers, apply_filters, apply_temperature, filter_numbers
-from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.logit_filters import (
+    FilteredLogits,
+    FilterOptions,
+    Numbers,
+    apply_filters,
+    apply_temperature,
+    filter_numbers,
+)
+from mlxlm.generation.options import GenerationOptions, PenaltyOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, penalty_numbers
 from mlxlm.kernels.metal import scalar
 
-# Options that don't change how the logits of a row are processed. logit_bias does, and is compared as bytes.
-_PER_TEXT = (
-    "seed", "deterministic", "logprobs", "json_schema", "regex", "choice", "grammar", "logit_bias", "max_tokens", "stop"
-)  # fmt: skip
-_SHARED = tuple(field.name for field in fields(GenerationOptions) if field.name not in _PER_TEXT)
+# What is done to the logits of a row depends on these, and on logit_bias, which is compared as bytes.
+_SHARED = tuple(field.name for kind in (FilterOptions, PenaltyOptions) for field in fields(kind))
 
 
 class LogitsProcessor:
@@ -115,16 +119,15 @@ def _draw(
         tokens = _argmax(logits, highest)
         return tokens, None if margin is None else certain_draws(logits, tokens, margin)
     logits = apply_temperature(logits, highest, numbers["temperature"])
-    filtered, candidates = apply_filters(logits, numbers, xtc_rows)
+    filtered = apply_filters(FilteredLogits(logits, xtc_rows=xtc_rows), numbers)
     noise = negative_gumbel_noise(keys, logits.shape[-1])
-    scores = filtered - noise
+    scores = filtered.logits - noise
     tokens = _argmax(scores, highest)
     if margin is None:
         return tokens, None
-    if filtered is logits:
+    if filtered.logits is logits:
         return tokens, certain_draws(scores, tokens, margin)
-    certain = certain_filtered_draws(logits, noise, tokens, numbers, candidates)
-    return tokens, certain if xtc_rows is None else certain & ~xtc_rows
+    return tokens, certain_filtered_draws(logits, noise, tokens, numbers, filtered)
 
 
 def _argmax(scores: mx.array, highest: mx.array) -> mx.array:

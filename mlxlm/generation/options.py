@@ -3,60 +3,96 @@
 from __future__ import annotations
 
 import json
+import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, TypedDict
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
 
-from mlxlm.generation.option_checks import (
-    CHECKS,
-    GRAMMAR_HINT,
-    MAX_SCHEMA_CHARS,
-    is_utf8,
-    logit_bias_problems,
-    schema_problems,
-    string_problems,
-)
+from mlxlm.config.numbers import is_int_at_least, is_number
+from mlxlm.config.option import is_utf8, option, options_of, range_problems, types_of, valid_text
+from mlxlm.generation.logit_filters import FILTERS, FilterArguments, FilterOptions
 from mlxlm.utils.errors import GenerationError
+
+MAX_SCHEMA_CHARS = 1 << 18  # of a schema, a regular expression or grammar, and of all choices together
+GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
+_CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
+
+_repetition = partial(option, section="Repetition penalties")
+_penalty = partial(_repetition, low=-100, high=100)
+_window = partial(_repetition, low=1, high=1 << 14)
+_per_request = partial(option, per_request=True)
+_constrained = partial(_per_request, section="Constrained output")
+_stopping = partial(_per_request, section="Stopping", common=True)
 
 
 @dataclass(frozen=True)
-class GenerationOptions:
+class PenaltyOptions:
+    """Penalties for tokens that repeat earlier ones. They apply before the filters, in this order."""
+
+    repetition_penalty: float = _repetition(
+        1.0,
+        "Divide or multiply the logits of recent tokens by this; 1 disables it.",
+        low=0.01,
+        high=100,
+        generation_config=True,
+    )
+    repetition_context_size: int = _window(64, "How many recent tokens the repetition penalty applies to.")
+    presence_penalty: float = _penalty(0.0, "Penalize tokens that were already generated; 0 disables it.")
+    frequency_penalty: float = _penalty(0.0, "Penalize tokens by how often they were already generated; 0 disables it.")
+    dry_multiplier: float = _repetition(
+        0.0, "DRY: strength of the penalty on repeated phrases; 0 disables it.", low=0, high=100
+    )
+    dry_base: float = _repetition(
+        1.75, "DRY: factor by which the penalty grows with each token of the phrase.", low=1, high=100
+    )
+    dry_allowed_length: int = _window(2, "DRY: penalize phrases from this many tokens on.")
+    dry_penalty_last_n: int = _window(1024, "DRY: how many recent tokens to search for phrases.")
+    dry_sequence_breakers: tuple[str, ...] = _repetition(
+        ("\n", ":", '"', "*"),
+        'DRY: text that ends a phrase; "" for none.',
+        names="--dry-sequence-breaker",
+        metavar="TEXT",
+        default_text="newline, colon, double quote, *",
+        max_items=64,  # each is looked for in all tokens of the vocabulary
+    )
+
+
+class PenaltyArguments(FilterArguments, total=False):
+    """The fields of `PenaltyOptions`, as keyword arguments, after those of `FilterOptions`."""
+
+    repetition_penalty: float
+    repetition_context_size: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class GenerationOptions(PenaltyOptions, FilterOptions):
     r"""How tokens are sampled, and where a text ends. NumPy numbers are accepted.
 
-    The steps of `Sampler` apply the options in the order below.
+    A token's logits pass through `logit_bias`, the penalties, the constraint, the temperature and the filters.
 
     Attributes:
         logit_bias: {token id: number added to its logit}; also as "id=number" strings.
-        repetition_penalty: Above 1, tokens of the last `repetition_context_size` are less likely; 1 is off.
-        repetition_context_size: How many tokens the repetition penalty looks back on, prompt included.
-        presence_penalty: Subtracted once from the logit of every token generated so far.
-        frequency_penalty: Subtracted for each time that a token was generated.
-        dry_multiplier: Above 0, a token that would extend a repetition of the last tokens to `length` loses
-            dry_multiplier * dry_base ** (length - dry_allowed_length), from `dry_allowed_length` on.
-        dry_base: Growth of DRY's penalty with the length of the repetition.
-        dry_allowed_length: Length of a repetition from which DRY acts.
-        dry_penalty_last_n: How many tokens DRY looks back on.
-        dry_sequence_breakers: A token that contains one of these strings ends a repetition; () or "" for none.
         json_schema: JSON schema that the text must match, as text or dict; True for any JSON. At most one of
             `json_schema`, `regex`, `choice` and `grammar` can be set.
         regex: Regular expression that the whole text must match; \d is 0-9.
         choice: Strings of which the text must be one.
         grammar: Lark grammar that the text must match, in llguidance's dialect. Special tokens that it allows are part
             of the text.
-        temperature: 0 is greedy; 1 is the model's own distribution.
-        top_k: Sample from the k most likely tokens; 0 is off.
-        typical_p: Sample from the tokens of most typical surprisal with this total probability; 1 is off.
-        top_p: Sample from the most likely tokens with this total probability; 1 is off.
-        min_p: Sample from tokens with at least this fraction of the highest probability; 0 is off.
-        xtc_probability: How often all tokens of at least `xtc_threshold` probability but the least likely are removed.
-        xtc_threshold: See `xtc_probability`.
+        logprobs: 0 reports the log-probability of every sampled token, n also the n most likely tokens; None neither.
+            They are those of the model, before all of the above.
         seed: Equal seeds give equal texts. None draws one, which the result reports.
         deterministic: The text depends on nothing but its request. On a CPU every text does. On a GPU, where rounding
             depends on what is computed together, such a text is read and decoded by itself, without the prefix cache
             and speculative decoding. None: if the request has a seed of its own, not a drawn or derived one.
-        logprobs: 0 reports the log-probability of every sampled token, n also the n most likely tokens; None neither.
-            They are those of the model, before all of the above.
         max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
         stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
 
@@ -64,45 +100,62 @@ class GenerationOptions:
         GenerationError: Naming every option that is invalid.
     """
 
-    temperature: float = 0.7
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 1024
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    json_schema: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] = ()
-    grammar: str | None = None
-    logprobs: int | None = None
-    seed: int | None = None
-    deterministic: bool | None = None
-    max_tokens: int | None = 256
-    stop: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = option(
+        default_factory=dict, help="Add BIAS to the logit of the token ID.", section="Sampling", metavar="ID=BIAS"
+    )
+    json_schema: str | Mapping[str, Any] | bool | None = _constrained(
+        None, "Generate JSON that conforms to this schema.", common=True, metavar="FILE|JSON"
+    )
+    regex: str | None = _constrained(
+        None,
+        "Generate text that matches this regular expression as a whole.",
+        metavar="REGEX",
+        valid="a regular expression, such as [0-9]+",
+    )
+    choice: tuple[str, ...] = _constrained((), "Generate one of these texts.", metavar="TEXT")
+    grammar: str | None = _constrained(
+        None,
+        "Generate text that matches this Lark grammar, in llguidance's dialect.",
+        metavar="FILE|LARK",
+        valid=GRAMMAR_HINT,
+    )
+    logprobs: int | None = _per_request(
+        None,
+        "Report the log-probability of each token, and of the N most likely tokens.",
+        section="Output",
+        low=0,
+        high=1000,
+        metavar="N",
+    )
+    seed: int | None = _per_request(
+        None,
+        "Random seed. The same seed gives the same text.",
+        section="Sampling",
+        low=0,
+        high=2**64 - 1,
+        valid="a whole number from 0 to 2^64 - 1",
+        default_text="random",
+        common=True,
+    )
+    deterministic: bool | None = option(
+        None,
+        "On a GPU, read and decode the text by itself, so that its rounding doesn't depend on other texts.",
+        section="Sampling",
+        default_text="if a seed is given",
+    )
+    max_tokens: int | None = _stopping(256, "Generate at most N tokens.", low=1, names="-n --max-tokens", metavar="N")
+    stop: tuple[str, ...] = _stopping((), "Stop before this text.", metavar="TEXT")
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            self._set(option.name, _python_number(getattr(self, option.name)))
-        for name in ("dry_sequence_breakers", "choice", "stop"):
-            self._set(name, _as_tuple(getattr(self, name)))
+        for name, field in options_of(self).items():
+            value = _python_number(getattr(self, name))
+            self._set(name, _as_tuple(value) if types_of(field)[0].startswith("tuple") else value)
         if self.dry_sequence_breakers == ("",):
             self._set("dry_sequence_breakers", ())
         self._set("logit_bias", _parse_logit_bias(self.logit_bias))
         if isinstance(self.json_schema, Mapping | bool):
             self._set("json_schema", _to_json(self.json_schema))
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise GenerationError("invalid options: " + "; ".join(problems))
 
     def _set(self, name: str, value: Any) -> None:
@@ -148,61 +201,34 @@ class GenerationOptions:
             raise GenerationError(f"logprobs is {self.logprobs}, and the model has {vocab_size} tokens", "fewer")
 
     def _constraints(self) -> list[str]:
-        names = ("json_schema", "regex", "choice", "grammar")
-        return [name for name in names if getattr(self, name) not in (None, ())]
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, ())]
 
     def _problems(self) -> Iterator[str]:
-        for name, (is_valid, hint) in CHECKS.items():
-            if not is_valid(value := getattr(self, name)):
-                yield f"{name} is {value!r} ({hint})"
+        yield from range_problems(self)
         if self.temperature == 0:
-            # Both can remove the most likely token, and greedy decoding has no randomness to choose another one by.
-            for name, off in (("typical_p", 1), ("xtc_probability", 0)):
-                if getattr(self, name) != off:
+            # They can remove the most likely token, and greedy decoding has no randomness to choose another one by.
+            for name in (one.option for one in FILTERS if one.removes_most_likely):
+                if getattr(self, name) != getattr(type(self), name):
                     yield f"{name} needs a temperature above 0 (such as 0.7)"
-        yield from string_problems("a dry_sequence_breakers entry", self.dry_sequence_breakers)
-        yield from string_problems("a stop string", self.stop)
-        yield from logit_bias_problems(self.logit_bias)
-        yield from self._constraint_problems()
-
-    def _constraint_problems(self) -> Iterator[str]:
+        yield from _logit_bias_problems(self.logit_bias)
         names = self._constraints()
         if len(names) > 1:
             yield f"{' and '.join(names)} exclude each other (only one of them)"
         if self.json_schema is not None:
-            yield from schema_problems(self.json_schema)
-        texts = []
-        for name, expected in (("regex", "a regular expression, such as [0-9]+"), ("grammar", GRAMMAR_HINT)):
-            text = getattr(self, name)
-            if text is not None and not (isinstance(text, str) and text and is_utf8(text)):
-                yield f"{name} is {text!r} ({expected})"
-            texts.append(text if isinstance(text, str) else "")
-        problems = list(string_problems("a choice", self.choice))
-        yield from problems
-        texts.append("" if problems else "".join(self.choice))
-        if any(len(text) > MAX_SCHEMA_CHARS for text in texts):
-            yield f"{names[0]} is too long (at most {MAX_SCHEMA_CHARS} characters)"
+            yield from _schema_problems(self.json_schema)
+        for name in ("regex", "grammar"):
+            if getattr(self, name) == "":
+                yield f"{name} is empty ({valid_text(options_of(self)[name])})"
+        for name in ("regex", "grammar", "choice"):
+            texts = getattr(self, name)
+            length = sum(len(text) for text in texts if isinstance(text, str)) if isinstance(texts, str | tuple) else 0
+            if length > MAX_SCHEMA_CHARS:
+                yield f"{name} is too long (at most {MAX_SCHEMA_CHARS} characters)"
 
 
-class OptionArguments(TypedDict, total=False):
-    """The fields of `GenerationOptions`, as keyword arguments."""
+class OptionArguments(PenaltyArguments, total=False):
+    """The fields of `GenerationOptions`, as keyword arguments. A test compares them."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    xtc_probability: float
-    xtc_threshold: float
-    repetition_penalty: float
-    repetition_context_size: int
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: str | Sequence[str]
     logit_bias: Mapping[int, float] | Sequence[str]
     json_schema: str | Mapping[str, Any] | bool | None
     regex: str | None
@@ -229,7 +255,7 @@ def _python_number(value: Any) -> Any:
 def _parse_logit_bias(value: Any) -> Any:
     """{id: bias} from a mapping (JSON's keys are strings) or from "id=bias" strings.
 
-    Invalid entries are kept for `logit_bias_problems`; two biases for one id as a tuple.
+    Invalid entries are kept for `_logit_bias_problems`; two biases for one id as a tuple.
     """
     if isinstance(value, Mapping):
         pairs = list(value.items())
@@ -255,4 +281,42 @@ def _to_json(schema: Mapping[str, Any] | bool) -> Any:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return schema  # reported by `schema_problems`
+        return schema  # reported by `_schema_problems`
+
+
+def _logit_bias_problems(logit_bias: Any) -> Iterator[str]:
+    """Problems of the entries of `logit_bias`."""
+    if not isinstance(logit_bias, Mapping):
+        yield f"logit_bias is {logit_bias!r} (ids and numbers, such as {{42: -100}})"
+        return
+    for token, bias in logit_bias.items():
+        if not is_int_at_least(token, 0) or token >= 2**31:
+            yield f"logit_bias has the token {token!r} (an id, such as 42)"
+        elif isinstance(bias, tuple):
+            yield f"logit_bias has the token {token} twice (one number for each)"
+        elif not (is_number(bias) and -10_000 <= bias <= 10_000):
+            yield f"logit_bias of token {token} is {bias!r} (-10000 to 10000, such as -100)"
+
+
+def _schema_problems(schema: Any) -> Iterator[str]:
+    """Problems of a JSON schema that can be found without compiling it."""
+    try:
+        if not isinstance(schema, str):
+            not_json = isinstance(schema, Mapping)
+            raise ValueError("it has values that JSON can't represent" if not_json else f"it is {schema!r}")
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise ValueError(f"it has more than {MAX_SCHEMA_CHARS} characters")
+        # llguidance accepts less than Python, and its errors point into a text other than this one.
+        value = json.loads(schema, parse_constant=_finite, parse_float=_finite, parse_int=_finite)
+        if not isinstance(value, dict | bool):
+            raise ValueError("it is not an object")
+        if not is_utf8(json.dumps(value, ensure_ascii=False)):
+            raise ValueError("it has half of a surrogate pair")
+    except (ValueError, RecursionError) as error:
+        yield f'json_schema is not a JSON schema: {error} (such as {{"type": "object"}})'
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"it has {number[:20]}, which is not a finite number")
+    return value

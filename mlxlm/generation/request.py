@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from mlxlm.cache import KVOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.context import UNLIMITED
-from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
+from mlxlm.generation.penalties import dry_breaker_mask
 from mlxlm.utils.errors import GenerationError
 
 

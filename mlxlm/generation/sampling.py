@@ -10,11 +10,10 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation.constraint import Grammar
-from mlxlm.generation.dry import dry_breaker_mask
 from mlxlm.generation.logits_processor import LogitsProcessor
 from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.generation.penalties import PenaltyState
+from mlxlm.generation.penalties import PenaltyState, dry_breaker_mask
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 

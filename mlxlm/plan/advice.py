@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.cache.options import CPU_PREFILL_STEP_SIZE
+from mlxlm.cache.factory import CPU_PREFILL_STEP_SIZE
 from mlxlm.checkpoint.catalog import CatalogEntry, catalog
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_from_hf, load_preset, preset_names

@@ -6,10 +6,15 @@ Example::
     print(report.bits_per_weight, report.metrics.kl)
 """
 
-from mlxlm.quantize.pipeline import PLOT_FILE, REPORT_FILE, quantize
-from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, RECIPES, Format
-from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
-from mlxlm.quantize.settings import METHODS, QuantizationSettings
+from typing import TYPE_CHECKING
+
+from mlxlm.utils.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from mlxlm.config.quantization import BITS, GROUP_SIZES, RECIPES, Format
+    from mlxlm.quantize.pipeline import PLOT_FILE, REPORT_FILE, quantize
+    from mlxlm.quantize.report import QuantizationMetrics, QuantizationReport
+    from mlxlm.quantize.settings import METHODS, QuantizationSettings
 
 __all__ = [
     "BITS",
@@ -24,3 +29,4 @@ __all__ = [
     "QuantizationSettings",
     "quantize",
 ]
+__getattr__ = lazy_exports(__name__)

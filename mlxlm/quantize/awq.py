@@ -14,9 +14,9 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, get_submodule
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized
-from mlxlm.quantize.quantization_plan import Format
 from mlxlm.quantize.rtn import quantize_rtn
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's RMS, which gives its scale; 0 is no scaling

@@ -19,12 +19,13 @@ from mlxlm.checkpoint.huggingface import copy_tokenizer
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.checkpoint.safetensors import SHARD_BYTES
+from mlxlm.config.quantization import BITS, Format
 from mlxlm.convert.verify import Progress
 from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize.calibrate import get_submodule
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.packed_matrix import dequantized
-from mlxlm.quantize.quantization_plan import BITS, Format, Matrix, QuantizationPlan
+from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.quantize.report import compare_with_source
 from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
 from mlxlm.quantize.settings import QuantizationSettings

@@ -11,8 +11,8 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.packed_matrix import PackedMatrix
-from mlxlm.quantize.quantization_plan import Format
 
 _BATCH_TOKENS = 2048  # that go through a block at once
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack
-from mlxlm.quantize.quantization_plan import Format
 from mlxlm.quantize.rtn import quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 

@@ -15,13 +15,14 @@ from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.load import LayerwiseModel
 from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
+from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.awq import AWQ
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, calibrate_blocks, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
 from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
-from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.quantize.rtn import lazy_quantize
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import eval_in_parallel, mx
 from mlxlm.checkpoint.safetensors import as_float32
-from mlxlm.quantize.quantization_plan import Format
+from mlxlm.config.quantization import Format
 
 _ROWS = 256  # packed at once: their bits take a byte each
 _AT_ONCE = 1 << 21  # weights worked on at once

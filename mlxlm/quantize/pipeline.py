@@ -19,6 +19,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.huggingface import copy_tokenizer
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
 from mlxlm.convert.cross_check import cross_check, greedy_tokens
@@ -27,7 +28,7 @@ from mlxlm.convert.verify import Progress, comparison_tokens
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
-from mlxlm.quantize.quantization_plan import GROUP_SIZES, QuantizationPlan, recipe, uniform
+from mlxlm.quantize.quantization_plan import QuantizationPlan, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source

@@ -9,62 +9,9 @@ from typing import Any
 
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import MODES, packed_bytes
+from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format
 from mlxlm.families import weight_mappings
 from mlxlm.utils.errors import ConfigError
-
-GROUP_SIZES, BITS = (tuple(sorted(allowed)) for allowed in MODES["affine"])
-
-# Bits of most matrices, and of those that each recipe protects: those of mlx_lm.convert --quant-predicate.
-RECIPES = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format of MLX's quantized matrices.
-
-    Attributes:
-        bits: Bits of each weight.
-        group_size: Neighboring weights of a row that share a scale (and a bias in affine mode).
-        mode: One of MODES.
-
-    Raises:
-        ConfigError: MLX doesn't have this format.
-    """
-
-    bits: int
-    group_size: int = 64
-    mode: str = "affine"
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"{self.mode!r} is not a quantization mode", f"one of {', '.join(MODES)}")
-        for name, allowed in zip(("group_size", "bits"), MODES[self.mode], strict=True):
-            value = getattr(self, name)
-            if value not in allowed:
-                choice = " or ".join(map(str, sorted(allowed)))
-                raise ConfigError(f"{name} {value} is not available in mode {self.mode}", choice)
-
-    @classmethod
-    def of(cls, mode: str = "affine", bits: int | None = None, group_size: int | None = None) -> Format:
-        """A format with the mode's default bits and group size: 4 and 64 in affine mode."""
-        if mode not in MODES:
-            raise ConfigError(f"{mode!r} is not a quantization mode", f"one of {', '.join(MODES)}")
-        (default_group, *_), (default_bits, *_) = MODES[mode]
-        return cls(default_bits if bits is None else bits, default_group if group_size is None else group_size, mode)
-
-    @property
-    def affine(self) -> bool:
-        """Whether groups have scales and biases."""
-        return self.mode == "affine"
-
-    def nbytes(self, rows: int, width: int) -> int:
-        """Bytes of a matrix `[rows, width]` with its scales and biases."""
-        return packed_bytes(rows * width, self.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The format as in config.json."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from functools import partial
 
 from mlxlm.backend.mlx import eval_in_parallel, mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.packed_matrix import PackedMatrix, row_pieces
-from mlxlm.quantize.quantization_plan import Format, QuantizationPlan
+from mlxlm.quantize.quantization_plan import QuantizationPlan
 
 OnMatrix = Callable[[str, mx.array, PackedMatrix, Format], None]
 

@@ -21,6 +21,7 @@ from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.options import ModelOptions
 from mlxlm.utils.errors import ConfigError, TextTooLongError
 from mlxlm.utils.formatting import human_bytes
 
@@ -32,31 +33,20 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """Settings that all models of a server share.
+class ModelSettings(ModelOptions):
+    """What all models of a server share: `ModelOptions`, and what the command line made of its other options.
 
     Attributes:
         defaults: Fields of GenerationOptions, for what a request doesn't set; then the model's own defaults apply.
-        chat_template: See `chat_encoder`.
         kv: Options of the key-value caches.
-        batch_size: Texts that are generated at once, per model.
-        max_waiting: Texts that may wait, per model.
-        prefix_cache_bytes: Size of the prefix cache, per model; None for the engine's default.
-        prefix_cache_dir: Folder that keeps the prefix cache across restarts, or None.
         make_speculation: Returns the decoder for speculative decoding; None for no speculation.
         max_memory: Bytes that the weights and caches of all models may take together; None for the engine's
             limit.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
     kv: KVOptions = field(default_factory=KVOptions)
-    batch_size: int = 32
-    max_waiting: int = 256
-    prefix_cache_bytes: int | None = None
-    prefix_cache_dir: Path | None = None
     make_speculation: Callable[[], SpeculativeDecoder] | None = None
-    max_memory: int | None = None
 
 
 class ServedModel:

@@ -11,13 +11,15 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import Field as DataclassField
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
+from mlxlm.config.option import declaration, options_of, types_of
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.errors import ApiError, invalid
 from mlxlm.tokenizer.tokenizer import check_unicode
@@ -32,7 +34,6 @@ MAX_PROMPTS = 2048
 MAX_N = 128
 MAX_TOOLS = 128
 _MAX_STOP_STRINGS = 64
-_MAX_ENTRIES = 1024  # of `logit_bias` and `choice`
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -83,32 +84,28 @@ Strings = Annotated[list[str], BeforeValidator(_as_list), Field(max_length=_MAX_
 TextContent = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
-class SamplingFields(Fields):
-    """The fields of `GenerationOptions` that every request for text may set; None for the server's default."""
+def _type_of(field: DataclassField[Any]) -> Any:
+    """The type of an option in a request, None included."""
+    limit = Field(max_length=declaration(field).max_items)
+    match types_of(field)[0]:
+        case "tuple[str, ...]":
+            return Annotated[list[str], BeforeValidator(_as_list), limit] | None
+        case "Mapping[int, float]":
+            return Annotated[dict[str, float], limit] | None
+        case kind:
+            return Schema if field.name == "json_schema" else _TYPES[kind] | None
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    repetition_penalty: float | None = None
-    repetition_context_size: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Strings | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=_MAX_ENTRIES)
-    seed: int | None = None
-    deterministic: bool | None = None
-    json_schema: Schema = None
-    regex: str | None = None
-    choice: list[str] | None = Field(None, max_length=_MAX_ENTRIES)
-    grammar: str | None = None
+
+_TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+_BY_API = ("max_tokens", "stop", "logprobs")  # which each API has in its own way
+_definitions: dict[str, Any] = {
+    name: (_type_of(field), None) for name, field in options_of(GenerationOptions).items() if name not in _BY_API
+}
+_OptionFields = create_model("_OptionFields", __base__=Fields, **_definitions)
+
+
+class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made from GenerationOptions
+    """The fields of `GenerationOptions` that every request for text may set; None for the server's default."""
 
     def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
         """The generation options of the request.
@@ -151,7 +148,7 @@ class SamplingFields(Fields):
 
 def option_in(message: str) -> str | None:
     """The first option that the text of an error names."""
-    names = [f.name for f in fields(GenerationOptions) if re.search(rf"\b{f.name}\b", message)]
+    names = [name for name in options_of(GenerationOptions) if re.search(rf"\b{name}\b", message)]
     return min(names, key=message.index, default=None)
 
 

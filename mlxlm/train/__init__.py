@@ -1,32 +1,37 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
-from mlxlm.train.budget import Budget
-from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
-from mlxlm.train.events import (
-    CheckpointNotSaved,
-    CheckpointSaved,
-    Event,
-    Finished,
-    Paused,
-    Resumed,
-    Sample,
-    Started,
-    Step,
-    Stopped,
-    Throttled,
-    TrainingWarning,
-    Validation,
-)
-from mlxlm.train.finetune import open_base_model, start_finetune
-from mlxlm.train.loop import train
-from mlxlm.train.repeat import repeat_run
-from mlxlm.train.run import Run
-from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import TokenizerOptions, start_run
-from mlxlm.train.step_benchmark import Probe, probe
-from mlxlm.train.throttle import PowerPolicy
-from mlxlm.train.trackers import check_trackers
-from mlxlm.train.worker import run_worker
+from typing import TYPE_CHECKING
+
+from mlxlm.utils.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from mlxlm.train.budget import Budget
+    from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
+    from mlxlm.train.events import (
+        CheckpointNotSaved,
+        CheckpointSaved,
+        Event,
+        Finished,
+        Paused,
+        Resumed,
+        Sample,
+        Started,
+        Step,
+        Stopped,
+        Throttled,
+        TrainingWarning,
+        Validation,
+    )
+    from mlxlm.train.finetune import open_base_model, start_finetune
+    from mlxlm.train.loop import train
+    from mlxlm.train.repeat import repeat_run
+    from mlxlm.train.run import Run
+    from mlxlm.train.settings import TokenizerOptions, TrainSettings
+    from mlxlm.train.start import start_run
+    from mlxlm.train.step_benchmark import Probe, probe
+    from mlxlm.train.throttle import PowerPolicy
+    from mlxlm.train.trackers import check_trackers
+    from mlxlm.train.worker import run_worker
 
 __all__ = [
     "Budget",
@@ -60,3 +65,4 @@ __all__ = [
     "start_run",
     "train",
 ]
+__getattr__ = lazy_exports(__name__)

@@ -2,72 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from mlxlm.config.numbers import is_int, is_number
+from mlxlm.config.numbers import is_int
 from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
-from mlxlm.data import PACKINGS
+from mlxlm.config.option import option, range_problems
+from mlxlm.data.options import PACKINGS
 from mlxlm.train import lr_schedules
 from mlxlm.train.lr_schedules import LR_SCHEDULES
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
-_MAX_NUMBER = 1e9  # far below the largest float32, because optimizers square
-_SIZES = ("steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "sample_tokens")
-_COUNTS = ("warmup_steps", "eval_every", "save_every", "sample_every", "seed")
-_FLAGS = ("document_mask", "mask_prompt", "grad_checkpoint")
+
+_batches = partial(option, section="Batches and memory")
+_optimizer = partial(option, section="Optimizer")
+_beta = partial(_optimizer, low=0, below=1, default_text="by optimizer")
+_validation = partial(option, section="Validation and samples")
+_checkpoints = partial(option, section="Checkpoints")
+_data = partial(option, section="Data")
+_MAX_SEQ_LENGTH = "the model's context up to 512; or by time limit"
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """How to train. One step sees `grad_accumulation_steps` x `batch_size` sequences of `max_seq_length` tokens.
 
+    Attributes without a section in their declaration aren't on the command line.
+
     Raises:
         ConfigError: Naming every setting that can't work.
     """
 
-    steps: int
-    learning_rate: float  # peak
-    batch_size: int = 16
-    max_seq_length: int = 256
-    grad_accumulation_steps: int = 1  # of all processes together
-    packing: str = "concatenate"  # no padding; "best-fit" keeps documents whole and pads rows
-    document_mask: bool = False  # attention stays within a document: 2 to 5% more work for a CPU
-    mask_prompt: bool = False  # of conversations, learn the assistant's messages only
-    optimizer: str = "adamw"
-    lr_schedule: str = "cosine"
-    warmup_steps: int | None = None  # None: 5% of the steps, at most 500
-    min_lr_ratio: float = 0.1  # final learning rate, as a fraction of learning_rate
-    time_limit: float | None = None  # seconds of wall-clock time, which end the run; `steps` is then a forecast
-    decay_fraction: float = 0.2  # fraction of the steps that wsd spends decaying (Hu et al. 2024, MiniCPM)
-    weight_decay: float | None = None  # None, here and for the betas: the optimizer's default
-    beta1: float | None = None
-    beta2: float | None = None
-    grad_clip: float = 1.0  # largest global norm of the gradient; 0: no clipping
-    dropout: float = 0.0
-    ema_decay: float = 0.0  # of the averaged weights, which are evaluated and saved as the model; 0: no average
-    dtype: str = "float32"  # of products and activations; the weights are always float32
-    grad_checkpoint: bool = False  # recompute layers for the gradient: 8 operations per weight and token, not 6
-    seed: int = 0
-    eval_every: int | None = 250  # None, with a time limit: up to 20 times, in at most 5% of the time
-    eval_tokens: int = 131_072
-    save_every: int = 500
-    save_minutes: float = 10.0  # also save this long after the last checkpoint; 0: by steps only
-    save_total_limit: int = 2
-    sample_every: int = 0  # 0: none
-    sample_prompt: str = ""
-    sample_tokens: int = 64
-    spike_threshold: float = 1.0  # nats by which the loss may rise, see `SpikeDetector`; 0: no limit
-    repeat_plan: str | None = None  # REPEAT_PLAN_FILE in a run that `repeat_run` made
+    steps: int = option(help="Number of optimizer steps.", section="Training length", common=True, low=1)
+    learning_rate: float = _optimizer(
+        help="Peak learning rate.", common=True, above=0, default_text="by model size and optimizer"
+    )
+    batch_size: int = _batches(
+        16, "Sequences per forward pass.", common=True, low=1, default_text="16, or fitted to the time limit"
+    )
+    max_seq_length: int = _batches(256, "Tokens per sequence.", common=True, low=1, default_text=_MAX_SEQ_LENGTH)
+    grad_accumulation_steps: int = _batches(1, "Forward passes per optimizer step, of all processes together.", low=1)
+    packing: str = _batches(
+        "concatenate", "Cut the joined documents into sequences, or fit whole documents in and pad.", choices=PACKINGS
+    )
+    document_mask: bool = _batches(False, "Let tokens attend only to their own document; 2 to 5% more work on a CPU.")
+    mask_prompt: bool = option(False, "Of conversations, learn the assistant's messages only.")
+    optimizer: str = _optimizer(
+        "adamw",
+        "Optimizer; muon uses AdamW for embeddings, norms and the output head.",
+        common=True,
+        choices=tuple(OPTIMIZERS),
+    )
+    lr_schedule: str = _optimizer(
+        "cosine",
+        "Learning rate schedule after the warmup; wsd stays constant, then decays linearly.",
+        choices=LR_SCHEDULES,
+    )
+    warmup_steps: int | None = _optimizer(
+        None, "Steps of linear warmup.", low=0, default_text="5% of the steps, at most 500"
+    )
+    min_lr_ratio: float = _optimizer(0.1, "Final learning rate, as a fraction of the peak.", low=0, high=1)
+    time_limit: float | None = option(
+        None, "Seconds of wall-clock time, which end the run; `steps` is then a forecast.", above=0
+    )
+    decay_fraction: float = _optimizer(  # Hu et al. 2024, MiniCPM
+        0.2, "With --lr-schedule wsd: fraction of the steps that decay.", low=0, high=1
+    )
+    weight_decay: float | None = _optimizer(
+        None, "Decoupled weight decay of matrices.", low=0, default_text="by optimizer and epochs"
+    )
+    beta1: float | None = _beta(None, "Decay rate of the average gradient; with muon, AdamW's.")
+    beta2: float | None = _beta(None, "Decay rate of the average squared gradient, or lion's momentum.")
+    grad_clip: float = _optimizer(1.0, "Clip the gradient to this global norm; 0 disables it.", low=0)
+    dropout: float = _optimizer(0.0, "Dropout rate of embeddings and sublayer outputs.", low=0, below=1)
+    ema_decay: float = _optimizer(
+        0.0, "Evaluate and save a moving average of the weights with this decay; 0: no average.", low=0, below=1
+    )
+    dtype: str = _batches(
+        "float32",
+        "Compute dtype; weights stay float32 (mixed precision).",
+        choices=DTYPES,
+        default_text="bfloat16; float32 on a CPU",
+    )
+    grad_checkpoint: bool = _batches(
+        False, "Recompute activations in the backward pass: less memory, a third more time."
+    )
+    seed: int = _optimizer(0, "Random seed of weights, data order and dropout.", low=0)
+    eval_every: int | None = _validation(  # None, with a time limit: up to 20 times, in at most 5% of the time
+        250, "Steps between validations; 0: only at the end.", low=0, default_text="250, or by the time limit"
+    )
+    eval_tokens: int = _validation(131_072, "Maximum number of tokens per validation.", low=1)
+    save_every: int = _checkpoints(
+        500, "Steps between checkpoints; 0: only by time.", low=0, default_text="500, or 0 with a time limit"
+    )
+    save_minutes: float = _checkpoints(10.0, "Maximum minutes between checkpoints; 0: only by steps.", low=0)
+    save_total_limit: int = _checkpoints(2, "Number of recent checkpoints to keep, besides the best one.", low=1)
+    sample_every: int = _validation(0, "Steps between text samples; 0 disables them.", low=0)
+    sample_prompt: str = _validation("", "Prompt of the samples.", default_text="none")
+    sample_tokens: int = _validation(64, "Tokens per sample.", low=1)
+    spike_threshold: float = _checkpoints(  # see `SpikeDetector`
+        1.0, "Stop if the loss rises this far, in nats, beyond noise; 0: never.", low=0
+    )
+    repeat_plan: str | None = option(
+        None,
+        "The plan of a run that `repeat_run` made.",
+        choices=(REPEAT_PLAN_FILE,),
+        valid=f"{REPEAT_PLAN_FILE} or null",
+    )
 
     def __post_init__(self) -> None:
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(self._optimizer_spec, name, None))
-        if problems := list(_problems(self)):
+        if problems := list(self._problems()):
             raise ConfigError("invalid training settings: " + "; ".join(problems))
 
     @property
@@ -133,47 +185,43 @@ class TrainSettings:
         schedule = self.lr_schedule, share, self.min_lr_ratio, self.decay_fraction
         return lr_schedules.learning_rate(progress, self.learning_rate, *schedule)
 
+    def _problems(self) -> Iterator[str]:
+        """Every problem of the settings, each with a value that would work."""
+        yield from range_problems(self)
+        by_clock = self.time_limit is not None or self.repeat_plan is not None
+        if self.eval_every is None and not by_clock:
+            yield "eval_every is None, it must be a whole number without a time limit"
+        spec = self._optimizer_spec
+        if spec and spec.beta2 is None:
+            for name in ("beta1", "beta2"):
+                if getattr(self, name) != getattr(spec, name):
+                    yield f"{name} is {getattr(self, name)!r}, but {self.optimizer} has no {name}: omit it"
+        warmup, steps = self.warmup_steps, self.steps
+        if not by_clock and is_int(warmup) and is_int(steps) and warmup >= steps > 0:
+            yield f"warmup_steps is {warmup}, it must be less than steps, which is {steps}"
 
-def _is_count(value: Any, minimum: int) -> bool:
-    return is_int(value) and minimum <= value < 2**53
 
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The tokenizer of a run.
 
-def _is_number(value: Any) -> bool:
-    return is_number(value) and abs(value) <= _MAX_NUMBER
+    Attributes:
+        path: Folder or file of a tokenizer. None: that of the prepared data, or train one on the text.
+        tokenizer_type: Type of the tokenizer to train.
+        vocab_size: Vocabulary size of the tokenizer to train. None: the configuration's, or as much as the text
+            supports.
+    """
 
-
-def _problems(s: TrainSettings) -> Iterator[str]:
-    """Yield every problem of the settings, each with a value that would work."""
-    optional = {"warmup_steps", "time_limit", "weight_decay", "beta1", "beta2"}
-    if s.time_limit is not None or s.repeat_plan:
-        optional.add("eval_every")
-
-    def check(names: tuple[str, ...], is_valid: Callable[[Any], bool], requirement: str) -> Iterator[str]:
-        for name in names:
-            value = getattr(s, name)
-            if not is_valid(value) and not (value is None and name in optional):
-                yield f"{name} is {value!r}, it must be {requirement}"
-
-    yield from check((*_SIZES, "save_total_limit"), lambda x: _is_count(x, 1), "a whole number from 1 up")
-    yield from check(_COUNTS, lambda x: _is_count(x, 0), "a whole number from 0 up")
-    choices = {"packing": PACKINGS, "lr_schedule": LR_SCHEDULES, "optimizer": OPTIMIZERS, "dtype": DTYPES}
-    for name, allowed in choices.items():
-        yield from check((name,), tuple(allowed).__contains__, f"one of {', '.join(allowed)}")
-    yield from check(("learning_rate", "time_limit"), lambda x: _is_number(x) and x > 0, "a positive number")
-    non_negative = ("weight_decay", "grad_clip", "spike_threshold", "save_minutes")
-    yield from check(non_negative, lambda x: _is_number(x) and x >= 0, "a number from 0 up")
-    yield from check(("min_lr_ratio", "decay_fraction"), lambda x: _is_number(x) and 0 <= x <= 1, "between 0 and 1")
-    fractions = ("beta1", "beta2", "dropout", "ema_decay")
-    yield from check(fractions, lambda x: _is_number(x) and 0 <= x < 1, "at least 0 and below 1")
-    spec = s._optimizer_spec
-    if spec and spec.beta2 is None:
-        for name in ("beta1", "beta2"):
-            if getattr(s, name) != getattr(spec, name):
-                yield f"{name} is {getattr(s, name)!r}, but {s.optimizer} has no {name}: omit it"
-    yield from check(("repeat_plan",), lambda x: x in (None, REPEAT_PLAN_FILE), f"{REPEAT_PLAN_FILE} or null")
-    yield from check(_FLAGS, lambda x: isinstance(x, bool), "true or false")
-    yield from check(("sample_prompt",), lambda x: isinstance(x, str), "text")
-    by_clock = s.time_limit is not None or s.repeat_plan is not None
-    fixed_warmup = None if by_clock or not _is_count(s.warmup_steps, 0) else s.warmup_steps
-    if fixed_warmup is not None and _is_count(s.steps, 1) and fixed_warmup >= s.steps:
-        yield f"warmup_steps is {s.warmup_steps}, it must be less than steps, which is {s.steps}"
+    path: str | Path | None = _data(
+        None,
+        "Path or model name of a tokenizer.",
+        names="--tokenizer",
+        metavar="PATH",
+        default_text="train one on DATA",
+    )
+    tokenizer_type: str = _data("byte-level", "Tokenizer type.", choices=("byte-level", "sentencepiece"))
+    vocab_size: int | None = _data(
+        None,
+        "Vocabulary size of the tokenizer to train.",
+        default_text="the preset's, or less if the text supports less",
+    )

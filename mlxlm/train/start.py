@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +44,7 @@ from mlxlm.train.events import Forecast, ModelSizeChosen, RunLog, TextLimited
 from mlxlm.train.memory_limits import check_memory, fits_memory
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
-from mlxlm.train.settings import TrainSettings
+from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import check_not_exists, working_folder
@@ -63,22 +63,6 @@ class TooFewTokensError(DataError):
 def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable[[int], None]]:
     """Show nothing: the default for `phase`."""
     return nullcontext(lambda _n: None)
-
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """The tokenizer of a run.
-
-    Attributes:
-        path: Folder or file of a tokenizer. None: that of the prepared data, or train one on the text.
-        tokenizer_type: Type of the tokenizer to train: "byte-level" or "sentencepiece".
-        vocab_size: Vocabulary size of the tokenizer to train. None: the configuration's, or as much as the text
-            supports.
-    """
-
-    path: str | Path | None = None
-    tokenizer_type: str = "byte-level"
-    vocab_size: int | None = None
 
 
 def start_run(

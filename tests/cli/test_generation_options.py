@@ -1,16 +1,14 @@
 """The sampling options set the fields of GenerationOptions."""
 
-from dataclasses import fields
-
 import click
 import pytest
 from click.testing import CliRunner
 
 from mlxlm.cli.generation_options import sampling_options
+from mlxlm.cli.options import flags_of
+from mlxlm.config.option import declaration, options_of, types_of
 from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError
-
-OPTION_NAMES = {"dry_sequence_breakers": "--dry-sequence-breaker"}
 
 
 @pytest.fixture
@@ -32,49 +30,40 @@ def shell():
     return shell
 
 
-def test_every_option_sets_its_field(shell, tmp_path):
-    schema = tmp_path / "schema.json"
+TEXTS = {  # of values that aren't written as numbers, with the values
+    "logit_bias": (["3=-1", "4=2"], {3: -1.0, 4: 2.0}),
+    "json_schema": ([' {"a": 1}'], ' {"a": 1}'),
+    "grammar": (['// c\n start [lazy]: "a"'], '// c\n start [lazy]: "a"'),
+}
+
+
+@pytest.mark.parametrize("name", options_of(GenerationOptions))
+def test_every_option_sets_its_field(shell, name):
+    field = options_of(GenerationOptions)[name]
+    flag = flags_of(field)[-1].partition("/")[0]
+    kind = types_of(field)[0]
+    numbers = [3, 9, 0.25] if kind == "int" else [0.25, 2.5]
+    if name in TEXTS:
+        texts, value = TEXTS[name]
+    elif kind == "bool":
+        texts, value = None, True
+    elif kind in ("int", "float"):
+        value = next(n for n in numbers if declaration(field).accepts_number(n))
+        texts = [str(value)]
+    else:
+        texts = ["\n", "{b"] if kind.startswith("tuple") else ["a+"]
+        value = tuple(texts) if kind.startswith("tuple") else texts[0]
+    arguments = [flag] if texts is None else [word for text in texts for word in (flag, text)]
+    assert shell(*arguments) == GenerationOptions(**{name: value}) != GenerationOptions() == shell()
+
+
+def test_constraints_from_files(shell, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "lark"
     schema.write_text('\ufeff{"type": "null"}', encoding="utf-8")
-    given = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.5,
-        "min_p": 0.1,
-        "typical_p": 0.9,
-        "xtc_probability": 0.3,
-        "xtc_threshold": 0.2,
-        "repetition_penalty": 1.2,
-        "repetition_context_size": 9,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.4,
-        "dry_multiplier": 0.7,
-        "dry_base": 1.5,
-        "dry_allowed_length": 3,
-        "dry_penalty_last_n": 99,
-        "dry_sequence_breakers": ("\n", ";"),
-        "logit_bias": {3: -1.0, 4: 2.0},
-        "logprobs": 2,
-        "seed": 8,
-        "deterministic": True,
-        "max_tokens": 5,
-        "stop": ("a", "b"),
-    }
-    texts = {"logit_bias": ["3=-1", "4=2"]}
-    arguments = []
-    for name, value in given.items():
-        for one in texts.get(name, value if isinstance(value, tuple) else [value]):
-            option = OPTION_NAMES.get(name, "--" + name.replace("_", "-"))
-            arguments += [option] if one is True else [option, str(one)]
-    assert shell(*arguments) == GenerationOptions(**given)
+    grammar.write_text("start: yes\nyes: 'a'")
     assert shell("--json-schema", str(schema)) == GenerationOptions(json_schema='{"type": "null"}')
-    assert shell("--json-schema", ' {"a": 1}').json_schema == ' {"a": 1}'
-    assert shell("--regex", "a+").regex == "a+"
-    assert shell("--choice", "a", "--choice", "{b").choice == ("a", "{b")
-    (schema.parent / "lark").write_text("start: yes\nyes: 'a'")
-    assert shell("--grammar", str(schema.parent / "lark")).grammar == "start: yes\nyes: 'a'"
-    assert shell("--grammar", '// c\n start [lazy]: "a"').grammar == '// c\n start [lazy]: "a"'
-    assert set(given) | {"json_schema", "regex", "choice", "grammar"} == {f.name for f in fields(GenerationOptions)}
-    assert shell("--no-deterministic") == GenerationOptions(deterministic=False) != shell() == GenerationOptions()
+    assert shell("--grammar", str(grammar)).grammar == "start: yes\nyes: 'a'"
+    assert shell("--no-deterministic") == GenerationOptions(deterministic=False)
 
 
 def test_unreadable_schemas(shell, tmp_path):

@@ -29,7 +29,7 @@ def no_key(monkeypatch):
         (["a", "b", "--draft-model", "c"], "needs a single MODEL"),
         (["m", "--max-memory", "much"], "is not a size"),
         (["m", "--max-memory", "-1GB"], "is not a size"),
-        (["m", "--port", "70000"], "--port"),
+        (["m", "--port", "70000"], "port is 70000"),
         (["m", "--temperature", "-3"], "temperature"),
     ],
 )

@@ -5,9 +5,9 @@ from mlxlm.utils.errors import DataError
 
 
 @pytest.mark.parametrize("options, message", [
-    *(({"validation_fraction": fraction}, "validation fraction") for fraction in (-0.1, 1, 2, 1e-300)),
+    *(({"validation_fraction": fraction}, "validation_fraction is") for fraction in (-0.1, 1, 2, 1e-300)),
     *(({"dedup": threshold}, "dedup is") for threshold in (0, -0.1, 1.01, float("nan"))),
-    ({"on_bad_input": "ignore"}, "on_bad_input is 'ignore' .try: stop or skip"),
+    ({"on_bad_input": "ignore"}, "on_bad_input is 'ignore', it must be one of stop, skip"),
     ({"weights": [1]}, "2 sources have 1 weights"),
     ({"weights": [1, 0]}, "a weight is 0"),
 ])  # fmt: skip

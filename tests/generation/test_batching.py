@@ -13,7 +13,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation import Engine, GenerationOptions, Request, batch, device_thread, generate
 from mlxlm.generation import run_batch as run_engine
-from mlxlm.generation.generate import ordered_results
+from mlxlm.generation.text_generation import ordered_results
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.generation.recording_model import recording

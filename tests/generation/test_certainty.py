@@ -1,8 +1,5 @@
 """Draws that count as certain: changes of the logits within the margin don't change their tokens."""
 
-from dataclasses import fields
-from itertools import chain
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.generation import GenerationOptions
+from mlxlm.generation.logit_filters import FILTERS
 from mlxlm.generation.sampling import Sampler, sample_batch, sample_with_certainty
 
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="on a GPU there is no margin")
@@ -47,7 +45,7 @@ def changes(rng, logits, tokens, limit):
         yield change * limit
 
 
-FILTERS = {
+SETTINGS = {
     "temperature": st.sampled_from([0, 0.3, 0.7, 2.0]),
     "top_k": st.sampled_from([0, 0, 1, 2, 5, 20]),
     "top_p": st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.8, 0.95, 0.999]),
@@ -55,22 +53,17 @@ FILTERS = {
     "repetition_penalty": st.sampled_from([1.0, 1.0, 0.7, 1.3]),
     "logit_bias": st.sampled_from([{}, {0: 2.0}]),
 }
-NEVER_CERTAIN = {"typical_p", "xtc_probability", "xtc_threshold"}
-SUBTRACTED_BY_HISTORY = {"presence_penalty", "frequency_penalty", "repetition_context_size"} | {
-    f"dry_{name}" for name in ("multiplier", "base", "allowed_length", "penalty_last_n", "sequence_breakers")
-}
-CONSTRAINTS = {"json_schema", "regex", "choice", "grammar"}  # masks, which no logit changes
-NOT_SAMPLING = {"seed", "deterministic", "logprobs", "max_tokens", "stop"}
 
 
-def test_every_option_is_in_these_tests():
-    options = [{*FILTERS}, NEVER_CERTAIN, SUBTRACTED_BY_HISTORY, CONSTRAINTS, NOT_SAMPLING]
-    assert sorted(chain(*options)) == sorted(field.name for field in fields(GenerationOptions))
+def test_every_filter_is_in_these_tests():
+    with_verdict = {one.option for one in FILTERS if one.verdict}
+    assert with_verdict == {"top_k", "top_p", "min_p", "xtc_probability"}
+    assert with_verdict - SETTINGS.keys() == {"xtc_probability"}  # see below
 
 
 @settings(max_examples=100)
 @given(
-    st.builds(GenerationOptions, **FILTERS),
+    st.builds(GenerationOptions, **SETTINGS),
     st.sampled_from(list(SHAPES)), st.sampled_from([1, 2, 6, 60]), st.sampled_from([0.002, 0.1, 0.5]),
     st.booleans(), st.integers(0, 2**32 - 1),
 )  # fmt: skip
@@ -107,9 +100,10 @@ def test_most_draws_are_certain(top_k, temperature):
     assert draw(logits, options, 0.002)[1].mean() >= 0.95
 
 
-def test_typical_sampling_and_xtc_are_never_certain():
+def test_filters_that_cannot_tell_and_xtc_are_never_certain():
     logits = np.random.default_rng(0).normal(scale=3, size=(200, 50))
-    assert not draw(logits, GenerationOptions(typical_p=0.9), 1e-9)[1].any()
+    for name in (one.option for one in FILTERS if one.verdict is None):
+        assert not draw(logits, GenerationOptions(**{name: 0.9}), 1e-9)[1].any(), name
     for others in ({}, {"top_k": 20}):
         xtc = GenerationOptions(xtc_probability=0.5, xtc_threshold=0.1, **others)
         assert 0.4 < draw(logits, xtc, 1e-9)[1].mean() < 0.6

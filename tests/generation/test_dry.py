@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import GenerationOptions, Sampler
-from mlxlm.generation.dry import dry_breaker_mask
+from mlxlm.generation.penalties import dry_breaker_mask
 from mlxlm.utils.errors import GenerationError
 from tests.generation.penalized import V, few_tokens, penalized
 

@@ -33,7 +33,7 @@ def test_the_fields_that_it_sets(tmp_path):
         ("{", "is not JSON"),
         ("[]", "is not a JSON object"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"top_p": 0}, r"top_p is 0 \(above 0"),
+        ({"top_p": 0}, "top_p is 0, it must be a number above 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": True}, "top_k is True"),
         ({"example_prompt": 3}, "example_prompt is 3"),

@@ -17,6 +17,8 @@ V = 50
 def reference(logits, options):
     """Probabilities `[V]` in float64, token by token from the definitions."""
     x = np.array(logits, np.float64) / options.temperature
+    if options.top_n_sigma:
+        x[x < x.max() - options.top_n_sigma * x.std()] = -np.inf
     p = normalised(np.exp(x - x.max()))
     if options.top_k:
         p[p < np.sort(p)[::-1][: options.top_k].min()] = 0
@@ -52,6 +54,7 @@ some_options = st.builds(
     GenerationOptions,
     temperature=st.floats(0.2, 3),
     top_k=st.integers(0, 2 * V),
+    top_n_sigma=st.one_of(st.just(0.0), st.floats(0.1, 4)),
     top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.9999)),  # nearer to 1, the rounding of masses decides
     typical_p=st.one_of(st.just(1.0), st.floats(0.05, 0.9999)),
     min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.9)),
@@ -80,6 +83,7 @@ def shifted(options, typical, others):
         typical_p=moved(options.typical_p, typical),
         top_p=moved(options.top_p, others),
         min_p=options.min_p * (1 - others),
+        top_n_sigma=options.top_n_sigma * (1 - others),
     )
 
 
@@ -100,7 +104,7 @@ def test_filters_of_a_gpu_equal_those_of_a_cpu(options, shape, size, seed):
     results = []
     for on_cpu, max_sorted in ((ON_CPU, 8192), (ON_CPU, 0), (False, 8192)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mlxlm.generation.logit_filters.ON_CPU", on_cpu)
+            patch.setattr("mlxlm.backend.mlx.ON_CPU", on_cpu)
             patch.setattr("mlxlm.kernels.quantile.ON_CPU", on_cpu)
             patch.setattr("mlxlm.kernels.quantile._MAX_SORTED", max_sorted)
             results.append(np.array(filter_logits(mx.array(logits), options)))
@@ -143,6 +147,12 @@ def test_no_filter_removes_all_tokens():
         for option in ({"top_p": 1e-12}, {"typical_p": 1e-12}, {"top_p": 1 - 1e-12}, {"typical_p": 1 - 1e-12}):
             p = probabilities(logits, GenerationOptions(temperature=1.0, **option))
             assert np.isfinite(p).all() and p.sum() == pytest.approx(1, abs=1e-4)
+
+
+def test_top_n_sigma_ignores_tokens_that_a_constraint_removed():
+    logits = np.array([3.0, 2.0, 0.0, -np.inf, -np.inf], np.float32)
+    for n, kept in ((0.5, 1), (1.0, 2), (3.0, 3)):  # the deviation of the first three is 1.25
+        assert (probabilities(logits, GenerationOptions(temperature=1.0, top_n_sigma=n)) > 0).sum() == kept
 
 
 @pytest.mark.parametrize("temperature", [0.001, 100])

@@ -5,11 +5,11 @@ import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import Format
 from mlxlm.model import Decoder
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
-from mlxlm.quantize.quantization_plan import Format
 from mlxlm.quantize.rtn import quantize_rtn
 
 SIZES = {

@@ -8,12 +8,13 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.config.quantization import Format
 from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search, quantize
 from mlxlm.quantize.calibrate import get_submodule
 from mlxlm.quantize.packed_matrix import dequantized
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.quantization_plan import uniform
 from mlxlm.quantize.rtn import quantize_rtn
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from mlxlm.backend.mlx import mx
+from mlxlm.config.quantization import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.quantize.gptq import gptq, inverse_hessian_cholesky, output_error, row_errors
 from mlxlm.quantize.packed_matrix import dequantized, pack
-from mlxlm.quantize.quantization_plan import BITS, GROUP_SIZES, MODES, Format
 from mlxlm.quantize.rtn import quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 

@@ -9,11 +9,12 @@ import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.open import open_checkpoint
+from mlxlm.config.quantization import Format
 from mlxlm.convert.compare import compare
 from mlxlm.quantize import METHODS as CHOICES
 from mlxlm.quantize import quantize
 from mlxlm.quantize.methods import METHODS, quantize_calibrated
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.quantization_plan import uniform
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import RECIPES, Format
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.quantize.quantization_plan import RECIPES, Format, recipe, uniform
+from mlxlm.quantize.quantization_plan import recipe, uniform
 from mlxlm.utils.errors import ConfigError
 
 

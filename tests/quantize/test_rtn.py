@@ -10,8 +10,9 @@ from mlxlm.checkpoint import load_weights
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import write_shards
+from mlxlm.config.quantization import Format
 from mlxlm.quantize.packed_matrix import dequantized
-from mlxlm.quantize.quantization_plan import Format, uniform
+from mlxlm.quantize.quantization_plan import uniform
 from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
 from mlxlm.quantize.source import cast_to_16bit, output_dtype
 from mlxlm.utils.errors import CheckpointError

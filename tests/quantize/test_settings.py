@@ -9,14 +9,13 @@ from mlxlm.utils.errors import ConfigError
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"bits": 7}, "bits 7 is not available in mode affine"),
-        ({"mode": "int4"}, "'int4' is not a quantization mode"),
+        ({"bits": 7, "method": "magic"}, "`bits` is 7, it must be one of 2, 3, .*; `method` is 'magic'"),
+        ({"mode": "int4"}, "`mode` is 'int4', it must be one of affine, mxfp4"),
         ({"mode": "mxfp4", "method": "gptq"}, "`method` gptq needs `mode` affine"),
-        ({"method": "magic"}, "unknown method 'magic'"),
         ({"recipe": "mixed_3_4", "max_kl": 1.0}, "`recipe` and `max_kl` both choose"),
         ({"bits": 4, "max_size": 10**6}, "`bits` and `max_size` both choose"),
         ({"mode": "nvfp4", "target_bpw": 4.0}, "`target_bpw` would have no effect: nvfp4 has fixed bits"),
-        ({"max_kl": -1.0}, "must be a positive number"),
+        ({"max_kl": -1.0}, "`max_kl` is -1.0, it must be a number above 0"),
         ({"calibration_text": "x.txt"}, "`calibration_text` would have no effect"),
         ({"cross_check": True, "verify": False}, "`cross_check` would have no effect"),
         ({"eval_text": "x.txt", "evaluate": False}, "`eval_text` would have no effect"),

@@ -200,7 +200,7 @@ def test_a_client_that_leaves_while_its_model_is_loaded(monkeypatch):
 
 def test_defaults_are_those_of_the_server_then_of_the_model(lm):
     config = GenerationConfig({"temperature": 0.2, "top_k": 5})
-    model = ServedModel("tiny", replace(lm, generation_config=config), ModelSettings({"top_k": 9}))
+    model = ServedModel("tiny", replace(lm, generation_config=config), ModelSettings(defaults={"top_k": 9}))
     assert model.defaults == GenerationOptions(temperature=0.2, top_k=9, max_tokens=None)
     models = Models({"tiny": "unused"}, model.settings)
     models.add(model)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from mlxlm.chat.chat_template import PLAIN
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.screen import ReasoningDisplay
+from mlxlm.config.option import options_of, types_of
 from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError
 
@@ -22,8 +22,8 @@ CHAT_SETTINGS = {
     "stats": ("on", "off"),
     "context_overflow": get_args(OverflowPolicy),
 }
-_FIELDS = {field.name: field for field in fields(GenerationOptions) if field.name != "logprobs"}  # not displayed
-NAMES = (*CHAT_SETTINGS, *_FIELDS)
+_OPTIONS = {name: field for name, field in options_of(GenerationOptions).items() if name != "logprobs"}  # not displayed
+NAMES = (*CHAT_SETTINGS, *_OPTIONS)
 
 
 @dataclass
@@ -58,7 +58,7 @@ def settings_text(settings: Settings, chat: Chat) -> dict[str, str]:
         "markdown": settings.markdown,
         "stats": settings.stats,
         "context_overflow": settings.overflow_policy(chat),
-        **{name: getattr(chat.options, name) for name in _FIELDS},
+        **{name: getattr(chat.options, name) for name in _OPTIONS},
     }
     return {name: _format(value) for name, value in values.items()}
 
@@ -103,17 +103,17 @@ def setting_name(name: str) -> str:
 
 def _parse(name: str, text: str) -> Any:
     """Parse the value of a generation option. Invalid text stays as it is, for GenerationOptions to report."""
-    kind = str(_FIELDS[name].type)
-    if "None" in kind and text == "none":
+    types = types_of(_OPTIONS[name])
+    if "None" in types and text == "none":
         return None
-    if kind.startswith("bool"):
+    if types[0] == "bool":
         return {"on": True, "true": True, "off": False, "false": False}.get(text, text)
-    if kind.startswith(("tuple", "Mapping")):
+    if types[0].startswith(("tuple", "Mapping")):
         try:
             return tuple(part.replace("\\n", "\n").replace("\\t", "\t") for part in _split_words(text))
         except ValueError as error:
             raise GenerationError(f"{name} is {text!r}: {error}", "quotes that are closed") from None
-    for number in (int, float) if re.match(r"int|float", kind) else ():
+    for number in (int, float) if types[0] in ("int", "float") else ():
         try:
             return number(text)
         except ValueError:
