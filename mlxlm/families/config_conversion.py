@@ -37,7 +37,7 @@ def config_from_hf(values: HFConfig, source: str = "config.json") -> ModelConfig
     try:
         return ModelConfig(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error.message}", error.hint) from None
+        raise error.prefixed(source) from None
 
 
 def unsupported_feature(values: HFConfig) -> str | None:
@@ -121,7 +121,7 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
         try:
             result |= read_rope(values, family)
         except ConfigError as error:
-            raise ConfigError(f"{source}: {error.message}", error.hint) from None
+            raise error.prefixed(source) from None
     missing = [(family.hf_names(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
