@@ -23,7 +23,7 @@ from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.checkpoint.resolve import resolve
 from mlxlm.checkpoint.weight_mapping import to_decoder_weights
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import is_unused_id
+from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer

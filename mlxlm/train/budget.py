@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.backend.device import num_batch_shards
 from mlxlm.config import ModelConfig
 from mlxlm.families import load_preset, preset_names
 from mlxlm.plan.machines import measure_matmul

@@ -115,10 +115,10 @@ def test_environment_variable_in_the_suggestion():
 
 
 def test_larger_batch_that_cores_do_not_share(monkeypatch):
-    from mlxlm.backend import cpu_cores
+    from mlxlm.backend import device
 
-    monkeypatch.setattr(cpu_cores, "ON_CPU", True)
-    monkeypatch.setattr(cpu_cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
+    monkeypatch.setattr(device, "ON_CPU", True)
+    monkeypatch.setattr(device, "load_blas", lambda: SimpleNamespace(sets_threads=True))
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
     config, training = load_preset("5m"), replace(SMALL, batch_size=16, device="cpu")
     whole = replace(training, batch_size=24)
