@@ -39,7 +39,7 @@ def work(name: str) -> None:
     from mlxlm.train.step import TrainStep
 
     config = ModelConfig(tie_word_embeddings=True, **SHAPES[name])
-    with join_process_group(lambda _error: os._exit(1)) as process_group:
+    with join_process_group() as process_group:
         model = Decoder(config)
         model.init_weights(0)
         shape = {"batch_size": BATCH, "max_seq_length": LENGTH, "grad_accumulation_steps": BATCHES}
@@ -51,12 +51,12 @@ def work(name: str) -> None:
         batches = [Batch(one) for one in tokens]
         mx.eval(step(batches, 1e-3), step.state)
         while steps := process_group.broadcast_object(
-            int(sys.stdin.readline() or 0) if process_group.is_main_process else None
+            int(sys.stdin.readline() or 0) if process_group.rank == 0 else None
         ):
             start = time.perf_counter()
             for _ in range(steps):
                 mx.eval(step(batches, 1e-3), step.state)
-            if process_group.is_main_process:
+            if process_group.rank == 0:
                 print(steps * BATCHES * BATCH * LENGTH / (time.perf_counter() - start), flush=True)
 
 

@@ -69,21 +69,18 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     """
-    if num_processes is not None:
-        if hosts is not None:
-            problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
-            raise click.UsageError(problem)
-        hosts = ",".join(["127.0.0.1"] * num_processes)
-    if hosts is not None:
-        from mlxlm.cli.launch import launch, strip_options
+    if num_processes is not None and hosts is not None:
+        problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
+        raise click.UsageError(problem)
+    from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
 
-        raise click.exceptions.Exit(launch(hosts, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
-    from mlxlm.cli.rank_process import join_ranks
+    if processes := hosts or num_processes:
+        raise click.exceptions.Exit(launch(processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
     from mlxlm.cli.stop_signals import StopRequest
-    from mlxlm.train import run_worker
+    from mlxlm.train import join_process_group, run_worker
 
-    with join_ranks() as process_group:
-        if process_group.is_main_process:
+    with join_process_group() as process_group, finish_before_sigterm(process_group.size):
+        if process_group.rank == 0:
             _train(process_group, data, options)
         else:
             with StopRequest().catch_signals() as stop:

@@ -124,7 +124,7 @@ def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, o
     from mlxlm.data import DataOptions, Manifest
     from mlxlm.families import load_preset
     from mlxlm.train import start_run
-    from mlxlm.train.run_data import TooFewTokensError
+    from mlxlm.train.start import TooFewTokensError
 
     # The vocabulary and the rows are smaller for a short text, which has few examples of each token, and few rows.
     sizes = ((100_000, 1024, 256), (20_000, 512, 128), (0, 320, 64))

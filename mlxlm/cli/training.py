@@ -44,7 +44,7 @@ from mlxlm.train import (
     Validation,
     train,
 )
-from mlxlm.train.run_data import PREPARATION_FRACTION
+from mlxlm.train.start import PREPARATION_FRACTION
 from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 

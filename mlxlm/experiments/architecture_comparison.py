@@ -23,9 +23,16 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import Budget, check_duration
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, TokenizerOptions, as_data_options, as_tokenizer_options, no_phase
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import set_default_dtype, steps_for
+from mlxlm.train.start import (
+    Phase,
+    TokenizerOptions,
+    as_data_options,
+    as_tokenizer_options,
+    no_phase,
+    set_default_dtype,
+    steps_for,
+)
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder

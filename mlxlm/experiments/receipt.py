@@ -25,7 +25,7 @@ from mlxlm.families import config_from_hf
 from mlxlm.quantize import quantize
 from mlxlm.report.log_entries import number, read_log_entries
 from mlxlm.train import Run, start_run
-from mlxlm.train.run_data import Phase, no_phase
+from mlxlm.train.start import Phase, no_phase
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.json_files import read_json_object

@@ -15,13 +15,18 @@ from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, rel
 from mlxlm.plan.model_sizes import model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.report import read_run
-from mlxlm.train import run_data
-from mlxlm.train.auto_size import fit_token_seconds, guess_vocab_size
-from mlxlm.train.budget import num_rows
+from mlxlm.train.budget import fit_token_seconds, guess_vocab_size, num_rows
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, TokenizerOptions, no_phase
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import set_default_dtype
+from mlxlm.train.start import (
+    Phase,
+    TokenizerOptions,
+    as_data_options,
+    as_tokenizer_options,
+    no_phase,
+    prepared_source,
+    set_default_dtype,
+)
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.json_files import write_json
@@ -140,7 +145,7 @@ def start_grid(
         DataError, TokenizerError: As `start_run`.
     """
     out, options = Path(out), options or GridOptions()
-    data, tokenizer = run_data.as_data_options(data), run_data.as_tokenizer_options(tokenizer)
+    data, tokenizer = as_data_options(data), as_tokenizer_options(tokenizer)
     args = saved_args(data, tokenizer, **asdict(options), settings=settings or {})
     if grid := Grid.reopen(out, args):
         return grid
@@ -177,8 +182,8 @@ def start_grid(
 
 def _vocab_size_to_train(options: GridOptions, data: DataOptions, tokenizer: TokenizerOptions) -> int:
     """Return a vocabulary size for the largest model; 0 if none has to be chosen."""
-    if tokenizer.vocab_size is not None or tokenizer.path is not None or run_data.prepared_source(data.sources):
+    if tokenizer.vocab_size is not None or tokenizer.path is not None or prepared_source(data.sources):
         return 0
     if options.sizes:
         return vocab_size_for(max(options.sizes))
-    return guess_vocab_size(15 * options.minutes, data.sources, data.text_column, data.on_bad_input)
+    return guess_vocab_size(15 * options.minutes, data.sources)

@@ -10,7 +10,7 @@ from typing import Any
 from mlxlm.config import ModelConfig
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
-from mlxlm.train.auto_size import nearest_models
+from mlxlm.train.budget import nearest_models
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.settings import TrainSettings
 from mlxlm.utils.errors import ConfigError

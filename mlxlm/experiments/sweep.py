@@ -18,7 +18,7 @@ from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import (
+from mlxlm.train.start import (
     Phase,
     TokenizerOptions,
     check_tokenizer,
@@ -26,9 +26,9 @@ from mlxlm.train.run_data import (
     no_phase,
     prepare_shards,
     prepared_source,
+    start_run,
     train_tokenizer,
 )
-from mlxlm.train.start import start_run
 from mlxlm.utils.errors import ConfigError, DataError
 from mlxlm.utils.json_files import read_json
 

@@ -1,9 +1,7 @@
 """Pretraining: settings, the compiled step, the run directory and the loop."""
 
 from mlxlm.train.budget import Budget
-from mlxlm.train.distributed.heartbeat import RankLostError
-from mlxlm.train.distributed.process_group import ProcessGroup, join_process_group
-from mlxlm.train.distributed.worker import run_worker
+from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
 from mlxlm.train.events import (
     CheckpointNotSaved,
     CheckpointSaved,
@@ -23,12 +21,12 @@ from mlxlm.train.finetune import open_base_model, start_finetune
 from mlxlm.train.loop import train
 from mlxlm.train.repeat import repeat_run
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import TokenizerOptions
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import start_run
+from mlxlm.train.start import TokenizerOptions, start_run
 from mlxlm.train.step_benchmark import Probe, probe
 from mlxlm.train.throttle import PowerPolicy
 from mlxlm.train.trackers import check_trackers
+from mlxlm.train.worker import run_worker
 
 __all__ = [
     "Budget",

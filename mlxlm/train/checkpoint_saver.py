@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mlxlm.train.events import CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed
-from mlxlm.train.log import DISK_FULL_ERRNOS, RunLog
-from mlxlm.train.run import Run
+from mlxlm.train.events import DISK_FULL_ERRNOS, CheckpointNotSaved, CheckpointSaved, Event, Paused, Resumed, RunLog
+from mlxlm.train.run import Run, TrainState
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import Throttle
-from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import has_hard_links
 from mlxlm.utils.formatting import human_bytes
@@ -48,7 +46,7 @@ class CheckpointSaver:
 
     def __init__(self, run: Run, step: TrainStep, log: RunLog, state: TrainState = _NEW_RUN):
         self._run, self._step, self._log = run, step, log
-        self.saved_step, self._saved_steps, self._last_attempt = state.step, state.steps, state.elapsed
+        self.saved_step, self._last_attempt = state.step, state.elapsed
         self._needed = checkpoint_bytes(step) + _MARGIN
         if not has_hard_links(run.path):  # the run's model.safetensors is then a copy
             self._needed += sum(array.nbytes for array in step.weights().values())
@@ -65,8 +63,7 @@ class CheckpointSaver:
     def save(self, state: TrainState, validated: bool = False) -> CheckpointSaved | CheckpointNotSaved | None:
         """Write the checkpoint of step `state.step`, see `Run.save_checkpoint`.
 
-        If that step is saved already, only its `state.json` is updated: with the result of a validation that came
-        later (`validated`), or with another number of planned steps.
+        If that step is saved already, its `state.json` gets the validation that came later (`validated`).
 
         Returns:
             None if the step was saved already; CheckpointNotSaved if the disk is full.
@@ -75,10 +72,9 @@ class CheckpointSaver:
             CheckpointError: The checkpoint can't be written for another reason.
         """
         if state.step == self.saved_step:
-            if validated or state.steps != self._saved_steps:
-                names = ["steps", "elapsed", "next_validation", *(("validation_loss", "best") if validated else ())]
+            if validated:
+                names = ("elapsed", "next_validation", "validation_loss", "best")
                 self._run.update_state(state.step, {name: getattr(state, name) for name in names})
-                self._saved_steps = state.steps
             return None
         self._last_attempt = state.elapsed
         run, free, missing = self._run, free_disk_bytes(self._run.path), self._missing_bytes()
@@ -94,7 +90,7 @@ class CheckpointSaver:
             if getattr(error.__cause__, "errno", None) not in DISK_FULL_ERRNOS:
                 raise
             return self._postpone(state.step, error.message, error.hint or "")
-        self.saved_step, self._saved_steps, self._retry_at = state.step, state.steps, None
+        self.saved_step, self._retry_at = state.step, None
         return CheckpointSaved(state.step, path)
 
     def save_final(

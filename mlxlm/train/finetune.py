@@ -21,16 +21,22 @@ from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.budget import MEASURING_LABEL, Budget, seconds_per_token
-from mlxlm.train.events import Conversations
-from mlxlm.train.log import RunLog
+from mlxlm.train.events import Conversations, RunLog
 from mlxlm.train.memory_limits import check_memory
 from mlxlm.train.optimizers import default_learning_rate
-from mlxlm.train.run import Run
-from mlxlm.train.run_data import Phase, as_data_options, limit_text, no_phase, num_bytes
+from mlxlm.train.run import Run, TrainState
 from mlxlm.train.settings import TrainSettings
-from mlxlm.train.start import count_rows, finalize_settings, merge_budget
+from mlxlm.train.start import (
+    Phase,
+    as_data_options,
+    count_rows,
+    finalize_settings,
+    limit_text,
+    merge_budget,
+    no_phase,
+    num_bytes,
+)
 from mlxlm.train.step import TrainStep
-from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
@@ -256,6 +262,7 @@ def _save_base(run: Run, base: Checkpoint) -> None:
     """Save the base model as the checkpoint of step 0, not validated yet."""
     model = Decoder(run.config)
     model.load_weights(list(load_float32_weights(base).items()))
+    mx.random.seed(run.settings.seed)
     step = TrainStep(model, run.settings)
     mx.eval(step.state)
     run.save_checkpoint(step, TrainState())

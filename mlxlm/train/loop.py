@@ -1,26 +1,60 @@
-"""Trains a run: `train`, a generator of events."""
+"""Trains a run: `train`, a generator of events, and the loop behind it."""
 
 from __future__ import annotations
 
+import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
 
+from mlxlm.backend import platform
 from mlxlm.backend.error_text import describe_error, device_error
-from mlxlm.generation import LoadedModel
+from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
+from mlxlm.backend.sleep import seconds_asleep
+from mlxlm.data import TokenDataset, prefetch
+from mlxlm.data.shards import verify_shards
+from mlxlm.evaluate import evaluate_dataset
+from mlxlm.generation import LoadedModel, generate
+from mlxlm.model import Decoder
+from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.data_check import DataCheck
-from mlxlm.train.distributed.process_group import ProcessGroup
-from mlxlm.train.events import Event, Failed, Step, TrainingWarning
-from mlxlm.train.log import RunLog
-from mlxlm.train.memory_limits import memory_limits
-from mlxlm.train.run import Run
-from mlxlm.train.throttle import PowerPolicy
+from mlxlm.train.checkpoint_saver import CheckpointSaver
+from mlxlm.train.distributed import ProcessGroup, RankLostError
+from mlxlm.train.events import (
+    Event,
+    Failed,
+    Finished,
+    Paused,
+    RunLog,
+    Sample,
+    Started,
+    Step,
+    Stopped,
+    TrainingWarning,
+    Validation,
+)
+from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
+from mlxlm.train.repeat import read_repeat_plan
+from mlxlm.train.run import Run, TrainState
+from mlxlm.train.run_clock import RunClock
+from mlxlm.train.step import TrainStep
+from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.trackers import Trackers, check_trackers
-from mlxlm.train.trainer import Trainer
-from mlxlm.utils.errors import CheckpointError, MlxlmError
+from mlxlm.train.worker import StepBatches, start_workers
+from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
+from mlxlm.utils.formatting import human_seconds
 
 _ALWAYS_ON = PowerPolicy()
+_MIN_SLEEP_SECONDS = 10.0  # to report it
+_WINDOW, _RECENT, _TOO_MANY = 100, 20, 15  # losses, see `SpikeDetector`
 
 
 def train(
@@ -43,7 +77,7 @@ def train(
     interrupted and resumed.
 
     With `settings.time_limit` the run ends when that has passed by the clock `now`, and its learning rates follow that
-    clock, see `Deadline`. So another run with the same time limit has other weights, unless it repeats this one
+    clock, see `RunClock`. So another run with the same time limit has other weights, unless it repeats this one
     (`repeat_run`). A resumed run has the time that was left.
 
     A checkpoint that the disk has no room for is postponed (CheckpointNotSaved). Before the last one the run pauses
@@ -80,12 +114,14 @@ def train(
         run.check_data()
         if run.checkpoints() and not resume:
             raise CheckpointError(f"{run.path} has been trained already", "resume, or a new run")
+        run.clean_up_after_crash()
         log = RunLog(run.log_file)
-        with closing(DataCheck(run.data, group)) as data_check:
-            trainer = Trainer(run, tokenizer, log, power, group, data_check, now, micro_batches)
+        with _check_shards(run.data) as data_check:
+            trainer = _Trainer(run, tokenizer, group, data_check, Throttle(power))
+            trainer.load(log, now, micro_batches)
             with closing(Trackers(run, trainer.first, tensorboard, wandb)) as trackers, memory_limits():
                 try:
-                    for event in trainer.train(lambda: should_stop() or any(group.peer_status("stop")), on_step):
+                    for event in trainer.train(lambda: should_stop() or group.stop_requested, on_step):
                         for logged in (event, *trackers.record(event)):
                             log.record(logged)
                             yield logged
@@ -104,3 +140,318 @@ def train(
             warning = TrainingWarning(trainer.current, error.message)
             log.record(warning)
             yield warning
+
+
+@dataclass
+class _Trainer:
+    """What is trained, by what, and how far it is. `load` fills it in, then `train` is the loop.
+
+    Attributes:
+        first: The step that the run continues after; 0 for a new run.
+        finished: The last finished step.
+        current: The step in progress, or the last finished one.
+        best: The step, loss and bits per byte of the best validation.
+        peak_memory: In bytes, before MLX's counter was last reset.
+    """
+
+    run: Run
+    tokenizer: Tokenizer
+    group: ProcessGroup
+    data_check: Future[None]
+    throttle: Throttle
+    first: int = 0
+    finished: int = 0
+    current: int = 0
+    best: dict[str, Any] | None = None
+    peak_memory: int = 0
+    model: Decoder = field(init=False)
+    step: TrainStep = field(init=False)
+    batches: StepBatches = field(init=False)
+    validation_data: TokenDataset = field(init=False)
+    spike_detector: SpikeDetector = field(init=False)
+    clock: RunClock = field(init=False)
+    saver: CheckpointSaver = field(init=False)
+    logged: set[str] = field(init=False)  # names of the events of step `first` that the log has already
+    warnings: list[str] = field(init=False)
+
+    def load(self, log: RunLog, now: Callable[[], float], micro_batches: int | None) -> None:
+        """Make the model, or load the last checkpoint, on all ranks; and remove from the log what came after it."""
+        start_time, run, settings = now(), self.run, self.run.settings
+        mx.reset_peak_memory()
+        self.model = Decoder(run.config, dropout=settings.dropout)
+        self.model.init_weights(settings.seed)
+        mx.random.seed(settings.seed)
+        self.step = TrainStep(self.model, settings, self.group)
+        checkpoint = run.load_checkpoint(self.step)
+        state = TrainState.from_dict(checkpoint)
+        self.first = self.finished = self.current = state.step
+        self.best = state.best
+        environment_warning = self.step.match_environment(checkpoint.get("environment"), micro_batches)
+        self.batches = StepBatches(run, self.group)
+        self.validation_data = TokenDataset.open(run.data, "validation")
+        uniform_loss = math.log(run.config.vocab_size)
+        self.spike_detector = SpikeDetector(settings.spike_threshold, uniform_loss, state.spike_detector)
+        forecast = entry_before_start(run.log_file, "forecast", ("steps", "step_seconds", "seconds", "validations"))
+        plan = read_repeat_plan(run) if settings.repeat_plan else None
+        self.clock = RunClock(settings, state if checkpoint else None, forecast, plan, now, start_time)
+        saved = TrainState(state.step, steps=self.clock.steps, elapsed=self.clock.elapsed)
+        self.saver = CheckpointSaver(run, self.step, log, state=saved)
+        self.logged = log.rewind(self.first, validated=not checkpoint or state.validation_loss is not None)
+        if not checkpoint:  # nothing is due before the first step
+            self.logged |= {"validation", "sample", "checkpoint"}
+        slow = "this Mac is in Low Power Mode, which slows training down" if platform.low_power_mode() else None
+        self.warnings = [w for w in (*self.throttle.unsupported(), environment_warning, slow) if w]
+        start_workers(run, self.step, self.first, self.group)
+        self.clock.lap(None, self.first)
+
+    def train(
+        self, should_stop: Callable[[], bool], on_step: Callable[[Step, LoadedModel], None] | None
+    ) -> Iterator[Event]:
+        """Run the remaining steps."""
+        clock, saver, tokens_per_step = self.clock, self.saver, self.run.settings.tokens_per_step
+        asleep = seconds_asleep()
+        yield self.started()
+        for message in self.warnings:
+            yield TrainingWarning(self.first, message)
+        with closing(prefetch(self.batches.read, count(self.first + 1))) as batches:
+            while True:
+                is_last = self.finished == clock.steps
+                if should_stop() and not is_last:  # what is due now, a resumed run does first
+                    yield from self.save(None, wait=lambda: False)
+                    yield Stopped(self.finished, self.run.path)
+                    return
+
+                # Validation, sample and checkpoint, if they are due after the last finished step
+                validation = self.validate() if self.is_due("validation") else None
+                if validation:
+                    yield validation
+                if sampled := self.is_due("sample"):
+                    yield self.sample()
+                if validation or sampled:  # their buffers have other sizes than those of a step
+                    mx.clear_cache()
+                clock.lap("validation" if validation else "sample" if sampled else None, self.finished)
+                if self.is_due("checkpoint") or (validation and (validation.best or self.finished == saver.saved_step)):
+                    self.data_check.result()
+                    clock.lap(None, self.finished)
+                    saved_step = saver.saved_step
+                    yield from self.save(validation, wait=should_stop if is_last else None)
+                    clock.lap("save" if saver.saved_step != saved_step else None, self.finished)
+                if is_last:
+                    break
+
+                # Rest or pause, as the power policy says. The time of pauses doesn't count.
+                paused = self.throttle.paused
+                for event in self.throttle.between_steps(self.finished, should_stop):
+                    if isinstance(event, Paused):  # which may end with an empty battery
+                        yield from self.save(None)
+                        mx.clear_cache()
+                    yield event
+                clock.exclude_pause(self.throttle.paused - paused)
+                if should_stop():
+                    continue
+
+                # Forward, backward, gradient clipping and update, on all ranks
+                self.current += 1
+                if self.data_check.done():
+                    self.data_check.result()
+                learning_rate, step_batches = clock.learning_rate(self.finished), next(batches)
+                try:
+                    self.group.broadcast_object(learning_rate)
+                    with clock.measure_step():
+                        loss, grad_norm = self.step(step_batches, learning_rate)
+                        eval_arrays(loss, grad_norm, self.step.state)
+                except RankLostError as lost:  # it has changed nothing
+                    yield from self.save(None)
+                    raise self.rank_lost_error(lost) from None
+                if problem := self.spike_detector.problem(loss.item(), grad_norm.item()):
+                    raise self.divergence_error(problem)
+                self.finished = self.current
+                memory = platform.process_memory() if ON_CPU else mx.get_peak_memory()
+                step = Step(
+                    self.finished, clock.steps, self.finished * tokens_per_step, loss.item(), learning_rate,
+                    grad_norm.item(), clock.rate(tokens_per_step), clock.step_seconds,
+                    clock.seconds_left(self.finished), memory,
+                )  # fmt: skip
+                yield step
+                if self.finished == self.first + 1:
+                    limit_buffer_cache()
+                before, asleep = asleep, seconds_asleep()
+                if asleep - before > _MIN_SLEEP_SECONDS:  # all clocks of the run stood still
+                    slept = f"this machine slept for {human_seconds(asleep - before)}, which is no training time"
+                    yield TrainingWarning(self.finished, slept)
+                clock.lap("step", self.finished)
+                if on_step is not None:
+                    with self.evaluation_model() as lm:
+                        on_step(step, lm)
+                    clock.lap(None, self.finished)
+        yield self.result()
+
+    def started(self) -> Started:
+        """Return the event that begins the run."""
+        config, settings, steps, batches = self.run.config, self.run.settings, self.clock.steps, self.batches
+        # Under a causal mask a token attends to half of the sequence, on average.
+        flops = config.flops_per_token(settings.max_seq_length // 2, training=True)
+        return Started(
+            self.first, steps, config.parameter_count(), settings.tokens_per_step, batches.epoch_at(steps), flops,
+            batches.epochs(steps), batches.dropped_fraction, batches.padding, self.step.micro_batches,
+        )  # fmt: skip
+
+    def is_due(self, event: str) -> bool:
+        """Whether a "validation", "sample" or "checkpoint" is due after the last finished step."""
+        step, steps = self.finished, self.clock.steps
+        if step == self.first and event in self.logged:
+            return False
+        if event == "validation":
+            return self.clock.should_validate(step)
+        if event == "checkpoint":
+            return step > self.first and self.saver.is_due(step, steps, self.clock.elapsed)
+        every = self.run.settings.sample_every
+        return every > 0 and step > 0 and (step == steps or step % every == 0)
+
+    def validate(self) -> Validation:
+        """Measure the loss on validation data, with the EMA weights if there are any."""
+        settings = self.run.settings
+        with self.step.ema_weights():
+            rows = -(-settings.batch_size // self.step.micro_batches)
+            sizes = settings.max_seq_length, rows, settings.eval_tokens
+            masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
+            result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
+        if not math.isfinite(result.loss):
+            raise self.divergence_error(f"the validation loss is {result.loss}")
+        best = self.best or {"loss": math.inf}
+        is_best = result.loss < best["loss"]
+        if is_best:
+            best = self.best = {"step": self.finished, "loss": result.loss, "bits_per_byte": result.bits_per_byte}
+        # A run too short for the spike detector
+        uniform, threshold = math.log(self.run.config.vocab_size), settings.spike_threshold
+        if self.finished == self.clock.steps and threshold and best["loss"] > uniform + threshold:
+            problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
+            raise self.divergence_error(problem)
+        tokens = self.finished * settings.tokens_per_step
+        return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best)
+
+    def sample(self) -> Sample:
+        """Generate a sample text with a fixed seed, with the EMA weights if there are any."""
+        settings, tokenizer = self.run.settings, self.tokenizer
+        prompt = tokenizer.encode(settings.sample_prompt) if settings.sample_prompt else []
+        if not prompt:  # the token that begins texts: BOS or EOS
+            prompt = [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
+        with self.evaluation_model() as lm:
+            text = generate(lm, prompt, max_tokens=settings.sample_tokens, temperature=0.8, seed=settings.seed).text
+        return Sample(self.finished, settings.sample_prompt, text)
+
+    @contextmanager
+    def evaluation_model(self) -> Iterator[LoadedModel]:
+        """The model to generate with: without dropout, and with the EMA weights if there are any."""
+        self.peak_memory = max(self.peak_memory, mx.get_peak_memory())  # generating resets the counter
+        self.model.eval()
+        try:
+            with self.step.ema_weights():
+                yield LoadedModel(self.model, self.tokenizer, self.run.config, self.run.path)
+        finally:
+            self.model.train()
+
+    def save(self, validation: Validation | None, wait: Callable[[], bool] | None = None) -> Iterator[Event]:
+        """Save a checkpoint of the last finished step, if it is not saved yet. Raises DataError for changed data.
+
+        Args:
+            validation: That of this step, if there was one.
+            wait: While the disk is full, pause until this returns True; None: go on, the checkpoint is postponed.
+        """
+        self.data_check.result()
+        loss, spikes = validation.loss if validation else None, self.spike_detector
+        state = TrainState(
+            self.finished, **self.clock.state, validation_loss=loss, best=self.best, healthy=spikes.healthy,
+            spike_detector=spikes.state,
+        )  # fmt: skip
+        if wait is not None:
+            yield from self.saver.save_final(state, validation is not None, self.throttle, wait)
+        elif event := self.saver.save(state, validation is not None):
+            yield event
+
+    def result(self) -> Finished:
+        """Return the event that ends the run."""
+        rate = self.clock.rate(self.run.settings.tokens_per_step) if self.finished > self.first else None
+        best, memory = self.best or {}, max(self.peak_memory, mx.get_peak_memory())
+        loss, bits = best.get("loss"), best.get("bits_per_byte")
+        return Finished(self.finished, self.clock.step_seconds, rate, loss, bits, memory, self.run.path)
+
+    def rank_lost_error(self, lost: RankLostError) -> TrainingError:
+        """Return the error that ends a run whose other rank is lost."""
+        saved_step = self.saver.saved_step
+        saved = f"step {saved_step} is saved" if saved_step else "nothing is saved yet"
+        return TrainingError(f"stopped in step {self.current}: {lost.message}; {saved}", self.run.resume_command)
+
+    def divergence_error(self, problem: str) -> TrainingError:
+        """Return the error that ends a run whose loss spiked or is not finite."""
+        good = self.run.last_good()
+        where = f"the last good checkpoint is {good}" if good else "there is no good checkpoint yet"
+        hint = f"a new run with a lower --learning-rate than {self.run.settings.learning_rate:g} or more --warmup-steps"
+        return TrainingError(f"stopped at step {self.current}: {problem}; {where}", hint)
+
+
+@contextmanager
+def _check_shards(data: Path) -> Iterator[Future[None]]:
+    """Compare the token shards in `data` with their digests, in a thread, while the first steps are trained.
+
+    Protects from training on changed data: nothing is saved before the check has passed. Its result is a DataError, or
+    None.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, "check data") as pool:
+        try:
+            yield pool.submit(verify_shards, data, stop.is_set)
+        finally:
+            stop.set()
+
+
+class SpikeDetector:
+    """Finds 15 of the last 20 losses above a limit: the lowest median of 100 losses so far, and a margin.
+
+    The margin is `threshold`, or twice the distance from the median of these 100 losses to their 90th percentile if
+    that is more: with a batch size of 1, losses differ by more than a nat. (The median absolute deviation is too small
+    where most losses are near 0 and a third is not.) Before 100 losses the limit is `threshold` above the loss of a
+    uniform distribution, or above the first loss if that is higher.
+
+    Args:
+        threshold: Nats; 0: only detect losses that are not finite.
+        uniform_loss: Loss of a uniform distribution over the vocabulary, in nats.
+        state: The `state` of an earlier detector.
+    """
+
+    def __init__(self, threshold: float, uniform_loss: float, state: dict[str, Any] | None = None):
+        state = state or {}
+        self._threshold, self._uniform_loss = threshold, uniform_loss
+        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=_WINDOW)
+        self._limit: float | None = state.get("limit")
+
+    def problem(self, loss: float, grad_norm: float) -> str | None:
+        """Add the loss and the gradient's norm of a step. Returns what is wrong, if anything."""
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            return f"the loss is {loss} and the gradient's norm {grad_norm}"
+        if loss == grad_norm == 0:  # a step without a token to learn, see `TrainStep`
+            return None
+        self._losses.append(loss)
+        if self._limit is None:
+            self._limit = max(loss, self._uniform_loss) + self._threshold
+        if self._threshold and (count := self._count_above(self._limit)) >= _TOO_MANY:
+            return f"the loss rose to {loss:.2f}: {count} of the last {_RECENT} steps are above {self._limit:.2f}"
+        if len(self._losses) == _WINDOW:
+            middle, high = median(self._losses), sorted(self._losses)[int(0.9 * _WINDOW)]
+            self._limit = min(self._limit, middle + max(self._threshold, 2 * (high - middle)))
+        return None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether most losses are clearly below the limit: a checkpoint saved now is a good one."""
+        if self._limit is None or not self._threshold:
+            return True
+        return self._count_above(self._limit - self._threshold / 2) < _RECENT / 2
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state, as JSON values."""
+        return {"losses": list(self._losses), "limit": self._limit}
+
+    def _count_above(self, limit: float) -> int:
+        return sum(loss > limit for loss in list(self._losses)[-_RECENT:])

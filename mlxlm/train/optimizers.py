@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxlm.backend.mlx import mx, optim
+from mlxlm.config import ModelConfig
 from mlxlm.config.optimizers import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
-    from mlxlm.train.settings import TrainSettings
+from mlxlm.train.settings import TrainSettings
 
 _MUON_MOMENTUM = 0.95  # Jordan et al. 2024; Liu et al. 2025
 _MUON_UPDATE_RMS = 0.2  # of an AdamW update, usually between 0.2 and 0.4 (Liu et al. 2025, 2.2)

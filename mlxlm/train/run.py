@@ -6,9 +6,9 @@ import fcntl
 import hashlib
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,44 @@ from mlxlm.report.log_entries import LOG_FILE, read_log_entries
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
-from mlxlm.train.train_state import TrainState
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
 from mlxlm.utils.files import atomic_new_folder, commit_file, same_file, stage_copy
 from mlxlm.utils.json_files import read_json, write_json
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"  # of a checkpoint
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint remembers of a run after step `step`, besides arrays: its `state.json`.
+
+    Attributes:
+        step: The last finished step; 0 before the first.
+        seconds: Time spent in steps, without pauses.
+        steps: Number of steps of the run, or with a time limit an estimate; None: as in the settings. See `RunClock`.
+        elapsed: Seconds of wall-clock time without pauses. See `RunClock`.
+        next_validation: The value of `elapsed` at which the next validation is due. See `RunClock`.
+        validation_loss: Nats per token; None if this step was not validated.
+        best: `step`, `loss` and `bits_per_byte` of the best validation so far.
+        healthy: Whether the loss was normal. See `SpikeDetector`.
+        spike_detector: State of the `SpikeDetector`.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    steps: int | None = None
+    elapsed: float = 0.0
+    next_validation: float = 0.0
+    validation_loss: float | None = None
+    best: dict[str, Any] | None = None
+    healthy: bool = True
+    spike_detector: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
+        """Read the entries of a `state.json`; it also has the settings, the environment and digests."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 @dataclass(frozen=True)
@@ -239,15 +270,18 @@ class Run:
         if not same_file(best / MODEL_FILE, self.path / MODEL_FILE):
             commit_file(stage_copy(best / MODEL_FILE, self.path / MODEL_FILE), self.path / MODEL_FILE)
 
+    def clean_up_after_crash(self) -> None:
+        """Delete what a save left that was killed, and make the best checkpoint the run's `model.safetensors`."""
+        for partial_folder in (self.path / "checkpoints").glob(".step-*"):
+            shutil.rmtree(partial_folder, ignore_errors=True)
+        self.update_model()
+
     def load_checkpoint(self, step: TrainStep) -> dict[str, Any]:
         """Load the last checkpoint into `step` and return its `state.json`; {} if there is no checkpoint yet.
 
         Raises:
             CheckpointError: Naming the file, and the checkpoint before it.
         """
-        for partial_folder in (self.path / "checkpoints").glob(".step-*"):  # of a save that was killed
-            shutil.rmtree(partial_folder, ignore_errors=True)
-        self.update_model()  # a crash may have come between a checkpoint and this
         checkpoints = self.checkpoints()
         if not checkpoints:
             return {}

@@ -14,7 +14,7 @@ from mlxlm.train.lr_schedules import LR_SCHEDULES
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
-REPEAT_PLAN_FILE = "repeat_plan.json"
+REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
 _MAX_NUMBER = 1e9  # far below the largest float32, because optimizers square
 _SIZES = ("steps", "batch_size", "max_seq_length", "grad_accumulation_steps", "eval_tokens", "sample_tokens")
 _COUNTS = ("warmup_steps", "eval_every", "save_every", "sample_every", "seed")

@@ -3,51 +3,82 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
+from mlxlm.checkpoint import open_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches
+from mlxlm.data import (
+    CHAT_TEMPLATE,
+    DataOptions,
+    Manifest,
+    TokenDataset,
+    TrainBatches,
+    prepare,
+    total_bytes,
+    training_texts,
+)
+from mlxlm.data.manifest import is_prepared
+from mlxlm.data.sources import unseekable_source
 from mlxlm.plan.textbook import compute_optimal_tokens
-from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.auto_size import auto_size, guess_vocab_size
+from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.train.budget import (
     MEASURING_LABEL,
     TRAINING_FRACTION,
     Budget,
+    auto_size,
     batch_settings,
+    guess_vocab_size,
     min_rows,
     seconds_per_token,
     time_limit_settings,
 )
-from mlxlm.train.events import Forecast, ModelSizeChosen
-from mlxlm.train.log import RunLog
+from mlxlm.train.events import Forecast, ModelSizeChosen, RunLog, TextLimited
 from mlxlm.train.memory_limits import check_memory, fits_memory
 from mlxlm.train.optimizers import default_learning_rate, default_weight_decay
 from mlxlm.train.run import Run
-from mlxlm.train.run_data import (
-    Phase,
-    TokenizerOptions,
-    as_data_options,
-    as_tokenizer_options,
-    check_shards,
-    check_sources,
-    existing_tokenizer,
-    limit_text,
-    no_phase,
-    prepare_shards,
-    train_tokenizer,
-)
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step_benchmark import BENCHMARK_LABEL, MIN_STEPS_TO_BENCHMARK, probe
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from mlxlm.utils.files import check_not_exists, working_folder
 
 DEVICE_DTYPE = "float32" if ON_CPU else "bfloat16"  # MLX's 16-bit products on a CPU are many times slower
+PREPARATION_FRACTION = 0.15  # of the time of a run, at most, for its tokenizer and its tokens
+_SAMPLE_BYTES = 1 << 18  # of text, to measure the speed of preparing it
+_MIN_BYTES_PER_SECOND = 30_000  # of the time of a run: this much text is prepared in time on any machine
+Phase = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+
+
+class TooFewTokensError(DataError):
+    """The text is shorter than one sequence."""
+
+
+def no_phase(_label: str, _total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+    """Show nothing: the default for `phase`."""
+    return nullcontext(lambda _n: None)
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The tokenizer of a run.
+
+    Attributes:
+        path: Folder or file of a tokenizer. None: that of the prepared data, or train one on the text.
+        tokenizer_type: Type of the tokenizer to train: "byte-level" or "sentencepiece".
+        vocab_size: Vocabulary size of the tokenizer to train. None: the configuration's, or as much as the text
+            supports.
+    """
+
+    path: str | Path | None = None
+    tokenizer_type: str = "byte-level"
+    vocab_size: int | None = None
 
 
 def start_run(
@@ -63,7 +94,8 @@ def start_run(
 ) -> Run:
     """Make the run directory `out`, ready for `train`.
 
-    A run of 100 steps or more, or with a time limit, is benchmarked: its log begins with a Forecast.
+    The text is read twice: to train a tokenizer, if none is given, and to tokenize it. A run of 100 steps or more, or
+    with a time limit, is benchmarked: its log begins with a Forecast.
 
     Args:
         out: The new folder.
@@ -88,34 +120,50 @@ def start_run(
     check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
     data, options = as_data_options(data), as_tokenizer_options(tokenizer)
     budget, values = merge_budget(budget, minutes, settings)
-    if config is None and budget.minutes is None:
+    timed, processes = budget.minutes is not None, budget.num_processes
+    if config is None and not timed:
         raise ConfigError("there is no model, and no time to choose one by", "a preset, or minutes")
     seed = TrainSettings.provisional(values).seed
     prepared = check_sources(data, options)
 
-    existing = existing_tokenizer(options, prepared)
-    vocab_size = existing.vocab_size if existing else _vocab_size_to_train(options, config, data, budget)
-    token_seconds = None if config is None else check_feasible(config, vocab_size, values, budget, phase)
+    # Tokenizer: its size decides the size of the model, which must fit the memory and the time
+    run_tokenizer = existing_tokenizer(options, prepared)
+    if run_tokenizer is not None:
+        vocab_size = run_tokenizer.vocab_size
+    elif options.vocab_size is not None:
+        vocab_size = options.vocab_size
+    elif config is not None:
+        vocab_size = config.vocab_size
+    else:
+        vocab_size = guess_vocab_size(budget.compute_seconds_left() * processes, data.sources)
+    token_seconds = None
+    if config is not None:
+        draft = TrainSettings.provisional(values).per_process(processes)
+        draft = replace(draft, batch_size=1) if timed else draft  # the batch size may follow from the time
+        no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        untrained = _model_to_train(config.with_changes(vocab_size=vocab_size, **no_special_tokens), draft)
+        if timed:
+            with phase(MEASURING_LABEL, None):
+                token_seconds = seconds_per_token(untrained, budget.compute_seconds_left(), values, processes)
     limited = None
-    if budget.minutes is not None and not prepared:
+    if timed and not prepared:
 
         def prepare_sample(sample: DataOptions, folder: Path) -> None:
             fewer = replace(options, vocab_size=None)  # a sample may not support as many tokens
-            prepare_shards(sample, existing or train_tokenizer(sample, fewer, vocab_size, seed), folder, seed)
+            prepare_shards(sample, run_tokenizer or train_tokenizer(sample, fewer, vocab_size, seed), folder, seed)
 
         data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
-    run_tokenizer = existing or train_tokenizer(data, options, vocab_size, seed, phase)
+    run_tokenizer = run_tokenizer or train_tokenizer(data, options, vocab_size, seed, phase)
 
     with working_folder(out) as workspace:
         shards = prepared or prepare_shards(data, run_tokenizer, workspace / "data", seed, phase)
-        config, values, choice = choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
+        config, values, choice = _choose_model(config, values, shards, run_tokenizer, budget, token_seconds, phase)
         draft = TrainSettings.provisional(values)
         values.setdefault("learning_rate", default_learning_rate(config, draft.optimizer))
-        if budget.minutes is None:
+        if not timed:
             values["steps"] = budget.steps or steps_for(budget.tokens, config, draft)
-        num_rows = count_rows(shards, draft)
-        final_settings, forecast = finalize_settings(config, values, shards, num_rows, budget, phase)
-        run = Run.create(out, config, final_settings, run_tokenizer, shards, move_data=not prepared)
+        final, forecast = finalize_settings(config, values, shards, count_rows(shards, draft), budget, phase)
+        run = Run.create(out, config, final, run_tokenizer, shards, move_data=not prepared)
     RunLog(run.log_file).record(limited, choice, forecast)
     return run
 
@@ -143,38 +191,7 @@ def set_default_dtype(values: dict[str, Any]) -> None:
         raise ConfigError(f"a CPU computes {values['dtype']} products many times slower than float32", hint)
 
 
-def _vocab_size_to_train(
-    options: TokenizerOptions, config: ModelConfig | None, data: DataOptions, budget: Budget
-) -> int:
-    """Return the vocabulary size of a tokenizer to train: of the options, of the configuration, or by the time."""
-    if options.vocab_size is not None:
-        return options.vocab_size
-    if config is not None:
-        return config.vocab_size
-    seconds = budget.compute_seconds_left() * budget.num_processes
-    return guess_vocab_size(seconds, data.sources, data.text_column, data.on_bad_input)
-
-
-def check_feasible(
-    config: ModelConfig, vocab_size: int, values: Mapping[str, Any], budget: Budget, phase: Phase
-) -> float | None:
-    """Raise ConfigError if the model takes more memory or more time than there is, before the data is prepared.
-
-    Returns:
-        The measured training time per token if there is a time limit.
-    """
-    settings = TrainSettings.provisional(values).per_process(budget.num_processes)
-    if budget.minutes is not None:
-        settings = replace(settings, batch_size=1)  # the batch size may follow from the time
-    no_special_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = _model_to_train(config.with_changes(vocab_size=vocab_size, **no_special_tokens), settings)
-    if budget.minutes is None:
-        return None
-    with phase(MEASURING_LABEL, None):
-        return seconds_per_token(config, budget.compute_seconds_left(), values, budget.num_processes)
-
-
-def choose_model(
+def _choose_model(
     config: ModelConfig | None,
     values: dict[str, Any],
     shards: Path,
@@ -187,8 +204,8 @@ def choose_model(
 
     Also gives the tokenizer a chat template if the data has conversations.
     """
-    manifest, choice, fixed_batch_size = Manifest.read(shards), None, "batch_size" in values
-    seconds, processes = budget.compute_seconds_left(), budget.num_processes
+    manifest, choice = Manifest.read(shards), None
+    seconds, processes, fits_batch = budget.compute_seconds_left(), budget.num_processes, "batch_size" not in values
     if config is None:
         with phase("choosing a model", None):
             tokens, law = manifest.train.tokens, budget.scaling_law
@@ -201,8 +218,13 @@ def choose_model(
         "pad_token_id": tokenizer.pad_token_id,
     }
     config = config.with_changes(vocab_size=tokenizer.vocab_size, **ids)
-    if budget.minutes is not None and not fixed_batch_size:
-        values["batch_size"] = _fitting_batch_size(config, values, budget, phase)
+    if budget.minutes is not None and fits_batch:  # large enough to use all cores, small enough for the memory
+        if values["batch_size"] < platform.cpu_cores():
+            with phase(MEASURING_LABEL, None):
+                values["batch_size"] = max(values["batch_size"], min_rows(config, values))
+        draft = TrainSettings.provisional(values).per_process(processes)
+        while values["batch_size"] > 1 and not fits_memory(config, replace(draft, batch_size=values["batch_size"])):
+            values["batch_size"] //= 2
     settings = TrainSettings.provisional(values)
     config = _model_to_train(config, settings.per_process(processes))
     check_shards(manifest, tokenizer, settings.max_seq_length, shards)
@@ -219,18 +241,6 @@ def _model_to_train(config: ModelConfig, settings: TrainSettings) -> ModelConfig
     config = config.with_changes(max_position_embeddings=settings.max_seq_length, quantization=None)
     check_memory(config, settings)
     return config
-
-
-def _fitting_batch_size(config: ModelConfig, values: Mapping[str, Any], budget: Budget, phase: Phase) -> int:
-    """Return the batch size, raised to use all cores and lowered to fit the memory."""
-    batch_size = values["batch_size"]
-    if batch_size < platform.cpu_cores():
-        with phase(MEASURING_LABEL, None):
-            batch_size = max(batch_size, min_rows(config, values))
-    settings = TrainSettings.provisional(values).per_process(budget.num_processes)
-    while batch_size > 1 and not fits_memory(config, replace(settings, batch_size=batch_size)):
-        batch_size //= 2
-    return batch_size
 
 
 def count_rows(shards: Path, settings: TrainSettings) -> int:
@@ -269,3 +279,113 @@ def steps_for(tokens: float | None, config: ModelConfig, settings: TrainSettings
     """Return the steps that see `tokens`; by default as many as are compute-optimal for the model."""
     total = compute_optimal_tokens(config.parameter_count()) if tokens is None else tokens
     return max(1, -(-int(total) // settings.tokens_per_step))
+
+
+def as_data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:
+    """Return `data` as DataOptions; paths are the sources."""
+    return data if isinstance(data, DataOptions) else DataOptions(data)
+
+
+def as_tokenizer_options(tokenizer: TokenizerOptions | str | Path | None) -> TokenizerOptions:
+    """Return `tokenizer` as TokenizerOptions."""
+    return tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
+
+
+def prepared_source(sources: Sequence[str | Path]) -> Path | None:
+    """Return the folder of prepared data that `sources` consists of; None for text.
+
+    Raises:
+        DataError: Prepared data is mixed with other sources.
+    """
+    folders = [Path(s) for s in sources if is_prepared(s)]
+    if folders and len(sources) > 1:
+        hint = "it alone, or text files"
+        raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", hint)
+    return folders[0] if folders else None
+
+
+def check_sources(data: DataOptions, tokenizer: TokenizerOptions) -> Path | None:
+    """Return the folder of prepared data, or None for text. Raises DataError for options that contradict it."""
+    prepared = prepared_source(data.sources)
+    if prepared and data.validation:
+        raise DataError(f"{prepared} is prepared already, with its own validation part", "mlxlm prepare --validation")
+    if prepared and data.weights:
+        raise DataError(f"{prepared} is prepared already, with its own weights", "mlxlm prepare PATH=WEIGHT ...")
+    if (stream := unseekable_source(data.sources)) is not None and tokenizer.path is None:
+        hint = "a file, or mlxlm pretrain --tokenizer PATH"
+        raise DataError(f"{stream} can be read only once, so it can't train a tokenizer too", hint)
+    return prepared
+
+
+def existing_tokenizer(options: TokenizerOptions, prepared: Path | None) -> Tokenizer | None:
+    """Load the tokenizer at `options.path` or of the prepared data; None if one has to be trained."""
+    if options.path is not None:
+        return open_tokenizer(options.path)
+    return load(prepared / "tokenizer") if prepared else None
+
+
+def train_tokenizer(
+    data: DataOptions, options: TokenizerOptions, vocab_size: int, seed: int, phase: Phase = no_phase
+) -> Tokenizer:
+    """Train a tokenizer on the text that `prepare` trains on, without what it holds out for validation.
+
+    `vocab_size` is reduced if the text doesn't support it, unless `options.vocab_size` asks for it.
+    """
+    label = f"training a {options.tokenizer_type} tokenizer of {vocab_size} tokens"
+    with phase(label, num_bytes(data, data.sources)) as advance:
+        texts = training_texts(data, seed=seed, progress=advance)
+        return train(texts, vocab_size, options.tokenizer_type, exact=options.vocab_size is not None)
+
+
+def limit_text(
+    data: DataOptions, seconds: float, prepare_sample: Callable[[DataOptions, Path], Any], phase: Phase = no_phase
+) -> tuple[DataOptions, TextLimited | None]:
+    """Return `data` with as much of its text as can be prepared in a part of `seconds`, and an event if that isn't all.
+
+    Args:
+        data: The text.
+        seconds: Until the end of the run.
+        prepare_sample: Prepares a sample of the text in a new folder, as all of it would be.
+        phase: See `start_run`.
+    """
+    total = None if unseekable_source(data.sources) else total_bytes([*data.sources, *data.validation])
+    if total is None or total <= max(_SAMPLE_BYTES, _MIN_BYTES_PER_SECOND * seconds):
+        return data, None
+    sample = _SAMPLE_BYTES / total
+    with phase("measuring the speed of preparing text", None), TemporaryDirectory() as folder:
+        start = time.monotonic()
+        prepare_sample(replace(data, fraction=sample), Path(folder, "data"))
+        sample_seconds = time.monotonic() - start
+    fraction = max(sample, sample * PREPARATION_FRACTION * seconds / sample_seconds)
+    if fraction >= 1:
+        return data, None
+    return replace(data, fraction=fraction), TextLimited(round(fraction * total), total)
+
+
+def num_bytes(data: DataOptions, paths: Sequence[str | Path]) -> int | None:
+    """Return the bytes of `paths` that are read; None if stdin is among them."""
+    total = total_bytes(paths)
+    return None if total is None else round(data.fraction * total)
+
+
+def prepare_shards(data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, phase: Phase = no_phase) -> Path:
+    """Tokenize the text into the folder `out`, and return `out`."""
+    with phase("preparing tokens", num_bytes(data, [*data.sources, *data.validation])) as advance:
+        prepare(data, tokenizer, out, seed=seed, progress=advance)
+    return out
+
+
+def check_tokenizer(manifest: Manifest, tokenizer: Tokenizer, data: Path) -> None:
+    """Raise DataError if the shards in `data` were made with another tokenizer."""
+    if manifest.fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{data} was prepared with another tokenizer", "the one it was prepared with")
+
+
+def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, data: Path) -> None:
+    """Raise DataError if the shards in `data` were made with another tokenizer, or have too few tokens."""
+    check_tokenizer(manifest, tokenizer, data)
+    if (tokens := manifest.train.tokens) < max_seq_length + 1:
+        hint = f"--max-seq-length {tokens - 1}, or more text" if tokens > 2 else "more text"
+        raise TooFewTokensError(f"the text has {tokens} tokens, less than one sequence of {max_seq_length}", hint)
+    if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
+        raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

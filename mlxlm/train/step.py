@@ -18,7 +18,7 @@ from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
-from mlxlm.train.distributed.process_group import ProcessGroup
+from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.optimizers import make_optimizer
 from mlxlm.train.settings import TrainSettings
 
@@ -90,7 +90,6 @@ class TrainStep:
         self._ema = (
             {name: mx.array(weight) for name, weight in self._parameters().items()} if settings.ema_decay else {}
         )
-        mx.random.seed(settings.seed)
         self._compiled_step = mx.compile(self._step, inputs=self.state, outputs=self.state)
         # With several ranks or CPU cores: gradients and update apart
         random = mx.random.state
@@ -127,9 +126,9 @@ class TrainStep:
         _set_random_key(keys[self.process_group.rank])  # another dropout on each rank
         # Outside the compiled graph: no weight is changed before all sums have arrived.
         sums = [self._compiled_sums(_arrays(batches))] if self._workers is None else self._workers(batches)
-        total = self.process_group.all_reduce(_add(sums))
+        mean = self.process_group.average(_add(sums))
         _set_random_key(next_key)
-        return self._compiled_update([total], learning_rate)
+        return self._compiled_update([mean], learning_rate)
 
     @property
     def environment(self) -> dict[str, Any]:

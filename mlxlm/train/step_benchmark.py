@@ -19,8 +19,8 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import Batch, TokenDataset
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.model import Decoder
-from mlxlm.train.deadline import num_validations
 from mlxlm.train.events import Forecast
+from mlxlm.train.run_clock import num_validations
 from mlxlm.train.settings import TrainSettings
 from mlxlm.train.step import TrainStep
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.config.numbers import is_number
@@ -48,15 +47,14 @@ class Throttle:
 
     Args:
         power: When to rest and pause.
-        peer_status: Returns what the other ranks report as "on_battery" and "thermal_state": all rest if one has to.
 
     Attributes:
         paused: Total seconds of pauses.
     """
 
-    def __init__(self, power: PowerPolicy, peer_status: Callable[[str], list[Any]]):
+    def __init__(self, power: PowerPolicy):
         self.paused = 0.0
-        self._power, self._peer_status = power, peer_status
+        self._power = power
         self._checked_at, self._working_since = -float("inf"), time.monotonic()
         self._reasons: dict[str, str] = {}  # by action: why it is needed now
         self._slow_since: tuple[str, float] | None = None  # reason and time
@@ -65,9 +63,9 @@ class Throttle:
     def unsupported(self) -> list[str]:
         """Return a warning for each part of the policy that this machine can't follow."""
         warnings = []
-        if self._power.on_battery != "ignore" and self._on_battery() is None:
+        if self._power.on_battery != "ignore" and platform.on_battery() is None:
             warnings.append(f"this machine has no battery: --on-battery {self._power.on_battery} has no effect")
-        if self._power.on_heat != "ignore" and self._thermal_state() is None:
+        if self._power.on_heat != "ignore" and platform.thermal_state() is None:
             warnings.append(f"this machine reports no temperatures: --on-heat {self._power.on_heat} has no effect")
         return warnings
 
@@ -125,18 +123,10 @@ class Throttle:
             self._checked_at, self._reasons = time.monotonic(), {}
             if self._power.on_heat != "ignore":
                 # From hot until cool again: between the two it would start and stop all the time.
-                thermal_state = self._thermal_state()
+                thermal_state = platform.thermal_state()
                 self._hot = thermal_state == "hot" or self._hot and thermal_state == "warm"
                 if self._hot:
                     self._reasons[self._power.on_heat] = "the machine is hot"
-            if self._power.on_battery != "ignore" and self._on_battery():
+            if self._power.on_battery != "ignore" and platform.on_battery():
                 self._reasons[self._power.on_battery] = "the machine runs on battery"
         return "pause" not in self._reasons
-
-    def _on_battery(self) -> bool | None:
-        known = [x for x in (platform.on_battery(), *self._peer_status("on_battery")) if x is not None]
-        return any(known) if known else None
-
-    def _thermal_state(self) -> str | None:
-        known = [platform.thermal_state(), *self._peer_status("thermal_state")]
-        return next((state for state in ("hot", "warm", "cool") if state in known), None)

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxlm.checkpoint import open_checkpoint, open_tokenizer
-from mlxlm.train.run_data import TokenizerOptions, existing_tokenizer
+from mlxlm.train.start import TokenizerOptions, existing_tokenizer
 from mlxlm.utils.errors import TokenizerError
 
 

@@ -12,6 +12,6 @@ from tests.train.conftest import new_run, tokenizer_folder  # noqa: F401
 def quick(monkeypatch):
     """No plots of single runs, no measurement of the machine, few bootstrap samples."""
     monkeypatch.setattr("mlxlm.train.run.plot_losses", lambda history, path: None)
-    monkeypatch.setattr("mlxlm.train.auto_size.measure_matmul", lambda **options: 50.0)
+    monkeypatch.setattr("mlxlm.train.budget.measure_matmul", lambda **options: 50.0)
     for name in ("fit_joint", "fit_power"):
         monkeypatch.setattr(scaling_analysis, name, partial(getattr(scaling_analysis, name), resamples=20))

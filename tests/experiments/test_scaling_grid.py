@@ -78,7 +78,7 @@ def test_too_large_models_are_rejected_early(start, tmp_path):
 
 
 def test_prepared_data(tmp_path, text_file, tokenizer_folder, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.auto_size._BENCHMARK_FRACTION", 0.0)
+    monkeypatch.setattr("mlxlm.train.budget._BENCHMARK_FRACTION", 0.0)
     from mlxlm.data import DataOptions, prepare
     from mlxlm.tokenizer import load, train
 

@@ -65,7 +65,7 @@ def test_preset_in_the_hint(monkeypatch):
 def test_memory_of_the_device(info, monkeypatch):
     """By a plan and by training; where nobody knows how much it is, by neither."""
     from mlxlm.train import TrainSettings
-    from mlxlm.train.auto_size import auto_size
+    from mlxlm.train.budget import auto_size
     from mlxlm.train.memory_limits import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
@@ -74,7 +74,7 @@ def test_memory_of_the_device(info, monkeypatch):
     monkeypatch.setattr(mlx, "ON_CPU", False)
     monkeypatch.setattr(device, "ON_CPU", False)
     monkeypatch.setattr(mx, "device_info", lambda: found)
-    monkeypatch.setattr("mlxlm.train.auto_size.measure_matmul", lambda **options: 50.0)
+    monkeypatch.setattr("mlxlm.train.budget.measure_matmul", lambda **options: 50.0)
     assert this_machine(measure=False).memory == memory + 9
     check_memory(config, settings)
     found[info] = memory - 9

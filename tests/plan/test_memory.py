@@ -6,6 +6,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
+from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.families import load_preset
 from mlxlm.plan import Training, training_memory
 from mlxlm.plan.memory import layer_bytes, optimizer_bytes
@@ -14,7 +15,7 @@ from tests.simulated_gpu import install
 SMALL = Training(batch_size=2, max_seq_length=64)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_bytes(optimizer):
     from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder

@@ -113,7 +113,7 @@ def test_a_run_with_progress_goes_on(simulated_gpu, finished, run, restarts):
 
 
 def test_a_run_that_was_asked_to_stop_does_not_go_on(simulated_gpu, run, restarts, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.trainer.start_step", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("mlxlm.train.ProcessGroup.broadcast_object", lambda *_: signal.raise_signal(signal.SIGINT))
     simulated_gpu.faults.failing_evaluations = {0}
     assert resume(run) == 1 and restarts == []
 

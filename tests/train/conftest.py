@@ -1,5 +1,6 @@
 """Runs on a tiny model and a short text."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -24,11 +25,22 @@ def tokenizer_folder(tmp_path_factory, tiny_tokenizer) -> Path:
 
 @pytest.fixture
 def new_run(tmp_path, text_file, tiny_config, tokenizer_folder):
-    def make(name: str, **settings) -> Run:
+    def make(name: str, data=None, config=None, **settings) -> Run:
+        model = tiny_config.with_changes(**(config or {}))
         values = {**QUICK, **settings}
-        return start_run(tmp_path / name, [text_file], tiny_config, tokenizer=tokenizer_folder, settings=values)
+        return start_run(tmp_path / name, data or [text_file], model, tokenizer=tokenizer_folder, settings=values)
 
     return make
+
+
+@pytest.fixture
+def two_sources(tmp_path, make_text):
+    """Two files of the same number of short documents."""
+    lines = make_text(6000).splitlines()
+    for name, part in (("a", lines[::2]), ("b", lines[1::2])):
+        rows = (json.dumps({"text": " ".join(part[i : i + 3])}) + "\n" for i in range(0, len(part), 3))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    return [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
 
 
 @pytest.fixture(scope="session")

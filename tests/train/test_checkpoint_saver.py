@@ -11,8 +11,8 @@ from mlxlm.model import Decoder
 from mlxlm.tokenizer import load
 from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Finished, Paused, Resumed, Step, Stopped, train
 from mlxlm.train.checkpoint_saver import CheckpointSaver, checkpoint_bytes
+from mlxlm.train.run import TrainState
 from mlxlm.train.step import TrainStep
-from mlxlm.train.train_state import TrainState
 from mlxlm.utils.errors import CheckpointError
 from tests.train.training_runs import contents, finish, read_log
 

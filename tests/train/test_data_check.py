@@ -1,17 +1,15 @@
-"""Checks of token shards in the background, on one rank and on several."""
+"""Checks of token shards in the background."""
 
 import json
-import re
 import threading
+from concurrent.futures import Future
 
 import pytest
 
 from mlxlm.data import DataOptions, prepare
 from mlxlm.data.shards import verify_shards
 from mlxlm.tokenizer import load
-from mlxlm.train import ProcessGroup, Step, train
-from mlxlm.train.data_check import DataCheck
-from mlxlm.train.distributed.worker import _Status
+from mlxlm.train import Step, train
 from mlxlm.utils.errors import DataError
 from tests.train.training_runs import finish, flip_byte
 
@@ -47,12 +45,13 @@ def test_training_starts_during_the_check_and_saving_waits(new_run, monkeypatch,
         if go.is_set():
             raise DataError(f"{folder} has changed")
 
-    def wait(check, real=DataCheck.wait):
-        go.set()
-        real(check)
+    def result(check, *timeout, real=Future.result):
+        if not check.done() and threading.current_thread() is threading.main_thread():
+            go.set()  # something waits for the check
+        return real(check, *timeout)
 
-    monkeypatch.setattr("mlxlm.train.data_check.verify_shards", slow)
-    monkeypatch.setattr(DataCheck, "wait", wait)
+    monkeypatch.setattr("mlxlm.train.loop.verify_shards", slow)
+    monkeypatch.setattr("mlxlm.train.loop.Future.result", result)
     steps = []
     with pytest.raises(DataError, match="has changed"):
         for event in train(run, load(run.path)):
@@ -72,36 +71,3 @@ def test_verify_shards_stops_on_request(stopped):
 
     verify_shards(stopped.data, should_stop)
     assert len(looked) == 1
-
-
-class Others(ProcessGroup):
-    """One of three ranks; `peer_status` are those of the others."""
-
-    def __init__(self, rank=0, peer_status=()):
-        super().__init__(rank, 3)
-        self.statuses = list(peer_status)
-
-    def peer_status(self, name):
-        return [status[name] for status in self.statuses if name in status]
-
-    wait_for_peer_status = peer_status
-
-
-def test_rank_0_waits_for_all_ranks(stopped):
-    others = Others(peer_status=[{"data_problem": ""}, {"data_problem": "rank 2: data/x has changed"}])
-    check = DataCheck(stopped.data, others)
-    for raises in (check.wait, check.raise_if_failed):
-        with pytest.raises(DataError, match="rank 2: data/x has changed .*same unchanged files on every machine"):
-            raises()
-    others.statuses = [{"data_problem": ""}] * 2
-    check.wait()
-    check.close()
-
-
-def test_other_ranks_report_their_check(stopped):
-    other, status = Others(rank=1), _Status(lambda: False)
-    for expected in ("", "rank 1: .*train-00000.bin has changed"):
-        status.data_check = DataCheck(stopped.data, other)
-        status.data_check._result.exception()
-        assert re.match(expected, status()["data_problem"])
-        flip_byte(stopped.data / "train-00000.bin")

@@ -7,7 +7,7 @@ import pytest
 
 from mlxlm.report.log_entries import read_log_entries
 from mlxlm.train import CheckpointNotSaved, CheckpointSaved, Sample, Step, Validation
-from mlxlm.train.log import RunLog
+from mlxlm.train.events import RunLog
 from mlxlm.utils.errors import CheckpointError
 
 
@@ -78,7 +78,7 @@ def test_full_disk_is_retried_once_a_second(tmp_path, monkeypatch):
     """All lines that wait are tried together: at each of many steps that would be quadratic work."""
     log, clock, disk = RunLog(tmp_path / "log.jsonl"), [0.0], {"room": 0, "error": errno.ENOSPC}
     opened, real = [], Path.open
-    monkeypatch.setattr("mlxlm.train.log.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("mlxlm.train.events.time.monotonic", lambda: clock[0])
     with monkeypatch.context() as full:
         full.setattr(
             Path, "open", lambda path, *args, **kwargs: opened.append(1) or FullFile(real(path, *args, **kwargs), disk)
@@ -121,7 +121,7 @@ def test_rewind_with_nothing_to_remove(tmp_path, monkeypatch):
     log = RunLog(tmp_path / "log.jsonl")
     log.record(step(1))
     log.record(step(2))
-    monkeypatch.setattr("mlxlm.train.log.atomic_write", None)
+    monkeypatch.setattr("mlxlm.train.events.atomic_write", None)
     assert log.rewind(2, validated=True) == {"step"}
     with pytest.raises(TypeError):
         log.rewind(1, validated=True)

@@ -11,7 +11,7 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
-from mlxlm.data import TrainBatches
+from mlxlm.data import DataOptions, Manifest, TrainBatches
 from mlxlm.evaluate import Evaluation
 from mlxlm.generation import generate
 from mlxlm.report import read_run
@@ -20,7 +20,7 @@ from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, V
 from mlxlm.train.events import Failed
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import CheckpointError, DataError, DeviceError, TrainingError
-from tests.train.training_runs import contents, finish, read_log
+from tests.train.training_runs import GPT2, contents, finish, read_log
 
 
 def logged(run: Run, event: str, *fields: str) -> list[tuple]:
@@ -28,15 +28,18 @@ def logged(run: Run, event: str, *fields: str) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("weights", "changes"),
     [
-        {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True},
-        {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9},
+        (None, {"dropout": 0.1, "grad_accumulation_steps": 2, "grad_checkpoint": True}),
+        (None, {"lr_schedule": "wsd", "save_every": 7, "optimizer": "muon", "ema_decay": 0.9}),
+        ([3, 1], {"packing": "best-fit", "document_mask": True}),
+        ([1, 1], {"document_mask": True, "grad_accumulation_steps": 2, "config": GPT2}),
     ],
 )
-def test_resume_is_bit_equal(new_run, changes):
+def test_resume_is_bit_equal(new_run, two_sources, weights, changes):
     """20 steps are 10, a resume and 10. The resumed run first does the validation that was due when it was stopped."""
-    whole, parts = new_run("whole", **changes), new_run("parts", **changes)
+    data = weights and DataOptions(two_sources, weights)
+    whole, parts = new_run("whole", data, **changes), new_run("parts", data, **changes)
     assert isinstance(finish(whole)[-1], Finished)
     events = finish(parts, stop_at=10)
     assert events[-1] == Stopped(10, parts.path) and not [e for e in events if isinstance(e, Validation)]
@@ -47,6 +50,19 @@ def test_resume_is_bit_equal(new_run, changes):
     for event in ("step", "validation"):
         assert logged(whole, event, "loss") == logged(parts, event, "loss")
     assert best_checkpoint(whole.path).name == best_checkpoint(parts.path).name
+
+
+def test_epochs_of_weighted_sources_and_of_padded_rows(new_run, two_sources):
+    def started(name, weights, **settings):
+        run = new_run(name, DataOptions(two_sources, weights), steps=12, **settings)
+        return run, next(train(run, load(run.path)))
+
+    _, mixed = started("mixed", [3, 1], packing="best-fit", document_mask=True)
+    assert set(mixed.epochs_by_source) == {"a.jsonl", "b.jsonl"} and mixed.dropped_fraction == 0 < mixed.padding < 0.1
+    assert mixed.epochs_by_source["a.jsonl"] > 2 * mixed.epochs_by_source["b.jsonl"]  # they have as many documents
+    run, whole = started("whole", None, document_mask=True, grad_accumulation_steps=2)
+    assert whole.epochs_by_source == {"train": whole.epochs} and whole.padding == 0 < whole.dropped_fraction < 0.02
+    assert whole.epochs == pytest.approx(12 * 4 * 2 * 32 / Manifest.read(run.data).train.tokens, rel=0.05)
 
 
 @pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.9, "dropout": 0.1}])
@@ -119,7 +135,7 @@ def test_last_good_checkpoint_is_before_the_loss_rose(new_run, monkeypatch):
 def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validation_loss):
     """A run of a few steps, in which the loss alone shows no divergence. Chance is ln 300 = 5.70 nats."""
     run, losses = new_run("run", steps=3, eval_every=2), iter([9.0, validation_loss])
-    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
+    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: Evaluation(next(losses), 1.0, 9))
     if validation_loss < np.log(300) + 1:
         assert finish(run)[-1].best_loss == validation_loss
         return
@@ -129,7 +145,7 @@ def test_a_run_that_ends_worse_than_chance_fails(new_run, monkeypatch, validatio
 
 def test_nan_validation_loss_stops_training(new_run, monkeypatch):
     run, nan = new_run("run", eval_every=2), Evaluation(float("nan"), float("nan"), 9)
-    monkeypatch.setattr("mlxlm.train.trainer.evaluate_dataset", lambda *_, **__: nan)
+    monkeypatch.setattr("mlxlm.train.loop.evaluate_dataset", lambda *_, **__: nan)
     with pytest.raises(TrainingError, match="stopped at step 2: the validation loss is nan"):
         finish(run)
     assert run.checkpoints() == []
@@ -248,7 +264,7 @@ def test_read_errors_end_the_run(new_run, monkeypatch):
 def test_time_asleep_is_reported_and_counts_nowhere(new_run, monkeypatch):
     """The clocks of a run stand still while the machine sleeps."""
     run, asleep = new_run("run", steps=4), iter([5.0, 5.0, 14.0, 7814.0, 7814.0])
-    monkeypatch.setattr("mlxlm.train.trainer.seconds_asleep", lambda: next(asleep))
+    monkeypatch.setattr("mlxlm.train.loop.seconds_asleep", lambda: next(asleep))
     events = finish(run)
     (warning,) = (e for e in events if isinstance(e, TrainingWarning))
     assert (warning.step, warning.message) == (3, "this machine slept for 2h10m, which is no training time")
@@ -256,6 +272,6 @@ def test_time_asleep_is_reported_and_counts_nowhere(new_run, monkeypatch):
 
 
 def test_low_power_mode_is_reported(new_run, monkeypatch):
-    monkeypatch.setattr("mlxlm.train.trainer.platform.low_power_mode", lambda: True)
+    monkeypatch.setattr("mlxlm.train.loop.platform.low_power_mode", lambda: True)
     warnings = [e.message for e in finish(new_run("run", steps=1)) if isinstance(e, TrainingWarning)]
     assert warnings == ["this Mac is in Low Power Mode, which slows training down"]

@@ -119,6 +119,7 @@ def test_loaded_state_continues_bit_equal(optimizer, tiny_config, tmp_path):
     def fresh() -> TrainStep:
         model = Decoder(tiny_config, dropout=0.1)
         model.init_weights(0)
+        mx.random.seed(0)
         return TrainStep(model, settings)
 
     def trained(step, batches):

@@ -15,10 +15,15 @@ from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.cli.main import main
 from mlxlm.report import plot_losses
 from mlxlm.tokenizer import load
-from mlxlm.train import CheckpointSaved, Finished, Run, Step, start_run, train
+from mlxlm.train import CheckpointSaved, Finished, Run, Step, train
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
-from tests.train.training_runs import QUICK, contents, finish, flip_byte, read_log
+from tests.train.training_runs import GPT2, finish, flip_byte, read_log
+
+
+def test_the_best_validation_so_far_is_saved(new_run):
+    events = finish(new_run("run", steps=7, eval_every=3, save_every=0))
+    assert [e.step for e in events if isinstance(e, CheckpointSaved)] == [3, 6, 7]
 
 
 def test_save_total_limit_keeps_the_best_checkpoint(new_run):
@@ -219,33 +224,11 @@ def test_data_inside_the_run(stopped, tmp_path):
 # Other programs
 
 
-GPT2 = {  # whose files have other names, transposed matrices, and query, key and value in one
-    "norm": "layer", "positions": "learned", "mlp_gated": False, "hidden_act": "gelu_new", "attention_bias": True,
-    "mlp_bias": True, "num_key_value_heads": 4, "intermediate_size": 128,
-}  # fmt: skip
-
-
-def test_resume_of_a_gpt2_model_is_bit_equal(tmp_path, text_file, tiny_config, tokenizer_folder):
-    def make(name):
-        config = tiny_config.with_changes(**GPT2)
-        settings = {**QUICK, "steps": 6, "eval_every": 0}
-        return start_run(tmp_path / name, [text_file], config, tokenizer=tokenizer_folder, settings=settings)
-
-    whole, parts = make("whole"), make("parts")
-    finish(whole)
-    finish(parts, stop_at=3)
-    finish(parts, resume=True)
-    assert contents(whole.checkpoints()[-1]) == contents(parts.checkpoints()[-1])
-
-
 @pytest.mark.parametrize("changes", [{}, GPT2], ids=["llama", "gpt2"])
-def test_run_opens_in_transformers_and_mlx_lm(tmp_path, text_file, tiny_config, tokenizer_folder, changes):
+def test_run_opens_in_transformers_and_mlx_lm(new_run, changes):
     transformers = pytest.importorskip("transformers", reason="the oracle needs transformers and PyTorch")
     torch = pytest.importorskip("torch", reason="the oracle needs transformers and PyTorch")
-    run = start_run(
-        tmp_path / "run", [text_file], tiny_config.with_changes(**changes), tokenizer=tokenizer_folder,
-        settings={**QUICK, "steps": 2, "eval_every": 2},
-    )  # fmt: skip
+    run = new_run("run", config=changes, steps=2, eval_every=2)
     finish(run)
     tokens = np.random.default_rng(0).integers(0, 300, (2, 20))
     model, _ = load_model(run.path)

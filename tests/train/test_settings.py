@@ -14,7 +14,7 @@ from mlxlm.utils.errors import ConfigError
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"batch_size": 0, "dropout": 1.0}, "batch_size is 0.*dropout is 1.0"),
         ({"lr_schedule": "sine"}, "schedule is 'sine'.*cosine, linear, constant, wsd"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd', it must be one of adamw, muon, lion, adafactor$"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd', it must be one of " + ", ".join(OPTIMIZERS) + "$"),
         ({"dtype": "float16"}, "dtype is 'float16', it must be one of float32, bfloat16"),
         ({"ema_decay": 1.0}, "ema_decay is 1.0, it must be at least 0 and below 1"),
         ({"grad_checkpoint": 1}, "grad_checkpoint is 1, it must be true or false"),
@@ -28,7 +28,7 @@ from mlxlm.utils.errors import ConfigError
         ({"time_limit": 0}, "time_limit is 0, it must be a positive number"),
         ({"time_limit": "2h"}, "time_limit is '2h', it must be a positive number"),
         ({"eval_every": None}, "eval_every is None"),  # needs a time limit
-        ({"repeat_plan": "../x"}, "repeat_plan is '../x', it must be repeat_plan.json or null"),
+        ({"repeat_plan": "../x"}, "repeat_plan is '../x', it must be repeat_plan.jsonl or null"),
     ],
 )
 def test_invalid_settings(change, expected):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mlxlm.train.spike_detector import SpikeDetector
+from mlxlm.train.loop import SpikeDetector
 
 STEPS = np.arange(4000)
 

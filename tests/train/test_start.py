@@ -10,10 +10,10 @@ from mlxlm.backend.mlx import ON_CPU
 from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes, training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, run_data, start_run
+from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, start, start_run
 from mlxlm.train.events import TextLimited
 from mlxlm.train.optimizers import default_weight_decay
-from mlxlm.train.step_batches import StepBatches
+from mlxlm.train.worker import StepBatches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK, read_log
 
@@ -136,16 +136,16 @@ def test_a_time_limit_limits_the_text(tmp_path, tiny_config, tokenizer_folder, m
     def prepare_sample(data, folder):
         prepared.append(data.fraction)
 
-    monkeypatch.setattr(run_data, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(run_data, "_SAMPLE_BYTES", 10_000)
-    monkeypatch.setattr(run_data, "_MIN_BYTES_PER_SECOND", 1)
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(start, "_SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(start, "_MIN_BYTES_PER_SECOND", 1)
     data = DataOptions([tmp_path / "long.txt"])
     total = total_bytes(data.sources)
-    limited, event = run_data.limit_text(data, 10.0, prepare_sample)
+    limited, event = start.limit_text(data, 10.0, prepare_sample)
     assert prepared == [10_000 / total] and limited.fraction * total == pytest.approx(15_000)
     assert event == TextLimited(15_000, total)
     for seconds in (1e6, 1e3):  # there is no need to measure, or it finds that there is time for all of it
-        assert run_data.limit_text(data, seconds, prepare_sample) == (data, None)
+        assert start.limit_text(data, seconds, prepare_sample) == (data, None)
     assert len(prepared) == 2
 
     monkeypatch.setattr(Budget, "seconds_left", lambda self: 60.0)

@@ -20,6 +20,7 @@ WEIGHTS = RNG.choice([0.0, 1.0, 2.0], (2, 16)).astype(np.float32)
 def a_step(config, dropout=0.0, **settings) -> TrainStep:
     model = Decoder(config, dropout=dropout)
     model.init_weights(0)
+    mx.random.seed(0)
     return TrainStep(model, TrainSettings(**{"steps": 50, "learning_rate": 1e-2, "grad_clip": 0, **settings}))
 
 

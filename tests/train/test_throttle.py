@@ -41,7 +41,7 @@ class Machine:
         return [s for s in self.states if s[0] <= self.seconds][-1][2]
 
     def throttle(self, **power):
-        return Throttle(PowerPolicy(**power), lambda name: [])
+        return Throttle(PowerPolicy(**power))
 
     def work(self, throttle, steps, seconds=1.0, should_stop=lambda: False):
         events = []
@@ -87,14 +87,6 @@ def test_pause_when_hot(make_machine):
     events = machine.work(machine.throttle(on_heat="pause"), 60)
     assert [type(e) for e in events] == [Paused, Resumed] and events[0].reason == "the machine is hot"
     assert 79 <= events[1].seconds <= 91
-
-
-def test_peers(make_machine):
-    """All ranks pause if one of them runs on battery."""
-    machine = make_machine((0, None, "cool"))
-    throttle = Throttle(PowerPolicy("pause", "pause"), lambda name: [True, None] if name == "on_battery" else ["warm"])
-    events = machine.work(throttle, 1, should_stop=lambda: machine.seconds > 5)
-    assert events == [Paused(1, "the machine runs on battery")]
 
 
 def test_slow_is_a_duty_cycle_of_a_half(make_machine):

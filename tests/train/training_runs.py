@@ -11,11 +11,15 @@ from mlxlm.train import Run, train
 
 QUICK = {"steps": 20, "batch_size": 4, "max_seq_length": 32, "learning_rate": 3e-3, "save_every": 10, "eval_every": 10}
 
-
 TIME_LIMIT = {"time_limit": 30.0, "eval_every": 0, "save_every": 5}
 
+GPT2 = {  # whose files have other names, transposed matrices, and query, key and value in one
+    "norm": "layer", "positions": "learned", "mlp_gated": False, "hidden_act": "gelu_new", "attention_bias": True,
+    "mlp_bias": True, "num_key_value_heads": 4, "intermediate_size": 128,
+}  # fmt: skip
 
-def ticking_clock(seconds: float = 0.25) -> Callable[[], float]:
+
+def ticking_clock(seconds: float = 0.2) -> Callable[[], float]:
     """A clock that advances by `seconds` at each call, the same in every run."""
     return partial(next, itertools.count(0.0, seconds))
 

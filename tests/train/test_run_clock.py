@@ -1,13 +1,14 @@
 """Runs with a time limit, by a simulated clock."""
 
-import json
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from mlxlm.train import Finished, Run, Step, TrainSettings
-from mlxlm.train.deadline import Deadline
-from mlxlm.train.train_state import TrainState
+from mlxlm.train.run import TrainState
+from mlxlm.train.run_clock import RunClock
 from tests.train.training_runs import TIME_LIMIT, finish, ticking_clock
 
 
@@ -23,22 +24,23 @@ def simulated(limit, seconds_of, check=2.0, save=0.0, eval_every=20, state=None,
     """Simulate a run whose steps take `seconds_of(step, time)`, and each validation `check` and `save` seconds.
 
     Returns:
-        Its deadline, the time of its end, and the learning rates of its steps relative to the peak.
+        Its clock, the time of its end, and the learning rates of its steps relative to the peak.
     """
     clock = FakeClock()
     settings = TrainSettings(steps=100, learning_rate=1.0, time_limit=limit, eval_every=eval_every)
     forecast = {"steps": 100, "step_seconds": 100.0, "seconds": 100.0 + check, "validations": 1}
-    deadline, rates = Deadline(settings, state, forecast, clock), [0.0] * (state.step if state else 0)
-    while len(rates) < deadline.steps and len(rates) != until:
-        rates.append(deadline.learning_rate(len(rates)))
-        clock.now += seconds_of(len(rates), clock.now)
-        deadline.record_step(len(rates))
-        if deadline.should_validate(len(rates)):
+    run_clock, rates = RunClock(settings, state, forecast, now=clock), [0.0] * (state.step if state else 0)
+    while len(rates) < run_clock.steps and len(rates) != until:
+        rates.append(run_clock.learning_rate(len(rates)))
+        with run_clock.measure_step():
+            clock.now += seconds_of(len(rates), clock.now)
+        run_clock.lap("step", len(rates))
+        if run_clock.should_validate(len(rates)):
             clock.now += check
-            deadline.record_time("validation")
+            run_clock.lap("validation", len(rates))
             clock.now += save
-            deadline.record_time("save")
-    return deadline, clock.now, rates
+            run_clock.lap("save", len(rates))
+    return run_clock, clock.now, rates
 
 
 SPEEDS = {
@@ -55,8 +57,8 @@ SPEEDS = {
 @pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
 def test_ends_on_time_at_any_speed(speed, seed):
     draw = random.Random(seed)
-    deadline, end, rates = simulated(400.0, lambda n, t: speed(n, t) * draw.uniform(0.7, 1.3))
-    assert len(rates) == deadline.steps
+    clock, end, rates = simulated(400.0, lambda n, t: speed(n, t) * draw.uniform(0.7, 1.3))
+    assert len(rates) == clock.steps
     assert 0.95 * 400 <= end + 2 <= 400 * 1.02  # the plots, which take two seconds, come after it
 
 
@@ -82,9 +84,9 @@ def test_time_of_the_last_checkpoint_is_reserved():
 
 
 def test_without_a_limit_the_clock_decides_nothing():
-    deadline, end, rates = simulated(None, SPEEDS["slower"])
-    assert deadline.steps == len(rates) == 100 and end > 500 and deadline.seconds_left is None
-    assert rates == [deadline._settings.learning_rate_at((i + 1) / 100) for i in range(100)]
+    run_clock, end, rates = simulated(None, SPEEDS["slower"])
+    assert run_clock.steps == len(rates) == 100 and end > 500
+    assert rates == [run_clock._settings.learning_rate_at((i + 1) / 100) for i in range(100)]
 
 
 def test_too_little_time_is_one_step():
@@ -94,16 +96,33 @@ def test_too_little_time_is_one_step():
 def test_pauses_and_interruptions_do_not_count():
     speed = SPEEDS["as forecast"]
     _, _, whole = simulated(400.0, speed)
-    deadline, end, first = simulated(400.0, speed, until=50)
-    state = TrainState(50, **deadline.state)
+    clock, end, first = simulated(400.0, speed, until=50)
+    state = TrainState(50, **clock.state)
     assert state.elapsed == end
     _, rest, rates = simulated(400.0, speed, state=state)
     assert 380 <= end + rest <= 404 and first + rates[50:] == pytest.approx(whole)
     clock = FakeClock()
-    paused = Deadline(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), None, None, clock)
+    paused = RunClock(TrainSettings(steps=7, learning_rate=1.0, time_limit=60.0), now=clock)
     clock.now = 50.0
     paused.exclude_pause(45.0)
-    assert paused.elapsed == 5 and paused.seconds_left == 55
+    assert paused.state["elapsed"] == 5 and paused.seconds_left(1) == 55
+
+
+def test_speed_and_time_left():
+    """The first step compiles: it counts for no rate. What is between steps counts in the time left, pauses don't."""
+    clock = FakeClock()
+    run_clock, found = RunClock(TrainSettings(steps=10, learning_rate=1.0), now=clock), []
+    for step, seconds in enumerate((60.0, 1.0, 3.0), 1):
+        with run_clock.measure_step():
+            clock.now += seconds
+        found.append((run_clock.rate(100), run_clock.seconds_left(step)))
+        run_clock.lap("step", step)
+        clock.now += 8.0  # a validation
+        run_clock.lap("validation", step)
+        clock.now += 500.0
+        run_clock.exclude_pause(500.0)
+    # After step 2: 9 seconds since the first step, for one step. After step 3: 20 for two.
+    assert found == [(0.0, 540.0), (100.0, 8 * 9.0), (50.0, 7 * 10.0)] and run_clock.step_seconds == 64.0
 
 
 def test_runs_with_a_time_limit(new_run):
@@ -136,39 +155,25 @@ def test_long_validation_runs_once():
     assert end - 0.1 * len(rates) == pytest.approx(10) and 0.95 * 120 <= end + 2 <= 1.02 * 120
 
 
-def test_the_end_is_saved_even_if_a_pause_saved_the_last_step(new_run, monkeypatch):
-    run = new_run("paused", **TIME_LIMIT, eval_tokens=64)
-
-    def rest(self, should_stop):
-        if self.finished == 3:
-            yield from self.save()
-
-    monkeypatch.setattr("mlxlm.train.trainer.Trainer.rest", rest)
-    monkeypatch.setattr(Deadline, "_progress", lambda self, step: 0.5 if step < 3 else 2.0)
-    finish(run, now=ticking_clock())
-    state = json.loads((run.checkpoints()[-1] / "state.json").read_text())
-    assert state["step"] == state["steps"] == 3
-    assert [e for e in finish(run, resume=True) if isinstance(e, Step)] == []
-
-
 def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
-    run, record_time, waited, costs = new_run("checked", **TIME_LIMIT, eval_tokens=64), Deadline.record_time, [], []
+    run, lap, waited, costs = new_run("checked", **TIME_LIMIT, eval_tokens=64), RunClock.lap, [], []
     clock = FakeClock()
 
     def now():
         clock.now += 0.01
         return clock.now
 
-    def wait(self):
+    def wait():
         clock.now += 0 if waited else 5.0
-        waited.append(self)
+        waited.append(1)
 
-    def record(self, what):
-        record_time(self, what)
-        costs.append(self._cost["save"])
+    def record(self, activity, step):
+        lap(self, activity, step)
+        costs.append(self._seconds["save"])
 
-    monkeypatch.setattr("mlxlm.train.data_check.DataCheck.wait", wait)
-    monkeypatch.setattr(Deadline, "record_time", record)
+    check = nullcontext(SimpleNamespace(done=lambda: False, result=wait))
+    monkeypatch.setattr("mlxlm.train.loop._check_shards", lambda data: check)
+    monkeypatch.setattr(RunClock, "lap", record)
     finish(run, now=now, stop_at=12)
     assert waited and 0 < max(costs) < 1
 
@@ -176,14 +181,18 @@ def test_data_check_does_not_count_as_saving(new_run, monkeypatch):
 def test_loading_does_not_count_as_validation(new_run, monkeypatch):
     run = new_run("loaded", **TIME_LIMIT, eval_tokens=64)
     finish(run, stop_at=5)
-    clock, load_checkpoint, costs = FakeClock(), Run.load_checkpoint, []
+    clock, load_checkpoint, lap, costs = FakeClock(), Run.load_checkpoint, RunClock.lap, []
 
     def slow(*arguments):
         clock.now += 10
         return load_checkpoint(*arguments)
 
+    def record(self, activity, step):
+        lap(self, activity, step)
+        costs.append((activity, self._seconds["validation"], self.elapsed))
+
     monkeypatch.setattr(Run, "load_checkpoint", slow)
-    monkeypatch.setattr(Deadline, "record_step", lambda self, _step: costs.append(dict(self._cost)))
-    monkeypatch.setattr("mlxlm.train.trainer.Trainer.should_validate", lambda self: self.finished == self.first)
-    finish(Run.open(run.path), resume=True, stop_at=7, now=clock)
-    assert costs and costs[0]["validation"] == 0
+    monkeypatch.setattr(RunClock, "lap", record)
+    monkeypatch.setattr(RunClock, "should_validate", lambda self, step: step == 5)
+    finish(Run.open(run.path), resume=True, stop_at=6, now=clock)
+    assert costs[0][2] > 10 and costs[1][:2] == ("validation", 0)

@@ -1,1 +1,0 @@
-"""Data-parallel training in several processes, on one machine or many."""
