@@ -153,6 +153,7 @@ class Engine:
             raise GenerationError(
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
                 f"a prompt of at most {limit} tokens, or a quantized key-value cache",
+                is_operator_hint=True,
             )
         if request.options.seed is None:
             request = replace(request, options=request.options.with_seed(random_seed()))

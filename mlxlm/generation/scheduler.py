@@ -197,7 +197,8 @@ class Scheduler:
                 self.waiting.insert(0, self._batches.take_out(rows[-1]))
                 continue
             limit = self._memory.max_tokens()
-            error = GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
+            problem = f"memory has room for the keys and values of {limit} tokens"
+            error = GenerationError(problem, "--kv-bits 8", is_operator_hint=True)
             if not singles:
                 for row in rows:
                     row.fail(error)

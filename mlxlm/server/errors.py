@@ -86,7 +86,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def client_message(error: MlxlmError) -> str:
-    """The message of an error, with its hint unless only who runs the server can follow it."""
+    """The message of an error, with its hint unless it is for the person who runs the server."""
     return error.message if error.is_operator_hint else str(error)
 
 

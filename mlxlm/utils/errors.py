@@ -19,13 +19,12 @@ _MAX_MESSAGE = 2000  # characters: a name from a file can have millions
 class MlxlmError(Exception):
     """Base class of all errors of mlxlm.
 
-    `str(error)` is one line of printable characters, even if the message contains names from a file. Message and hint
-    name arguments in backticks; the command line shows its options instead.
+    `str(error)` is one line of printable characters, even if the message contains names from a file.
 
     Attributes:
         message: What was wrong.
         hint: What would work, shown as "(try: ...)", or None.
-        is_operator_hint: Whether only who started the program can follow the hint: a server leaves it out.
+        is_operator_hint: Whether only the person who started the program can follow the hint; a server leaves it out.
     """
 
     def __init__(self, message: str, hint: str | None = None, *, is_operator_hint: bool = False):
@@ -38,15 +37,16 @@ class MlxlmError(Exception):
         return f"{self.message} (try: {self.hint})" if self.hint else self.message
 
     def prefixed(self, place: object, error_type: type[MlxlmError] | None = None) -> MlxlmError:
-        """This error with `place`, such as the file that it is about, in front of its message.
+        """Return a copy of this error with `place`, such as the file that it is about, in front of its message.
 
         Args:
             place: Shown as "place: message".
-            error_type: Another class for the error.
+            error_type: The class of the copy, if not this one's.
         """
-        error = (error_type or type(self)).__new__(error_type or type(self))
-        error.__dict__ |= self.__dict__
-        error.message = one_line(f"{place}: {self.message}")
+        cls = error_type or type(self)
+        message = one_line(f"{place}: {self.message}")
+        error = cls.__new__(cls, message)  # not __init__, whose arguments differ between classes
+        error.__dict__ |= self.__dict__ | {"message": message}
         return error
 
 
@@ -75,7 +75,10 @@ class ConfigError(MlxlmError):
 
 
 class ArgumentError(ConfigError):
-    """Arguments of a function contradict each other, or one has no effect: wrong usage, on the command line."""
+    """Arguments of a function contradict each other, or one has no effect.
+
+    The message names arguments in backticks; the command line shows the options of these names instead.
+    """
 
 
 class TokenizerError(MlxlmError):
