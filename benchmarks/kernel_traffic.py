@@ -26,7 +26,7 @@ from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
 from mlxlm.kernels.flash_attention import tiled_attention  # noqa: E402
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE, RoPE  # noqa: E402
-from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal  # noqa: E402
+from mlxlm.kernels.rms_norm import add_rms_norm_metal, rms_norm_metal  # noqa: E402
 from tests import oracle  # noqa: E402
 from tests.metal import harness  # noqa: E402
 

@@ -36,7 +36,7 @@ simulate("simulated-m2", "mlx")  # before MLX is imported
 
 from mlxlm.backend.mlx import mx  # noqa: E402
 from mlxlm.config import ModelConfig  # noqa: E402
-from mlxlm.families.export import config_to_hf  # noqa: E402
+from mlxlm.families.config_conversion import config_to_hf  # noqa: E402
 from mlxlm.generation import GenerationOptions  # noqa: E402
 from mlxlm.plan.inference import Serving, inference_memory  # noqa: E402
 from mlxlm.plan.machines import MACHINES  # noqa: E402

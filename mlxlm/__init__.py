@@ -53,3 +53,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(generation, name)
     raise AttributeError(f"module 'mlxlm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__version__", "errors"]

@@ -39,6 +39,7 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
             raise GenerationError(
                 "this architecture has its own cache type, which supports no size and no quantization",
                 "--max-kv-size and --kv-bits left out",
+                is_operator_hint=True,
             )
         return model.make_cache()
     if not isinstance(model, Decoder):
@@ -59,6 +60,7 @@ def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache
             raise GenerationError(
                 f'rope type "{rope.rope_type}" can\'t keep the first tokens: its positions depend on the text length',
                 "--kv-keep 0",
+                is_operator_hint=True,
             )
         rotation = RotationPolicy(size, options.keep, None if rope is None else rope.shift_keys)
         window = None

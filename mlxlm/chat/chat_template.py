@@ -204,7 +204,8 @@ class ChatTemplate:
             text = spliced_text
         ids = self.encode_segments(list(placeholders.split(text)), placeholders, max_length=max_length)
         if add_generation_prompt and not ids:
-            raise TokenizerError(f"{_describe(self.name)} renders this conversation as an empty text", _HINT)
+            problem = f"{_describe(self.name)} renders this conversation as an empty text"
+            raise TokenizerError(problem, _HINT, is_operator_hint=True)
         return ids
 
     def generation_prefix_of(self, prompt: Sequence[int]) -> str:
@@ -356,7 +357,7 @@ def _describe(name: str) -> str:
 def _template_error(error: Exception, name: str) -> TokenizerError:
     where = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
     reason = " ".join(str(error).split()) or type(error).__name__
-    return TokenizerError(f"{_describe(name)} failed{where}: {reason}", _HINT)
+    return TokenizerError(f"{_describe(name)} failed{where}: {reason}", _HINT, is_operator_hint=True)
 
 
 class Placeholders:

@@ -131,7 +131,7 @@ def _encode_all(
         try:
             ids, eos_token_ids = encode(messages)
         except MlxlmError as error:
-            raise type(error)(f"conversation {number}: {error.message}", error.hint) from error
+            raise error.prefixed(f"conversation {number}") from error
         prompts.append(ids)
     return prompts, eos_token_ids
 

@@ -272,7 +272,7 @@ class _JsonLine:
         except MlxlmError as error:
             if error.message.startswith(self._location):
                 raise
-            raise GenerationError(f"{self._location}: {error.message}", error.hint) from None
+            raise error.prefixed(self._location, GenerationError) from None
 
 
 def _describe(value: Any) -> str:

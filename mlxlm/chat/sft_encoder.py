@@ -80,7 +80,7 @@ class SFTEncoder:
         try:
             messages = [Message.from_dict(message) for message in document.messages]
         except TokenizerError as error:
-            raise DataError(f"{document.location}: {error.message}", error.hint) from None
+            raise error.prefixed(document.location, DataError) from None
         for message in messages:
             check_role(message.role, document.location, _ROLES)
         last = max((n for n, message in enumerate(messages) if _is_learned(message)), default=None)

@@ -25,7 +25,7 @@ from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, we
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
-from mlxlm.config.validation import is_unused_id
+from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxlm.config.numbers import is_positive
 from mlxlm.utils.errors import short_repr
-
-if TYPE_CHECKING:
-    from mlxlm.config.model_config import ModelConfig
 
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 # The fields of each `rope_type`. Source: transformers, modeling_rope_utils.py
@@ -25,18 +22,6 @@ _LISTS = ("short_factor", "long_factor")
 
 _MIN, _MAX = 1e-6, 1e12  # beyond these, products of factors overflow float32
 _BOUNDS = f" from {_MIN} to {_MAX}"
-
-
-def validate_rope(c: ModelConfig) -> Iterator[str]:
-    """Yield a message for each problem of the rotary position fields of a configuration."""
-    dims = c.rotary_dims
-    if dims % 2 and c.partial_rotary_factor == 1:
-        yield f"head_dim {dims} is odd, rotary positions need an even one ({dims + 1})"
-    elif dims % 2 or dims == 0:
-        product = f"partial_rotary_factor {c.partial_rotary_factor} of head_dim {c.head_dim}"
-        yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
-    if c.rope_scaling is not None:
-        yield from validate_scaling(c.rope_scaling, dims, c.rope_theta)
 
 
 def validate_scaling(scaling: Any, dims: int, base: float) -> Iterator[str]:

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from mlxlm.data.dataset import TokenDataset
     from mlxlm.data.manifest import Manifest, SplitInfo
     from mlxlm.data.options import PACKINGS, DataOptions, parse_weighted_sources
-    from mlxlm.data.prefetch import prefetch
-    from mlxlm.data.prepare import prepare, training_texts
+    from mlxlm.data.prefetching import prefetch
+    from mlxlm.data.preparation import prepare, training_texts
     from mlxlm.data.sources import read_documents, read_texts, total_bytes
     from mlxlm.data.text import BadInput, Document
     from mlxlm.data.tokenize import CHAT_TEMPLATE, Chunk, check_role

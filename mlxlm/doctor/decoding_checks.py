@@ -18,7 +18,7 @@ from mlxlm.evaluate.small_world import evaluate_small_world
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, LoadedModel, generate, get_engine, load
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.kernels.self_check import TOLERANCE, relative_distance
+from mlxlm.kernels.dispatch import TOLERANCE, relative_distance
 from mlxlm.model import Decoder
 from mlxlm.plan.machines import measure_matmul
 from mlxlm.tokenizer import Tokenizer

@@ -11,9 +11,8 @@ from mlxlm.backend.mlx import ON_CPU
 from mlxlm.doctor.check import BENCHMARKS, KERNELS, Check, CheckFailed, CheckSkipped
 from mlxlm.doctor.sizes import KernelModel, Sizes
 from mlxlm.kernels.bench import Measurement, benchmark, narrow
-from mlxlm.kernels.dispatch import NO_METAL, Case, Operation, choose_path, metal_available
+from mlxlm.kernels.dispatch import NO_METAL, TOLERANCE, Case, Operation, choose_path, metal_available, relative_error
 from mlxlm.kernels.metal import record_launches
-from mlxlm.kernels.self_check import TOLERANCE, relative_error
 from mlxlm.plan.kernel_cases import cases_of
 from mlxlm.plan.model_lookup import find_config
 from mlxlm.train.start import DEVICE_DTYPE

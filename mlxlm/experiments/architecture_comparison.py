@@ -109,7 +109,7 @@ def variant_errors(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"variant {name}: {error.message}", error.hint) from None
+        raise error.prefixed(f"variant {name}") from None
 
 
 def _split_at_commas(text: str) -> list[str]:

@@ -57,7 +57,7 @@ class Grid(Sweep):
         try:
             TrainSettings.provisional(dict(values["settings"]))
         except ConfigError as error:
-            raise ConfigError(f"{file}: {error.message}", error.hint) from None
+            raise error.prefixed(file) from None
         return {
             "runs": runs,
             "vocab_size": values["vocab_size"],

@@ -5,13 +5,15 @@ A family has no code in the model: it is a configuration of the same parts. This
 
 from mlxlm.families.activations import mlx_lm_activation_mismatch
 from mlxlm.families.config_conversion import (
+    compatibility_warning,
     config_from_hf,
+    config_to_hf,
     family_config,
     get_quantization_config,
+    resolve_model_type,
     unrepresentable_fields,
     unsupported_feature,
 )
-from mlxlm.families.export import compatibility_warning, config_to_hf, resolve_model_type
 from mlxlm.families.load import load_config, load_preset, preset_names
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES

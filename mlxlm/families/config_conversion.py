@@ -1,4 +1,7 @@
-"""Conversion between `config.json` and ModelConfig, by the tables of the family."""
+"""Conversion between `config.json` and ModelConfig, by the tables of the family.
+
+Also which `model_type` a configuration is saved as, and which tools can open it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import ACTIVATIONS, SLIDING
-from mlxlm.config.validation import is_unused_id
-from mlxlm.families.activations import normalize_activation
+from mlxlm.config.model_config import is_unused_id
+from mlxlm.families.activations import mlx_lm_activation_mismatch, normalize_activation
 from mlxlm.families.family import Family, HFConfig
+from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES, family_of
 from mlxlm.families.rope import read_rope, unsupported_rope, write_rope
 from mlxlm.families.weight_mapping import decoder_modules, weight_mappings
@@ -37,7 +41,7 @@ def config_from_hf(values: HFConfig, source: str = "config.json") -> ModelConfig
     try:
         return ModelConfig(**arguments)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error.message}", error.hint) from None
+        raise error.prefixed(source) from None
 
 
 def unsupported_feature(values: HFConfig) -> str | None:
@@ -121,7 +125,7 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
         try:
             result |= read_rope(values, family)
         except ConfigError as error:
-            raise ConfigError(f"{source}: {error.message}", error.hint) from None
+            raise error.prefixed(source) from None
     missing = [(family.hf_names(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
@@ -208,3 +212,47 @@ def _write_quantization(config: ModelConfig, quantization: Mapping[str, Any]) ->
             raise ConfigError(f"{mapping.name} fuses {', '.join(mapping.modules)}, which are quantized differently")
         result[mapping.name] = settings
     return result
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a configuration, in the names of an architecture that can represent it.
+
+    Every field is written, so that other tools don't use their own defaults. See `resolve_model_type`.
+    """
+    return family_config(resolve_model_type(config))
+
+
+def resolve_model_type(config: ModelConfig) -> ModelConfig:
+    """The same configuration with a `model_type` whose family can represent all of it.
+
+    Its own family if that can, else the first of FAMILIES, else `MLXLM_MODEL_TYPE`, which can represent everything.
+    """
+    if config.model_type != MLXLM_MODEL_TYPE and not unrepresentable_fields(config):
+        return config
+    for model_type in FAMILIES:
+        if model_type in (config.model_type, MLXLM_MODEL_TYPE):
+            continue
+        candidate = config.with_changes(model_type=model_type)
+        with suppress(ConfigError):  # the family can't write it at all
+            if not unrepresentable_fields(candidate):
+                return candidate
+    return config.with_changes(model_type=MLXLM_MODEL_TYPE)
+
+
+def compatibility_warning(config: ModelConfig) -> str | None:
+    """What to know before opening a configuration's files with other tools.
+
+    Only mlxlm can open them (and why), or mlx_lm computes something else. None if there is nothing to know.
+    """
+    config = resolve_model_type(config)
+    if config.model_type != MLXLM_MODEL_TYPE:
+        mismatch = mlx_lm_activation_mismatch(config)
+        return mismatch and f"mlx_lm opens this model but computes something else: {mismatch}"
+    unrepresentable: dict[str, list[str]] = {}
+    for model_type in FAMILIES:
+        if model_type != MLXLM_MODEL_TYPE:
+            with suppress(ConfigError):
+                unrepresentable[model_type] = unrepresentable_fields(config.with_changes(model_type=model_type))
+    nearest = min(unrepresentable, key=lambda model_type: len(unrepresentable[model_type]))
+    missing = ", no ".join(unrepresentable[nearest])
+    return f"only mlxlm opens this model: the nearest family, {nearest}, has no {missing}"

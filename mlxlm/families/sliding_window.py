@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
-from mlxlm.config.validation import MAX_LAYERS
+from mlxlm.config.model_config import MAX_LAYERS
 from mlxlm.families.family import HFConfig
 
 

@@ -151,6 +151,7 @@ class Engine:
             raise GenerationError(
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
                 f"a prompt of at most {limit} tokens, or a quantized key-value cache",
+                is_operator_hint=True,
             )
         with self._lock:
             if self._closed:

@@ -64,7 +64,7 @@ class GenerationConfig:
             GenerationOptions(**options)
             example = check_example_prompt(values.get("example_prompt"))
         except GenerationError as error:
-            raise ConfigError(f"{source}: {error.message}", error.hint) from None
+            raise error.prefixed(source, ConfigError) from None
         return cls(options, example)
 
 

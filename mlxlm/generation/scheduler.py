@@ -194,7 +194,8 @@ class Scheduler:
                 self._interrupt(others[-1])
                 continue
             limit = self._memory.max_tokens()
-            error = GenerationError(f"memory has room for the keys and values of {limit} tokens", "--kv-bits 8")
+            problem = f"memory has room for the keys and values of {limit} tokens"
+            error = GenerationError(problem, "--kv-bits 8", is_operator_hint=True)
             if not isolated:
                 for row in others:
                     row.fail(error)

@@ -90,7 +90,7 @@ def batch(
             request.check(lm, engine.kv)
             request.compile_grammar(lm)
         except MlxlmError as error:
-            raise type(error)(f"prompt {number}: {error.message}", error.hint) from error
+            raise error.prefixed(f"prompt {number}") from error
         requests += [request.sample(str(number), sample) for sample in range(num_samples)]
     return list(ordered_results(run_batch(engine, requests)))
 

@@ -46,39 +46,23 @@ def attention(
     Raises:
         ValueError: Shapes, dtypes or options are invalid.
     """
-    if keys.shape != values.shape or not queries.dtype == keys.dtype == values.dtype:
+    B, H, T, D = queries.shape
+    K, S = keys.shape[1:3]
+    fit = keys.shape == values.shape == (B, K, S, D) and K > 0 and H % K == 0 and 0 < T <= S
+    if not fit or not queries.dtype == keys.dtype == values.dtype or queries.dtype not in DTYPE_NAMES:
         arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (queries, keys, values))
-        raise ValueError(f"keys and values must have the same shape, and all arrays the same dtype: {arrays}")
-    if queries.ndim != 4 or len(keys.shape) != 4:
-        raise ValueError(f"queries {queries.shape} and keys {keys.shape} must have four axes")
-    (B, H, T, D), (key_batch, K, S, key_dim) = queries.shape, keys.shape
-    if (key_batch, key_dim) != (B, D) or not 0 < T <= S or not K or H % K:
-        expected = "expected [B, H, T, D] and [B, H_kv, S, D], H a multiple of H_kv and 1 <= T <= S"
-        raise ValueError(f"queries {queries.shape} don't fit keys {keys.shape}: {expected}")
-    if queries.dtype not in DTYPE_NAMES:
-        raise ValueError(f"attention supports float32, float16 and bfloat16, not {queries.dtype}")
-    options: dict[str, Any] = {}
-    if window is not None:
-        if window < 1:
-            raise ValueError(f"window is {window}, it must be at least 1")
-        options["window"] = window
-    if softcap is not None:
-        if not softcap > 0:
-            raise ValueError(f"softcap is {softcap}, it must be positive")
-        options["softcap"] = softcap
-    if slopes is not None:
-        if slopes.shape != (H,):
-            raise ValueError(f"slopes have shape {slopes.shape}, expected {(H,)}")
-        options["slopes"] = slopes.astype(mx.float32)
-    if first is not None:
-        if first.shape != (B,) or first.dtype != mx.int32:
-            raise ValueError(f"first is {first.dtype} {first.shape}, expected int32 {(B,)}")
-        options["first"] = first
-    if segment_ids is not None:
-        if segment_ids.shape != (B, T) or T != S or segment_ids.dtype != mx.int32:
-            expected = f"int32 {(B, S)} and as many queries"
-            raise ValueError(f"segment_ids are {segment_ids.dtype} {segment_ids.shape}, expected {expected}")
-        options["segment_ids"] = segment_ids
+        raise ValueError(f"expected [B, H, T, D] and twice [B, H_kv, S, D] of one float dtype, not {arrays}")
+    for name, mask, shape in (("first", first, (B,)), ("segment_ids", segment_ids, (B, S))):
+        if mask is not None and (mask.shape != shape or mask.dtype != mx.int32):
+            raise ValueError(f"{name} has shape {mask.shape} and dtype {mask.dtype}, not {shape} and int32")
+    if segment_ids is not None and T != S:
+        raise ValueError(f"segment_ids are for as many queries as keys, not {T} and {S}")
+    if slopes is not None and slopes.shape != (H,):
+        raise ValueError(f"slopes have shape {slopes.shape}, not {(H,)}")
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"window is {window} and softcap {softcap}, they must be positive")
+    given = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segment_ids": segment_ids}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     decoding, form = T <= MAX_DECODE_QUERIES, {}
     operation = TRAINING if training else DECODE if decoding else PREFILL
     if isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV):

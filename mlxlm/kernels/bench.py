@@ -13,8 +13,7 @@ from mlxlm.backend import device
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch, measurements
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING
-from mlxlm.kernels.dispatch import Case, Operation
-from mlxlm.kernels.self_check import TOLERANCE, cotangents, in_one_line, outputs, relative_error
+from mlxlm.kernels.dispatch import TOLERANCE, Case, Operation, cotangents, in_one_line, outputs, relative_error
 from mlxlm.utils.errors import MlxlmError
 
 _MIN_SECONDS = 0.01  # a timing repeats the call until it takes this long

@@ -7,8 +7,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import attention, masked_attention, qk_norm_rope
-from mlxlm.model.fused_linear import FusedLinear
-from mlxlm.model.linear import Linear
+from mlxlm.model.linear import FusedLinear, Linear
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
 

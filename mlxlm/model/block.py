@@ -1,15 +1,50 @@
-"""A decoder layer: attention and feed-forward with their norms and residual connections."""
+"""A decoder layer: attention and feed-forward with their norms and residual connections.
+
+With gradient checkpointing, the gradient recomputes the activations of a layer instead of keeping them (Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost"), with the same dropout masks.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
-from mlxlm.model.dropout import Dropout
 from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.norms import add_norm, make_norm
+
+
+class Dropout(nn.Module):
+    """Dropout (Srivastava et al. 2014), in training mode only.
+
+    Each value is 0 with `probability`, and divided by 1 - probability otherwise. After `set_key(key)` the masks are
+    drawn from `key`, in the order of the calls; before, from MLX's global random state.
+    """
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+        self._key: mx.array | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether calls drop values."""
+        return self.training and self.probability > 0
+
+    def set_key(self, key: mx.array | None) -> None:
+        """Draw the next masks from `key`, uint32 `[2]`, or from the global random state for None."""
+        self._key = key
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply dropout to `x`."""
+        if not self.active:
+            return x
+        key = self._key
+        if key is not None:
+            key, self._key = mx.random.split(key)
+        mask = mx.random.bernoulli(1 - self.probability, x.shape, key=key)
+        return mask * x * (1 / (1 - self.probability))
 
 
 class Block(nn.Module):
@@ -63,3 +98,42 @@ class Block(nn.Module):
     def _sublayer_output(self, hidden_states: mx.array, norm: str | None) -> mx.array:
         """Apply the norm of a sublayer's output, if there is one, and dropout."""
         return self.dropout(hidden_states if norm is None else self[norm](hidden_states))
+
+
+def checkpointed_layer(
+    layer: Block, residual: mx.array, hidden_states: mx.array | None, segment_ids: mx.array | None
+) -> tuple[mx.array, mx.array | None]:
+    """Apply a layer, keeping only its inputs and outputs for the gradient.
+
+    Unlike with `mx.checkpoint`, both passes draw the same dropout masks, and the second pass waits until the gradient
+    reaches the layer, so that the activations of one layer exist at a time.
+    """
+    key = mx.random.randint(0, 1 << 31, (2,), dtype=mx.uint32) if layer.dropout.active else None
+    names, weights = zip(*tree_flatten(layer.trainable_parameters()), strict=True)
+    inputs = (residual, hidden_states, segment_ids, key)
+    count = len(names) + (1 if hidden_states is None else 2)  # arrays with a gradient
+
+    def forward(*arrays: mx.array) -> tuple[mx.array, ...]:
+        rest = iter(arrays[len(names) :])
+        own_residual, own_hidden_states, ids, own_key = (None if x is None else next(rest) for x in inputs)
+        before = layer.trainable_parameters()
+        layer.update(tree_unflatten(list(zip(names, arrays, strict=False))))
+        layer.dropout.set_key(own_key)
+        out = layer(own_residual, own_hidden_states, None, ids)
+        layer.dropout.set_key(None)
+        layer.update(before)
+        return tuple(x for x in out if x is not None)
+
+    run = mx.custom_function(forward)
+
+    @run.vjp
+    def run_vjp(primals: list[mx.array], cotangents: list[mx.array], _outputs: list[mx.array]) -> tuple[mx.array, ...]:
+        primals = mx.depends(list(primals), list(cotangents))
+        others = primals[count:]
+        _, gradients = mx.vjp(lambda *xs: forward(*xs, *others), primals[:count], list(cotangents))
+        # Free what the weights' gradients need before the layer below starts.
+        below = mx.depends(gradients[len(names) :], gradients[: len(names)])
+        return (*gradients[: len(names)], *below, *(mx.zeros_like(x) for x in others))
+
+    out = run(*weights, *(x for x in inputs if x is not None))
+    return out if len(out) == 2 else (out[0], None)

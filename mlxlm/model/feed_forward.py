@@ -9,8 +9,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import gelu, gelu_tanh, swiglu, with_fused_gradients
-from mlxlm.model.fused_linear import FusedLinear
-from mlxlm.model.linear import Linear
+from mlxlm.model.linear import FusedLinear, Linear
 
 ACTIVATIONS = {
     "silu": nn.silu,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig, counts
 from mlxlm.config.numbers import is_int, is_number

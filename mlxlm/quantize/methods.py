@@ -205,7 +205,7 @@ class _BlockQuantizer:
                 mx.clear_cache()
                 pieces.append(piece)
         except CheckpointError as error:
-            raise CheckpointError(f"{module}: {error.message}", error.hint) from None
+            raise error.prefixed(module) from None
         change, size = squared
         self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
         return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces)

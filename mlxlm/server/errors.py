@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from contextvars import ContextVar
 from typing import Any
@@ -20,9 +19,6 @@ from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_
 logger = logging.getLogger("mlxlm.server")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request that is being handled
-
-# Options of the command line, and what they would set.
-_OPERATOR_HINT = re.compile(r"(^|\s)--\w|another template|quantized key-value cache")
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -90,8 +86,8 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def client_message(error: MlxlmError) -> str:
-    """The message of an error, with its hint unless that is for whoever runs the server."""
-    return error.message if _OPERATOR_HINT.search(error.hint or "") else str(error)
+    """The message of an error, with its hint unless it is for the person who runs the server."""
+    return error.message if error.is_operator_hint else str(error)
 
 
 def stopping() -> ApiError:

@@ -72,7 +72,7 @@ def load(path: str | Path) -> Tokenizer:
         tokenizer.decode(tokenizer.encode(_PROBE))
         return tokenizer
     except TokenizerError as error:
-        raise TokenizerError(f"{source}: {error.message}", error.hint) from None
+        raise error.prefixed(source) from None
 
 
 def _find_source(path: Path) -> Path:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from mlxlm.backend import platform
-from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.backend.device import num_batch_shards
 from mlxlm.config import ModelConfig
 from mlxlm.data import total_bytes
 from mlxlm.families import load_preset, preset_names

@@ -150,7 +150,7 @@ class TrainSettings:
             problem = f"unknown settings {', '.join(unknown)}" if unknown else "incomplete settings"
             raise ConfigError(f"{source}: {problem}", "the version of mlxlm that wrote it") from None
         except ConfigError as error:
-            raise ConfigError(f"{source}: {error.message}", error.hint) from None
+            raise error.prefixed(source, ConfigError) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings, as JSON values."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
-from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy

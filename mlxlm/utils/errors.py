@@ -24,15 +24,30 @@ class MlxlmError(Exception):
     Attributes:
         message: What was wrong.
         hint: What would work, shown as "(try: ...)", or None.
+        is_operator_hint: Whether only the person who started the program can follow the hint; a server leaves it out.
     """
 
-    def __init__(self, message: str, hint: str | None = None):
+    def __init__(self, message: str, hint: str | None = None, *, is_operator_hint: bool = False):
         super().__init__(message)
         self.message = one_line(message)
         self.hint = hint and one_line(hint)
+        self.is_operator_hint = is_operator_hint
 
     def __str__(self) -> str:
         return f"{self.message} (try: {self.hint})" if self.hint else self.message
+
+    def prefixed(self, place: object, error_type: type[MlxlmError] | None = None) -> MlxlmError:
+        """Return a copy of this error with `place`, such as the file that it is about, in front of its message.
+
+        Args:
+            place: Shown as "place: message".
+            error_type: The class of the copy, if not this one's.
+        """
+        cls = error_type or type(self)
+        message = one_line(f"{place}: {self.message}")
+        error = cls.__new__(cls, message)  # not __init__, whose arguments differ between classes
+        error.__dict__ |= self.__dict__ | {"message": message}
+        return error
 
 
 def one_line(text: str) -> str:

@@ -7,8 +7,7 @@ import pytest
 from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.dispatch import metal_available
-from mlxlm.kernels.self_check import TOLERANCE
+from mlxlm.kernels.dispatch import TOLERANCE, metal_available
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from mlxlm import chat, generation
 
 def test_public_names():
     assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "plan", "score", "stream"}
+    assert set(mlxlm.__all__) <= set(dir(mlxlm)) and "import_module" not in dir(mlxlm)
     for name in ("load", "score"):
         assert getattr(mlxlm, name) is getattr(generation, name)
     for name in ("batch", "generate", "stream"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.rms_norm_metal import rms_norm_metal
+from mlxlm.kernels.rms_norm import rms_norm_metal
 from tests.metal import harness
 from tests.metal.harness.kernel import Kernel
 from tests.metal.harness.signature import ATTRIBUTES, signature

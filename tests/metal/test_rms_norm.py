@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels.rms_norm_metal import _forward_teams, _teams, add_rms_norm_metal, rms_norm_metal
+from mlxlm.kernels.rms_norm import _forward_teams, _teams, add_rms_norm_metal, rms_norm_metal
 from tests import oracle
 from tests.metal import harness
 

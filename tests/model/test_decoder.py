@@ -13,7 +13,7 @@ from mlxlm.cache import make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, load_preset, preset_names
 from mlxlm.model import Decoder
-from mlxlm.model.embedding import lookup
+from mlxlm.model.decoder import lookup
 from mlxlm.model.positions import alibi_slopes
 from mlxlm.utils.errors import ConfigError, GenerationError
 

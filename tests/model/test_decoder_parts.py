@@ -15,7 +15,7 @@ from mlxlm.checkpoint.load import load_model
 from mlxlm.config import ModelConfig
 from mlxlm.families import resolve_model_type
 from mlxlm.model import Decoder
-from mlxlm.model.embedding import SinusoidalPositions
+from mlxlm.model.decoder import SinusoidalPositions
 from mlxlm.model.norms import LayerNorm, RMSNorm
 from mlxlm.utils.errors import GenerationError
 from tests.numpy_decoder import LONGEST, VOCABULARY, architectures, decoder, scalings

@@ -69,10 +69,10 @@ def test_memory_of_the_device(info, monkeypatch):
     from mlxlm.train.memory_limits import check_memory
 
     config, settings = load_preset("1m"), TrainSettings(steps=1, learning_rate=1.0)
-    memory = round(training_memory(config, Training.from_settings(settings)).total / 0.9)
-    found = {info: memory + 9}
     monkeypatch.setattr(mlx, "ON_CPU", False)
     monkeypatch.setattr(device, "ON_CPU", False)
+    memory = round(training_memory(config, Training.from_settings(settings)).total / 0.9)
+    found = {info: memory + 9}
     monkeypatch.setattr(mx, "device_info", lambda: found)
     monkeypatch.setattr("mlxlm.train.budget.measure_matmul", lambda **options: 50.0)
     assert this_machine(measure=False).memory == memory + 9
@@ -115,10 +115,10 @@ def test_environment_variable_in_the_suggestion():
 
 
 def test_larger_batch_that_cores_do_not_share(monkeypatch):
-    from mlxlm.backend import cpu_cores
+    from mlxlm.backend import device
 
-    monkeypatch.setattr(cpu_cores, "ON_CPU", True)
-    monkeypatch.setattr(cpu_cores, "load_blas", lambda: SimpleNamespace(sets_threads=True))
+    monkeypatch.setattr(device, "ON_CPU", True)
+    monkeypatch.setattr(device, "load_blas", lambda: SimpleNamespace(sets_threads=True))
     monkeypatch.setattr(platform, "cpu_cores", lambda: 16)
     config, training = load_preset("5m"), replace(SMALL, batch_size=16, device="cpu")
     whole = replace(training, batch_size=24)

@@ -8,7 +8,7 @@ from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_at
 from mlxlm.kernels.flash_attention import attention_with_lse
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
 from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
-from mlxlm.kernels.rms_norm_metal import add_rms_norm_metal, rms_norm_metal
+from mlxlm.kernels.rms_norm import add_rms_norm_metal, rms_norm_metal
 from tests.oracle import as64
 from tests.simulated_gpu.kernel_references import REFERENCES
 

@@ -7,7 +7,7 @@ from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.data import Batch
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
-from mlxlm.model.dropout import Dropout
+from mlxlm.model.block import Dropout
 from mlxlm.train import TrainSettings
 from mlxlm.train.step import TrainStep, summed_loss, update_ema
 

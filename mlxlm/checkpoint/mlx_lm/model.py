@@ -102,7 +102,7 @@ def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int
     try:
         return build_model(checkpoint.hf_config)
     except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from error.__cause__
+        raise error.prefixed(checkpoint.path, CheckpointError) from error.__cause__
 
 
 def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
@@ -124,7 +124,7 @@ def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
             trust_remote_code=False,
         )
     except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from None
+        raise error.prefixed(checkpoint.path, CheckpointError) from None
     except Exception as error:  # mlx_lm raises anything from KeyError to RuntimeError for a file it can't read
         unreadable = f"mlx_lm can't load this {checkpoint.hf_config.get('model_type')} model: {error}"
         raise CheckpointError(f"{checkpoint.path}: {_mismatch(str(error)) or unreadable}") from error

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlxlm.backend import cpu_cores, platform
+from mlxlm.backend import device, platform
 from mlxlm.backend.blas import Blas
-from mlxlm.backend.cpu_cores import num_batch_shards
+from mlxlm.backend.device import num_batch_shards
 
 
 @pytest.mark.parametrize(
@@ -13,14 +13,14 @@ from mlxlm.backend.cpu_cores import num_batch_shards
 )
 def test_num_batch_shards(monkeypatch, there, batch_size, parts):
     monkeypatch.setattr(platform, "cpu_cores", lambda: there)
-    monkeypatch.setattr(cpu_cores, "ON_CPU", True)
+    monkeypatch.setattr(device, "ON_CPU", True)
     assert num_batch_shards(batch_size) == parts
 
 
 def test_one_shard_without_blas_threads_or_on_a_gpu(monkeypatch):
     monkeypatch.setattr(platform, "cpu_cores", lambda: 2)
-    monkeypatch.setattr(cpu_cores, "load_blas", lambda: Blas("BLIS", "libblis.so"))
+    monkeypatch.setattr(device, "load_blas", lambda: Blas("BLIS", "libblis.so"))
     assert num_batch_shards(8) == 1
     monkeypatch.undo()
-    monkeypatch.setattr(cpu_cores, "ON_CPU", False)
+    monkeypatch.setattr(device, "ON_CPU", False)
     assert num_batch_shards(8) == 1
