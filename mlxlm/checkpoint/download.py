@@ -10,7 +10,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from mlxlm.backend import platform
@@ -193,10 +193,8 @@ def _folder_size(folder: Path) -> int:
     """Bytes of the largest file: pip moves the wheel from its temporary folder to its place by a copy."""
     sizes = [0]
     for file in folder.rglob("*"):
-        try:
+        with suppress(OSError):  # removed meanwhile
             sizes.append(file.stat().st_size)
-        except OSError:  # removed meanwhile
-            continue
     return max(sizes)
 
 

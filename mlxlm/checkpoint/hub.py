@@ -74,23 +74,12 @@ def is_reachable() -> bool:
     """Whether downloads are allowed and the hub answers within seconds; huggingface_hub retries for half a minute."""
     if platform.is_offline():
         return False
-    import http.client  # with the next ones 30 ms, too long for the start of every command
-    import ssl
-    import urllib.error
-    import urllib.request
+    from huggingface_hub import constants, get_session
 
-    from huggingface_hub import constants
-
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_TIMEOUT).close()
-    except urllib.error.HTTPError:
+    with suppress(Exception):  # whatever its HTTP client raises
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
         return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # a server with a certificate that only the hub's client accepts
-    except (OSError, http.client.HTTPException):
-        return False
-    return True
+    return False
 
 
 def find_source(source: HubSource) -> Path | None:
@@ -168,12 +157,9 @@ def _snapshot(id: str, patterns: list[str], is_local: bool) -> Path:
     import huggingface_hub
 
     repository, _, branch = id.partition("@")
-    revision = branch or None
-    with _hub_errors(id, revision):
-        folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, local_files_only=is_local
-        )
-    return Path(folder)
+    options: dict[str, Any] = {"revision": branch or None, "allow_patterns": patterns, "local_files_only": is_local}
+    with _hub_errors(id, branch or None):
+        return Path(huggingface_hub.snapshot_download(repository, **options))
 
 
 @contextmanager
@@ -191,10 +177,8 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
         problem = f"{id} is gated"
         hint = f"request access at https://huggingface.co/{repository}, then hf auth login"
     except errors.RepositoryNotFoundError:
-        problem, hint = (
-            f"there is no path {id}, nor a model of this name on the hub",
-            "check the spelling, or hf auth login",
-        )
+        problem = f"there is no path {id}, nor a model of this name on the hub"
+        hint = "check the spelling, or hf auth login"
     except errors.RevisionNotFoundError:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
@@ -279,12 +263,7 @@ def _read_digests(repository: Path) -> tuple[str | None, dict[str, str]]:
     values = read_json_object(
         repository / _DIGESTS_FILE, _MAX_DIGESTS, CheckpointError, f"remove {repository / _DIGESTS_FILE}"
     )
-    revision, digests = values.get("revision"), values.get("sha256")
-    if not isinstance(revision, str) or not isinstance(digests, dict):
-        raise CheckpointError(
-            f"{repository / _DIGESTS_FILE} has no revision and sha256", f"remove {repository / _DIGESTS_FILE}"
-        )
-    return revision, digests
+    return values["revision"], values["sha256"]
 
 
 def _digest(file: Path, whole: bool) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+from tests.checkpoint.raw_files import add_sizes, finish
 from tests.quantized_weights import quantized_weights
+from tests.small_models import arrays_of, random_decoder, sentencepiece_proto, sentencepiece_tokenizer
 
 VOCAB = 300
 CONFIG = ModelConfig(
@@ -47,23 +46,11 @@ class Sample:
 
 def llama_tokenizer() -> Tokenizer:
     """A SentencePiece tokenizer like Llama 2's: a dummy prefix, bytes from id 3."""
-    import sentencepiece as spm
-
-    proto = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=proto, model_type="bpe", vocab_size=VOCAB,
-        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    model = sentencepiece.parse(proto.getvalue(), "test")
-    names = sentencepiece.special_names(model)
-    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=proto.getvalue())
+    return sentencepiece_tokenizer(sentencepiece_proto(VOCAB, tuple(TEXT.splitlines()), hard_vocab_limit=False))
 
 
 def weights() -> dict:
-    model = Decoder(CONFIG)
-    model.init_weights(0)
-    return dict(tree_flatten(model.parameters()))
+    return arrays_of(random_decoder(CONFIG))
 
 
 def make(kind: str, folder: Path) -> Sample:
@@ -95,9 +82,7 @@ def _shards(folder: Path) -> Sample:
 
 
 def _quantized(folder: Path) -> Sample:
-    model = Decoder(CONFIG)
-    model.init_weights(0)
-    packed, plan = quantized_weights(model, 4, 32)
+    packed, plan = quantized_weights(random_decoder(CONFIG), 4, 32)
     save_weights(folder, packed)
     sample = _folder(folder)
     (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization": plan}))
@@ -115,32 +100,6 @@ def _tokenizer_json_llama(folder: Path) -> Sample:
     sample = _folder(folder, "tokenizer.json", llama_tokenizer())
     (folder / "tokenizer.model").unlink()
     return sample
-
-
-def _tokenizer_json_unigram(folder: Path) -> Sample:
-    """Another model and most other components of tokenizers."""
-    import tokenizers as hf
-
-    runtime = hf.Tokenizer(hf.models.Unigram())
-    runtime.normalizer = hf.normalizers.Sequence(
-        [hf.normalizers.NFKC(), hf.normalizers.Lowercase(), hf.normalizers.Replace(hf.Regex(" {2,}"), " ")]
-    )
-    runtime.pre_tokenizer = hf.pre_tokenizers.Sequence(
-        [hf.pre_tokenizers.Digits(True), hf.pre_tokenizers.Split(hf.Regex("[a-z]+"), "isolated"),
-         hf.pre_tokenizers.Metaspace()]
-    )  # fmt: skip
-    runtime.decoder = hf.decoders.Metaspace()
-    trainer = hf.trainers.UnigramTrainer(
-        vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    runtime.train_from_iterator(TEXT.splitlines(), trainer)
-    runtime.post_processor = hf.processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    runtime.enable_truncation(50)
-    runtime.enable_padding(length=20)
-    save_weights(folder, weights())
-    return _folder(folder, "tokenizer.json", Tokenizer(runtime, {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}))
 
 
 def _tokenizer_gpt2(folder: Path) -> Sample:
@@ -173,12 +132,7 @@ def _gguf(folder: Path, byte_level: bool = False) -> Sample:
     gguf = pytest.importorskip("gguf")
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    add_sizes(writer, CONFIG)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(8)
@@ -211,10 +165,7 @@ def _gguf(folder: Path, byte_level: bool = False) -> Sample:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value.astype(np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Sample(folder, path, (path,))
 
 
@@ -252,7 +203,6 @@ KINDS = {
     "llama2c-tokenizer": _llama2c_tokenizer,
     "tokenizer-json": _tokenizer_json,
     "tokenizer-json-llama": _tokenizer_json_llama,
-    "tokenizer-json-unigram": _tokenizer_json_unigram,
     "tokenizer-gpt2": _tokenizer_gpt2,
     "tokenizer-model": _tokenizer_model,
 }

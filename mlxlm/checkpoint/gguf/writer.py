@@ -103,13 +103,7 @@ def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: Lazy
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     result = to_file_weights(architecture.weight_mappings(config), tensors)
-    if architecture.norm_offset:
-        result = {name: _plus_one(t) if name.endswith("norm.weight") else t for name, t in result.items()}
-    return {**rope_tensors(config), **result}
-
-
-def _plus_one(tensor: LazyTensor) -> LazyTensor:
-    return tensor.astype(mx.float32).transform(lambda value: value + 1)
+    return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
 
 
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:

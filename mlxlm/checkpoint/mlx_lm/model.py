@@ -31,14 +31,14 @@ from mlxlm.families import FAMILIES, get_quantization_config, unsupported_featur
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 _NO_LIMIT = 2**31 - 1
-_CONTEXT_FIELDS = (
+_CONTEXT_FIELDS = [
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
     "max_seq_len",
     "seq_length",
     "max_sequence_length",
-)
+]
 _MAX_MODULES = 10_000  # layers or experts; no model is near it, and each is a Python object
 _COUNT_FIELD = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
 # Values of `quant_method` that mlx_lm loads, None among them. It reads GPTQ's weights as if their layout was AWQ's.
@@ -276,16 +276,13 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
         def sanitize(self, weights: Weights) -> Weights:
             """Rename and reshape tensors before mlx_lm's own `sanitize`."""
             if text_only:
-                weights = {_with_prefix(name): value for name, value in weights.items()}
+                prefix = "language_model."
+                weights = {prefix + name.removeprefix(prefix): value for name, value in weights.items()}
             if name in _CONVERT:
                 weights = _CONVERT[name](weights)
             return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
 
     return PatchedModel
-
-
-def _with_prefix(name: str) -> str:
-    return name if name.startswith("language_model.") else f"language_model.{name}"
 
 
 def _ernie4_5_moe(weights: Weights) -> Weights:

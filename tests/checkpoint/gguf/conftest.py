@@ -8,8 +8,9 @@ from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
-from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model
 from tests.checkpoint.gguf.gguf_tokenizers import SAMPLE
+from tests.small_models import tensors_of
 
 
 @pytest.fixture(params=MODELS, scope="module")

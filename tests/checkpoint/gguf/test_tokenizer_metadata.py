@@ -17,24 +17,22 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import TokenizerError
-from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import random_model
 from tests.checkpoint.gguf.gguf_tokenizers import SAMPLE, check
+from tests.checkpoint.raw_files import finish
+from tests.small_models import sentencepiece_proto, tensors_of
 
 
 def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     """Gemma's tokenizer has runs of spaces and tags among its pieces."""
-    import io
-
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(texts).split("\n")), model_writer=model, model_type="bpe", vocab_size=500,
-        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=False, user_defined_symbols=["▁▁", "▁▁▁", "<table>"], minloglevel=2,
+    model = sentencepiece_proto(
+        500, tuple("\n".join(texts).split("\n")), hard_vocab_limit=False, add_dummy_prefix=False,
+        user_defined_symbols="▁▁,▁▁▁,<table>",
     )  # fmt: skip
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     writer = gguf_package.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.piece for piece in proto.pieces])
@@ -42,13 +40,10 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     writer.add_token_types([piece.type for piece in proto.pieces])
     writer.add_add_space_prefix(False)
     writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tokenizer = read_tokenizer(MetadataReader(read_header(tmp_path / "m.gguf")))
     llama_cpp = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
-    encoder = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    encoder = sentencepiece.SentencePieceProcessor(model_proto=model)
     for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
         assert tokenizer.encode(text) == encoder.encode(text)
         assert tokenizer.encode(text) == llama_cpp.tokenize(text.encode(), add_bos=False, special=False)

@@ -17,7 +17,8 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model
+from tests.small_models import tensors_of
 
 
 def bits(value: mx.array) -> bytes:
