@@ -31,8 +31,9 @@ def arrays_of(model: nn.Module) -> dict[str, mx.array]:
 
 
 def tensors_of(model: nn.Module, dtype: mx.Dtype = mx.float32, **changed: mx.array) -> dict[str, LazyTensor]:
-    """The tensors of a model by name; `changed` arrays replace its own."""
-    return {name: lazy_tensor(value.astype(dtype)) for name, value in (arrays_of(model) | changed).items()}
+    """The tensors of a model by name, in `dtype`; `changed` arrays replace its own."""
+    arrays = {name: value.astype(dtype) for name, value in arrays_of(model).items()}
+    return {name: lazy_tensor(value) for name, value in (arrays | changed).items()}
 
 
 def no_tokenizer() -> Tokenizer:

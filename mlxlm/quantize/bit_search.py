@@ -183,7 +183,6 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
     less and less per byte, so that sorting all upgrades keeps the order within each matrix: the solution that Lagrange
     multipliers give.
     """
-    lowest: dict[str, Format] = {}
     path: list[BitUpgrade] = []
     for matrix in plan.matrices:
         if matrix.name not in sensitivities:
@@ -195,11 +194,10 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
                 hull.pop()
             if point[1] < hull[-1][1]:
                 hull.append(point)
-        lowest[matrix.name] = hull[0][2]
         for before, after in zip(hull, hull[1:], strict=False):
             path.append(BitUpgrade(matrix, after[2], after[0] - before[0], before[1] - after[1]))
     path.sort(key=lambda step: -step.saved / step.nbytes)
-    return plan.with_formats(lowest), path
+    return smallest_plan(plan), path
 
 
 def smallest_plan(plan: QuantizationPlan) -> QuantizationPlan:

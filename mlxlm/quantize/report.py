@@ -256,7 +256,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
 
 
 def _last_layer(report: QuantizationReport) -> int:
-    return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
+    return max((int(match[1]) for name in report.errors if (match := _LAYER.match(name))), default=-1)
 
 
 def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:

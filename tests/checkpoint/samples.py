@@ -59,52 +59,33 @@ def make(kind: str, folder: Path) -> Sample:
     return KINDS[kind](folder)
 
 
-def _folder(folder: Path, targets: str = "model.safetensors config.json", tokenizer: Tokenizer | None = None) -> Sample:
+def _folder(
+    folder: Path, targets: str, tokenizer: Tokenizer | None = None, removed: str | None = None, **options
+) -> Sample:
+    """A folder of safetensors, the kind of most samples, without the file `removed`."""
+    save_weights(folder, weights(), **options)
     (folder / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
     (tokenizer or train([TEXT], 268)).save(folder)
+    if removed:
+        (folder / removed).unlink()
     return Sample(folder, folder, tuple(folder / name for name in targets.split()))
 
 
-def _safetensors(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "model.safetensors")
-
-
-def _config(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "config.json")
-
-
 def _shards(folder: Path) -> Sample:
-    save_weights(folder, weights(), shard_bytes=30_000)
-    sample = _folder(folder, "model.safetensors.index.json")
+    sample = _folder(folder, "model.safetensors.index.json", shard_bytes=30_000)
     return Sample(folder, folder, (*sample.targets, *sample.targets, *sorted(folder.glob("*.safetensors"))[:2]))
 
 
 def _quantized(folder: Path) -> Sample:
+    sample = _folder(folder, "model.safetensors config.json")
     packed, plan = quantized_weights(random_decoder(CONFIG), 4, 32)
     save_weights(folder, packed)
-    sample = _folder(folder)
     (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization": plan}))
-    return sample
-
-
-def _tokenizer_json(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json")
-
-
-def _tokenizer_json_llama(folder: Path) -> Sample:
-    """Llama 2's tokenizer without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders."""
-    save_weights(folder, weights())
-    sample = _folder(folder, "tokenizer.json", llama_tokenizer())
-    (folder / "tokenizer.model").unlink()
     return sample
 
 
 def _tokenizer_gpt2(folder: Path) -> Sample:
     """GPT-2's two files."""
-    save_weights(folder, weights())
     sample = _folder(folder, "vocab.json merges.txt")
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     (folder / "tokenizer.json").unlink()
@@ -114,18 +95,11 @@ def _tokenizer_gpt2(folder: Path) -> Sample:
     return sample
 
 
-def _tokenizer_model(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    sample = _folder(folder, "tokenizer.model", llama_tokenizer())
-    (folder / "tokenizer.json").unlink()
-    return sample
-
-
 def _pytorch(folder: Path) -> Sample:
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(np.array(value)) for name, value in weights().items()}
     torch.save(state, folder / "pytorch_model.bin")
-    return _folder(folder, "pytorch_model.bin")
+    return _folder(folder, "pytorch_model.bin", removed="model.safetensors")
 
 
 def _gguf(folder: Path, byte_level: bool = False) -> Sample:
@@ -192,17 +166,18 @@ def _llama2c_tokenizer(folder: Path) -> Sample:
 
 
 KINDS = {
-    "safetensors": _safetensors,
+    "safetensors": lambda folder: _folder(folder, "model.safetensors"),
     "shards": _shards,
     "quantized": _quantized,
-    "config": _config,
+    "config": lambda folder: _folder(folder, "config.json"),
     "pytorch": _pytorch,
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c": _llama2c,
     "llama2c-tokenizer": _llama2c_tokenizer,
-    "tokenizer-json": _tokenizer_json,
-    "tokenizer-json-llama": _tokenizer_json_llama,
+    "tokenizer-json": lambda folder: _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json"),
+    # Llama 2's tokenizer without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders.
+    "tokenizer-json-llama": lambda folder: _folder(folder, "tokenizer.json", llama_tokenizer(), "tokenizer.model"),
     "tokenizer-gpt2": _tokenizer_gpt2,
-    "tokenizer-model": _tokenizer_model,
+    "tokenizer-model": lambda folder: _folder(folder, "tokenizer.model", llama_tokenizer(), "tokenizer.json"),
 }

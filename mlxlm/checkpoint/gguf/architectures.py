@@ -66,7 +66,6 @@ class Architecture:
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         sliding_window: Reads `attention.sliding_window`.
         rope_types: Values of `rope_type` that it computes.
-        partial_rotary: Reads `rope.dimension_count`.
         read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
         metadata: Further metadata, from a configuration; keys without the architecture's prefix.
         problems: Further reasons why it can't run a configuration.
@@ -85,7 +84,6 @@ class Architecture:
     ties_head: bool = True
     sliding_window: bool = False
     rope_types: tuple[str, ...] = ROPE_TYPES
-    partial_rotary: bool = False
     read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     problems: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
@@ -300,7 +298,6 @@ ARCHITECTURES = {
             {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
-            partial_rotary=True,
             read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},
             # llama.cpp recognizes Phi-4 by a window of 0
             metadata=lambda config: {"attention.sliding_window": config.sliding_window or 0},
@@ -327,7 +324,6 @@ ARCHITECTURES = {
             _GPT_LAYER,
             biases="all",
             ties_head=False,
-            partial_rotary=True,
             read_fields=lambda keys: {"use_parallel_residual": keys.flag("gptneox.use_parallel_residual", True)},
             metadata=lambda config: {"use_parallel_residual": config.parallel_residual},
             activations=_GELU,

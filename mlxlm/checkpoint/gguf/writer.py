@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,17 +30,19 @@ _POSITIONS = "position_embd.weight"
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What `write` wrote.
+    """What a writer wrote.
 
     Attributes:
+        warnings: Where llama.cpp computes something else than the source, or what is missing.
         other_types: Matrices that are not of the requested type, and their types.
-        notes: Where llama.cpp computes something else than the source.
-        tokens_may_differ: Whether a note is about the tokenizer, so that some texts get other token ids.
+        outtype: The requested type of a GGUF file's matrices.
+        tokens_may_differ: Whether a warning is about the tokenizer, so that some texts get other token ids.
     """
 
-    other_types: Mapping[str, str]
-    notes: tuple[str, ...]
-    tokens_may_differ: bool
+    warnings: list[str] = field(default_factory=list)
+    other_types: Mapping[str, str] = field(default_factory=dict)
+    outtype: str | None = None
+    tokens_may_differ: bool = False
 
 
 def write(
@@ -84,8 +86,8 @@ def write(
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
     matrices = [name for name, tensor in file_tensors.items() if len(tensor.shape) > 1 and name != _POSITIONS]
     other_types = {name: types[name] for name in matrices if types[name] != outtype}
-    notes = (*compatibility_notes(config, architecture), *tokenizer_notes)
-    return WriteResult(other_types, notes, tokens_may_differ=bool(tokenizer_notes))
+    warnings = [*compatibility_notes(config, architecture), *tokenizer_notes]
+    return WriteResult(warnings, other_types, outtype, tokens_may_differ=bool(tokenizer_notes))
 
 
 def _model_name(name: str) -> str:
@@ -196,8 +198,6 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
         yield "layer_types differ"
     yield from architecture.problems(config)
     yield from rope_problems(config, architecture.rope_types)
-    if config.partial_rotary_factor != 1 and not architecture.partial_rotary:
-        yield f"partial_rotary_factor is {config.partial_rotary_factor}"
 
 
 def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:

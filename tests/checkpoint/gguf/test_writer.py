@@ -165,4 +165,4 @@ def test_unsupported_family_is_an_error():
 def test_ignored_sliding_window_is_noted(tiny_tokenizer, tmp_path):
     model = random_model("mistral", tiny_tokenizer)
     result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F16")
-    assert any("beyond 64 tokens" in note for note in result.notes)
+    assert any("beyond 64 tokens" in note for note in result.warnings)
