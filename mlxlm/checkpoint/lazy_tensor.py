@@ -1,4 +1,8 @@
-"""Tensors that are described but not yet read: the form between all readers and writers of checkpoints."""
+"""Tensors that are described but not yet read: the form between all readers and writers of checkpoints.
+
+Values are compared through their bits: on a CPU, MLX needs 160 ms for the maximum of 33 million bfloat16 values, NumPy
+9 ms for that of their bits.
+"""
 
 from __future__ import annotations
 

@@ -176,20 +176,13 @@ def folder_size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-@dataclass(frozen=True)
-class Removal:
-    """What will be removed: a file or folder, and its size."""
-
-    path: Path
-    bytes: int
-
-    def execute(self) -> None:
-        """Remove it."""
-        with os_errors_as(CheckpointError, "remove", self.path):
-            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
+def remove(model: LocalModel) -> None:
+    """Remove what `find_removable` found."""
+    with os_errors_as(CheckpointError, "remove", model.path):
+        shutil.rmtree(model.path) if model.path.is_dir() else model.path.unlink()
 
 
-def plan_removal(name: str) -> Removal:
+def find_removable(name: str) -> LocalModel:
     """Find what to remove for a name of the catalog or a hub id, without removing it.
 
     Raises:
@@ -210,12 +203,12 @@ def plan_removal(name: str) -> Removal:
         raise CheckpointError(f"{name} isn't on this machine", "mlxlm models, which shows where models are")
     if local.location != OWN:
         raise CheckpointError(f"{local.path} belongs to {local.location}", f"{local.location} itself")
-    return Removal(local.path, local.bytes)
+    return local
 
 
-def _hub_removal(id: str) -> Removal:
-    """Remove a whole repository from Hugging Face's cache, or what an interrupted download left of it."""
+def _hub_removal(id: str) -> LocalModel:
+    """A whole repository in Hugging Face's cache, or what an interrupted download left of it."""
     folder = platform.cached_repository(id)
     if not hub.is_id(id) or not folder.is_dir():
         raise CheckpointError(f"{id} isn't in Hugging Face's cache", "mlxlm models, which shows where models are")
-    return Removal(folder, hub.cached_bytes(id))
+    return LocalModel(id, folder, hub.cached_bytes(id), HUB)

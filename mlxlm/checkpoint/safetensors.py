@@ -226,7 +226,7 @@ class _LazyArrays:
                 self.unread = mx.load(str(self.path), format="safetensors")
             return self.unread.pop(name)
         except (RuntimeError, ValueError, KeyError) as error:  # it has changed since its header was read
-            raise CheckpointError(f"{self.path} can't be read: {error}") from None
+            raise CheckpointError(f"{self.path}: tensor {name} can't be read: {error}") from None
 
 
 def _nbytes(tensor: LazyTensor) -> int:

@@ -90,15 +90,15 @@ def rm(name: str, yes: bool) -> None:
 
     Models in the folders of ollama and LM Studio are not removed.
     """
-    from mlxlm.checkpoint.local_models import plan_removal
+    from mlxlm.checkpoint.local_models import find_removable, remove
 
-    removal = plan_removal(name)
-    what = f"{removal.path}, {human_bytes(removal.bytes)}"
+    model = find_removable(name)
+    what = f"{model.path}, {human_bytes(model.bytes)}"
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(f"--yes is needed without a terminal, to remove {what}")
     if not yes:
         click.confirm(f"Remove {what}?", abort=True, err=True)
-    removal.execute()
+    remove(model)
     render.say(f"removed {what}")
 
 

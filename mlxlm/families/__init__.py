@@ -14,7 +14,6 @@ from mlxlm.families.config_conversion import (
     load_preset,
     preset_names,
     resolve_model_type,
-    unrepresentable_fields,
     unsupported_feature,
 )
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
@@ -39,7 +38,6 @@ __all__ = [
     "preset_names",
     "resolve_model_type",
     "rope_parameters",
-    "unrepresentable_fields",
     "unsupported_feature",
     "weight_mappings",
 ]

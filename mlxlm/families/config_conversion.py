@@ -1,6 +1,6 @@
 """Conversion between `config.json` and ModelConfig, by the tables of the family.
 
-Also which `model_type` a configuration is saved as, and which tools can open it.
+Also which `model_type` a configuration is saved as, which tools can open it, and the presets that ship with mlxlm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rounding to nearest (RTN): tensors are quantized when they are read, from disk to disk in constant memory."""
+"""MLX's packed quantized matrices, and rounding to nearest (RTN).
+
+RTN quantizes tensors when they are read, from disk to disk in constant memory.
+"""
 
 from __future__ import annotations
 

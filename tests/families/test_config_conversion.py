@@ -22,9 +22,9 @@ from mlxlm.families import (
     normalize_tensor_name,
     preset_names,
     resolve_model_type,
-    unrepresentable_fields,
     unsupported_feature,
 )
+from mlxlm.families.config_conversion import unrepresentable_fields
 from mlxlm.utils.errors import ConfigError
 from tests.families.published import PUBLISHED, read_published
 

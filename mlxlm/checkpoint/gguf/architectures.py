@@ -19,6 +19,15 @@ from mlxlm.families import FAMILIES, WeightMapping
 
 TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TYPES = ("linear", "yarn")
+# Metadata below the architecture's prefix -> ModelConfig's field.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
 _NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}

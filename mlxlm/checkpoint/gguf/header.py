@@ -149,9 +149,9 @@ class _Cursor:
     def advance(self, count: int, what: str) -> int:
         """Advance by `count` bytes and return their start; `what` names the field in an error."""
         start = self.position
-        if count > len(self.data) - start:  # not by `check`: vocabularies have a million strings
+        if count > len(self.data) - start:  # no message is made before: vocabularies have a million strings
             self.check(count <= self.size - start, f"{what} ends past the end of the file", _AGAIN)
-            self.check(False, f"the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
+            raise CheckpointError(f"{self.path}: the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
         self.position = start + count
         return start
 
@@ -164,7 +164,7 @@ class _Cursor:
     def text(self, what: str, limit: int = _MAX_STRING) -> str:
         length = self.u64(what)
         if length > limit:
-            self.check(False, f"{what} claims {length} bytes, at most {limit} are possible")
+            raise CheckpointError(f"{self.path}: {what} claims {length} bytes, at most {limit} are possible")
         start = self.advance(length, what)
         return self.data[start : start + length].decode("utf-8", "replace")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, FileFormat, MlxLmCheckpoint
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
 from mlxlm.checkpoint.gguf.tensors import read_tensor
@@ -89,12 +89,7 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
     head_dim = keys.count("attention.key_length", hidden // heads)
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
-        "intermediate_size": keys.count("feed_forward_length"),
-        "max_position_embeddings": keys.count("context_length"),
+        **{name: keys.count(key, heads if key == "attention.head_count_kv" else None) for key, name in SIZES.items()},
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import ggml_type
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
 from mlxlm.checkpoint.gguf.tensors import encode_tensor
@@ -217,12 +217,7 @@ def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list
 def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """The model's metadata: keys with the architecture's prefix, values as `write_header` expects them."""
     values: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        **{key: getattr(config, name) for key, name in SIZES.items()},
         "vocab_size": config.vocab_size,
         architecture.norm_eps_key: float(config.rms_norm_eps),
     }

@@ -31,14 +31,14 @@ from mlxlm.families import FAMILIES, get_quantization_config, unsupported_featur
 from mlxlm.utils.errors import CheckpointError, ConfigError
 
 _NO_LIMIT = 2**31 - 1
-_CONTEXT_FIELDS = [
+_CONTEXT_FIELDS = (
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
     "max_seq_len",
     "seq_length",
     "max_sequence_length",
-]
+)
 _MAX_MODULES = 10_000  # layers or experts; no model is near it, and each is a Python object
 _COUNT_FIELD = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts)$")
 # Values of `quant_method` that mlx_lm loads, None among them. It reads GPTQ's weights as if their layout was AWQ's.
