@@ -73,7 +73,7 @@ def test_ties_are_equal_and_missing_programs_are_skipped(memory, monkeypatch):
 @pytest.mark.parametrize(("other", "gap"), [(1, 0.01), (0, float("nan"))])
 def test_another_token_is_an_error(memory, monkeypatch, other, gap):
     answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, other, gap))
-    with pytest.raises(CheckpointError, match=r"out: mlx_lm predicts token .*greedy token 1 of 8.*without cross_check"):
+    with pytest.raises(CheckpointError, match=r"out: mlx_lm predicts token .*greedy token 1 of 8.*without .cross_check"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
@@ -114,7 +114,7 @@ def test_a_rejected_output_is_a_warning_with_its_final_name(folder, tmp_path, mo
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(cross_check.BackendRejected, match=r"out: mlx_lm can't read it.*try: without cross_check"):
+    with pytest.raises(cross_check.BackendRejected, match=r"out: mlx_lm can't read it.*try: without .cross_check"):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
