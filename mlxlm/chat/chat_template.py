@@ -328,7 +328,7 @@ def _compile(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes <, > and & for HTML
     return environment.from_string(source)
 
 
@@ -340,11 +340,6 @@ def _strftime_now(form: str) -> str:
     if len(form) > _MAX_DATE_FORMAT or re.search(r"%[\W_]*\d", form):  # %99999Y is a width
         raise jinja2.TemplateError(f"strftime_now of {form[:_MAX_DATE_FORMAT]!r} has a long or padded format")
     return datetime.now().strftime(form)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    """Serialize as transformers does: jinja's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 _HINT = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"

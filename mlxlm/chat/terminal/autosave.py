@@ -83,13 +83,9 @@ class Autosave:
                 self.path.unlink()
         self.path, self.named, self.cached = path, True, cached
 
-    def open(self, path: Path, named: bool) -> None:
-        """Save another chat from now on, to its own file. The file used before stays."""
+    def open(self, path: Path | None, named: bool = False) -> None:
+        """Save another chat from now on, to its own file or a new one. The file used before stays."""
         self.path, self.named, self.cached = path, named, False
-
-    def forget(self) -> None:
-        """Start a new, unnamed chat. The old file stays."""
-        self.path, self.named, self.cached = None, False, False
 
     @property
     def failed(self) -> bool:
@@ -113,7 +109,11 @@ def latest_session() -> Path:
 
 def session_paths() -> list[Path]:
     """Return the files in the private folder, the newest first."""
-    return _by_age(_folder())[::-1]
+    files = []
+    for path in _folder().glob("*.jsonl"):
+        with suppress(OSError):  # another chat has just removed it
+            files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files, reverse=True)]
 
 
 def _new_unnamed() -> Path:
@@ -121,19 +121,10 @@ def _new_unnamed() -> Path:
     folder = _folder()
     with os_errors_as(GenerationError, "write", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in _by_age(folder)[: -(MAX_UNNAMED_SESSIONS - 1)]:
+    for path in session_paths()[MAX_UNNAMED_SESSIONS - 1 :]:
         with suppress(OSError):
             path.unlink()
     return folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}.jsonl"
-
-
-def _by_age(folder: Path) -> list[Path]:
-    """Return the session files in a folder, the newest last."""
-    files = []
-    for path in folder.glob("*.jsonl"):
-        with suppress(OSError):  # another chat has just removed it
-            files.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(files)]
 
 
 def _folder() -> Path:
@@ -202,14 +193,10 @@ class SavedSession:
 
     def lines_with(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the role and the text of the lines that contain any of these words; without words, of all lines."""
+        wanted = [word.lower() for word in words or ("",)]
         for message in self.messages:
-            lines = (
-                message.content.splitlines()
-                if any(w.lower() in message.content.lower() for w in words or ("",))
-                else ()
-            )
-            for line in lines:
-                if line.strip() and any(word.lower() in line.lower() for word in words or ("",)):
+            for line in message.content.splitlines():
+                if line.strip() and any(word in line.lower() for word in wanted):
                     yield message.role, single_line(line)
 
 

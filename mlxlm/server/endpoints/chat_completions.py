@@ -16,9 +16,9 @@ from mlxlm.generation import GenerationOptions
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import ChoicesReply, new_id, respond
+from mlxlm.server.reply import ChoicesReply, respond
 from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChoicesRequest, Fields, TextContent, read_body
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 

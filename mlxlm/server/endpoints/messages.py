@@ -16,9 +16,9 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
 from mlxlm.server.conversation import Conversation, ToolUse, named_tool, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, new_id, respond
+from mlxlm.server.reply import Event, Reply, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,

@@ -15,9 +15,9 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, new_id, respond
+from mlxlm.server.reply import Event, Reply, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
