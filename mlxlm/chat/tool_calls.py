@@ -186,7 +186,9 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
         if format is None:
             continue
         try:
-            separator = _separator(answer, render([question, two], tools, style), two)
+            text = _after_header(answer, render([question, two], tools, style))
+            spans = _call_spans(text)
+            separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
         return replace(format, separator=separator), style
@@ -214,13 +216,6 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
     if not prefix:
         return None
     return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None)
-
-
-def _separator(answer: str, text: str, message: Message) -> str | None:
-    """Return the text between two calls, if the rendering has both."""
-    text = _after_header(answer, text)
-    spans = _call_spans(text)
-    return _without_id(text[spans[0][2] : spans[1][0]], message) if len(spans) == 2 else None
 
 
 def _after_header(answer: str, text: str) -> str:
@@ -290,11 +285,6 @@ class ArgumentsDelta:
 
 
 ToolEvent = TextDelta | ToolCallStart | ArgumentsDelta
-
-
-def new_call_id() -> str:
-    """Return a random id."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
 
 
 class _IncompleteError(Exception):
@@ -385,7 +375,8 @@ class ToolCallParser:
         brace = self._match(self._format.between + "{", name.end()) if name else None
         if name is None or brace is None:
             return False
-        events.append(ToolCallStart(new_call_id(), name[1]))
+        new_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
+        events.append(ToolCallStart(new_id, name[1]))
         self._pending = self._pending[brace - 1 :]
         self._arguments, self._after_arguments = _ObjectEnd(), False
         self._has_calls = True

@@ -120,8 +120,7 @@ async def render_metrics(request: Request) -> Response:
 
 def page_routes() -> list[Route]:
     """The routes of the chat page: `/`, and `/page/...` for its other files."""
-    files = sorted(path for path in PAGE_FOLDER.rglob("*") if path.suffix in _MEDIA_TYPES)
-    return [_route(path) for path in files]
+    return [_route(path) for path in sorted(PAGE_FOLDER.rglob("*")) if path.suffix in _MEDIA_TYPES]
 
 
 def _route(path: Path) -> Route:

@@ -55,20 +55,15 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, one_line(message), param, code
         self.headers = headers or {}
 
-    @property
-    def type(self) -> str:
-        """The type in OpenAI's error object."""
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
     def body(self, path: str = "") -> dict[str, Any]:
         """The error object of an endpoint."""
         if is_anthropic(path):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
             return {"type": "error", "error": error, "request_id": request_id.get()}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = kind if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> JSONResponse:
         """The response of an endpoint."""

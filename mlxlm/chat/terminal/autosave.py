@@ -18,12 +18,10 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.session_file import peek_session
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.checkpoint.download import find
-from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line, os_errors_as
 from mlxlm.utils.formatting import printable
 
 MAX_UNNAMED_SESSIONS = 50  # older ones are removed
-_MAX_BYTES = 4 << 20  # of each file are read: a chat of 400,000 tokens
 
 
 @dataclass
@@ -139,9 +137,8 @@ class SavedSession:
         path: The file.
         time: When it was changed.
         model: The model's name.
-        messages: The messages of all branches; of a large file, the first ones.
+        messages: The messages of all branches.
         problem: Why the file can't be read, or "".
-        is_partial: Whether there are more messages.
     """
 
     path: Path
@@ -149,7 +146,6 @@ class SavedSession:
     model: str = ""
     messages: Sequence[Message] = ()
     problem: str = ""
-    is_partial: bool = False
 
     @classmethod
     def read(cls, path: Path) -> SavedSession:
@@ -158,13 +154,10 @@ class SavedSession:
         try:
             with os_errors_as(GenerationError, "read", path):
                 time = datetime.fromtimestamp(path.stat().st_mtime)
-            with open_regular(path, GenerationError) as file:
-                content, is_partial = file.read(_MAX_BYTES), bool(file.read(1))
-            complete = content[: content.rfind(b"\n") + 1] if is_partial else content
-            model, messages = peek_session(complete, path)
+            model, messages = peek_session(path)
         except MlxlmError as error:
             return cls(path, time, problem=f"can't be read: {one_line(error.message.replace(str(path), path.name))}")
-        return cls(path, time, model, messages, is_partial=is_partial)
+        return cls(path, time, model, messages)
 
     @property
     def short_model(self) -> str:
@@ -174,7 +167,7 @@ class SavedSession:
     @property
     def count(self) -> str:
         """The number of messages."""
-        return "?" if self.problem else f"{len(self.messages)}{'+' if self.is_partial else ''}"
+        return "?" if self.problem else str(len(self.messages))
 
     @property
     def first_question(self) -> str:
