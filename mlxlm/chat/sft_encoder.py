@@ -45,9 +45,7 @@ class SFTEncoder:
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], chat_template: str | None = None):
         template = chat_encoder(tokenizer, eos_token_ids, chat_template)
         if not isinstance(template, ChatTemplate):
-            if chat_template is not None or not all(
-                token in tokenizer.special_tokens for token in _CHAT_TEMPLATE_TOKENS
-            ):
+            if chat_template is not None or not tokenizer.special_tokens.keys() >= _CHAT_TEMPLATE_TOKENS:
                 matching = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
                 names = " or ".join([*matching, "FILE"])
                 raise TokenizerError(
