@@ -47,10 +47,10 @@ class SFTEncoder:
         if not isinstance(template, ChatTemplate):
             if chat_template is not None or not tokenizer.special_tokens.keys() >= _CHAT_TEMPLATE_TOKENS:
                 matching = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
-                names = " or ".join([*matching, "FILE"])
+                names = " or ".join([*matching, "a jinja file with tokens that the model has"])
                 raise TokenizerError(
                     f"{'plain text' if chat_template else 'this model'} has no assistant turns to train on",
-                    f"--chat-template {names}, a jinja file with tokens that the model has",
+                    f"`chat_template`: {names}",
                 )
             template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
         self._tokenizer, self._template = tokenizer, template

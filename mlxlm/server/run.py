@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
             stack.pop_all()
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
-        raise ConfigError(problem, "--port 0 for a free port, or another --host") from error
+        raise ConfigError(problem, "`port=0` for a free port, or another `host`") from error
     return listener
 
 

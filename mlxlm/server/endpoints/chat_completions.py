@@ -28,7 +28,7 @@ class JsonSchema(Fields):
 
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None  # no effect: the schema is always enforced
 
 
