@@ -1,10 +1,8 @@
 """`mlxlm.generate`, `stream` and `batch`: prompts, conversations, typed options."""
 
-import asyncio
 from dataclasses import fields
 
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import mlxlm
 from mlxlm import generation
@@ -37,27 +35,6 @@ def test_conversations_are_prompts_of_the_chat_template(lm, messages):
     stream = mlxlm.stream(lm, messages=tuple(Message(**message) for message in messages), **GREEDY)
     assert "".join(chunk.text for chunk in stream) == expected.text
     assert mlxlm.generate(lm, prompt_of(lm, messages), **GREEDY).text == expected.text
-
-
-def test_a_template_is_compiled_once_and_a_changed_one_again(lm, tmp_path, monkeypatch):
-    sources, original = [], ImmutableSandboxedEnvironment.from_string
-
-    def from_string(environment, source):
-        sources.append(source)
-        return original(environment, source)
-
-    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", from_string)
-    file = tmp_path / "own.jinja"
-    for content in ("{# first #}{{ messages[0].content }}", "{# second #}{{ messages[0].content * 2 }}"):
-        file.write_text(content)
-        lm.tokenizer.chat_template = content.replace("#}", "own #}")
-        for template in (None, str(file)):
-            counts = [
-                mlxlm.generate(lm, messages=HELLO, chat_template=template, **GREEDY).prompt_tokens for _ in range(2)
-            ]
-            expected = "Hello!" * (2 if "second" in content else 1)
-            assert counts == [len(lm.tokenizer.encode(expected, add_special_tokens=False))] * 2
-    assert len(sources) == len(set(sources)) == 4
 
 
 def test_a_batch_of_conversations(lm):
@@ -124,16 +101,6 @@ def test_errors_of_a_batch_name_the_conversation(lm):
         mlxlm.batch(lm, messages=[[{"role": "user", "content": "\ud800"}]])
     with pytest.raises(GenerationError, match="there are prompts and messages"):
         mlxlm.batch(lm, ["x"], messages=[HELLO])
-
-
-def test_streams_in_an_event_loop(lm):
-    async def main():
-        stream = mlxlm.stream(lm, messages=HELLO, **GREEDY)
-        text = "".join([chunk.text async for chunk in stream])
-        return text, await mlxlm.stream(lm, messages=HELLO, **GREEDY).wait()
-
-    text, result = asyncio.run(main())
-    assert text == result.text == mlxlm.generate(lm, messages=HELLO, **GREEDY).text
 
 
 def test_options_are_typed():
