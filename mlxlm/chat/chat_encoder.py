@@ -47,7 +47,7 @@ class PlainTextEncoder:
             raise TokenizerError(problem, "no options of the template")
         ids: list[int] = []
         text, last = "", "\n"
-        for message in to_plain_messages(messages, parse_tools(options.get("tools") or ()), True):
+        for message in to_plain_messages(messages, parse_tools(options.get("tools") or ()), system_role=True):
             if message.role != "assistant" and not last.endswith("\n"):
                 text += "\n"
             if message.ids:

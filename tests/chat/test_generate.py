@@ -58,7 +58,7 @@ def test_the_end_token_of_the_template_ends_an_answer(lm):
 def test_a_model_without_a_template_needs_one(lm):
     lm.tokenizer.chat_template = None
     for use in (lambda **more: mlxlm.generate(lm, messages=HELLO, **more), lambda **more: one_of_batch(lm, **more)):
-        with pytest.raises(GenerationError, match='no chat template.*chat_template="chatml"'):
+        with pytest.raises(GenerationError, match="no chat template.*`chat_template=chatml`"):
             use()
         assert use(chat_template="plain", **GREEDY).text == mlxlm.generate(lm, "Hello!", **GREEDY).text
 
