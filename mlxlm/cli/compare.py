@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from mlxlm import checkpoint
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import EXISTING_PATH, json_option
+from mlxlm.data.builtin import python_reference
+from mlxlm.data.sources import read_documents
+from mlxlm.data.text import Document, conversation_as_text, split_pieces
+from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mlxlm.convert.compare import Comparison, TensorDiff
-    from mlxlm.data import Document
 
 _MAX_LISTED = 5
 _TOKENS = "Number of tokens of the text to use."
@@ -37,12 +40,10 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
     A and B are names of mlxlm models, folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are
     read one at a time, so models larger than memory can be compared.
     """
-    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare
     from mlxlm.convert.compare import tensor_diff, tokenize_for_both
-    from mlxlm.utils.errors import one_line
 
-    first, second = open_checkpoint(a), open_checkpoint(b)
+    first, second = checkpoint.open_checkpoint(a), checkpoint.open_checkpoint(b)
     ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(eval_text), tokens)
     with render.phases_progress() as progress:
         layers, tensors = partial(progress, "comparing layers"), partial(progress, "comparing weights")
@@ -101,9 +102,6 @@ def _differences(weights: TensorDiff) -> Iterator[str]:
 
 
 def _documents(path: Path | None) -> Iterator[Document]:
-    from mlxlm.data import Document, read_documents
-    from mlxlm.data.builtin import python_reference
-    from mlxlm.data.text import conversation_as_text, split_pieces
 
     if path is not None:
         return map(conversation_as_text, read_documents([path]))

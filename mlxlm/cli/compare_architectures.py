@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
 from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options, sweep_folder, sweep_options
+from mlxlm.cli.training import phase, train_sweep
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     chosen_config,
@@ -26,6 +28,9 @@ from mlxlm.cli.training_options import (
     setting_options,
     unused_data_rules,
 )
+from mlxlm.data.manifest import Manifest
+from mlxlm.data.options import DataOptions, parse_weighted_sources
+from mlxlm.families import compatibility_warning
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -58,8 +63,6 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
     the step and saves; the same command, or --resume FOLDER, continues what is unfinished.
     """
-    from mlxlm.cli.training import phase, train_sweep
-
     runtime = pop_runtime_options(options)
     out = sweep_folder(data, options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
@@ -80,10 +83,7 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
 
 
 def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
     from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
-    from mlxlm.train import Budget
 
     if not data:
         if flags := given_flags(options):
@@ -101,7 +101,7 @@ def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_
         config,
         [Variant.parse(text) for text in options["variants"]],
         tokenizer=given_tokenizer(options),
-        budget=Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
+        budget=train.Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
         settings=settings,
         phase=phase,
     )
@@ -128,8 +128,6 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _notes(comparison: Comparison, results: list[Result]) -> Iterator[str]:
     """What to keep in mind when reading the table."""
-    from mlxlm.families import compatibility_warning
-
     sizes = sorted(results, key=lambda result: result.parameters)
     if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
         more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)

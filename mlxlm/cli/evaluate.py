@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import generation
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
@@ -23,7 +26,12 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data.sources import read_documents, total_bytes
+from mlxlm.data.text import BadInput
+from mlxlm.utils.errors import DataError, os_errors_as
+from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_seconds
+from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
     from mlxlm.evaluate.text import TextLoss
@@ -80,13 +88,11 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from mlxlm.data import BadInput, read_documents, total_bytes
     from mlxlm.evaluate.loss import window_lengths
     from mlxlm.evaluate.text import TextLoss, evaluate_text
-    from mlxlm.generation import load
 
     total = total_bytes(texts)
-    lm = load(model)
+    lm = generation.load(model)
     stdin = sys.stdin.buffer
     context_length, stride = window_lengths(
         lm.config.max_position_embeddings, options["context_length"], options["stride"]
@@ -123,18 +129,12 @@ def _row(loss: TextLoss) -> tuple[str, ...]:
 
 
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
-    from contextlib import nullcontext
-    from dataclasses import asdict
 
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
-    from mlxlm.generation import load
-    from mlxlm.utils.errors import DataError, os_errors_as
-    from mlxlm.utils.files import atomic_new_file
-    from mlxlm.utils.json_files import json_line
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size
-    lm = load(model)
+    lm = generation.load(model)
     answers = []
     with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:
@@ -155,12 +155,10 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
 
 
 def _evaluate_small_world(model: str, options: dict[str, Any], as_json: bool) -> None:
-    from dataclasses import asdict
 
     from mlxlm.evaluate.small_world import evaluate_small_world
-    from mlxlm.generation import load
 
-    lm = load(model)
+    lm = generation.load(model)
     with render.phases_progress() as progress:
         scores = evaluate_small_world(
             lm,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import generation
+from mlxlm.cli import render
 from mlxlm.cli.generation_options import (
     CONSTRAINT_HINTS,
     given_options,
@@ -21,6 +23,7 @@ from mlxlm.cli.generation_options import (
 )
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import SectionedCommand, flag, option
+from mlxlm.cli.render import say
 from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.utils.errors import GenerationError
@@ -29,7 +32,7 @@ from mlxlm.utils.formatting import human_bytes
 if TYPE_CHECKING:
     from mlxlm.cache import KVOptions
     from mlxlm.chat.chat_encoder import MessageEncoder
-    from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request
+    from mlxlm.generation import GenerationOptions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
@@ -110,14 +113,13 @@ def generate(
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
-    from mlxlm.generation import Engine, Request
     from mlxlm.generation.engine import BATCH_SIZE
 
     options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
     if options.seed is not None and (speculation is not None or cache_file is not None):
         options = options.with_seed(options.seed)  # neither is used for a deterministic text
-    request = Request(ids, options, eos_token_ids)
-    engine = Engine(
+    request = generation.Request(ids, options, eos_token_ids)
+    engine = generation.Engine(
         lm,
         kv=kv,
         batch_size=flags["batch_size"] or BATCH_SIZE,
@@ -180,16 +182,17 @@ def _prompt_text(prompt: str | None) -> str:
     return text
 
 
-def _message_encoder(chat_template: str | None, as_chat: bool, lm: LoadedModel) -> MessageEncoder:
+def _message_encoder(chat_template: str | None, as_chat: bool, lm: generation.LoadedModel) -> MessageEncoder:
     from mlxlm.chat.chat_encoder import message_encoder
 
     return message_encoder(lm, chat_template, compile_now=as_chat or chat_template is not None)
 
 
-def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str | None) -> GenerationResult:
+def _print_one(
+    engine: generation.Engine, request: generation.Request, as_json: bool, cache_file: str | None
+) -> generation.GenerationResult:
     """Generate and print one text; save the prompt's key-value cache to `cache_file`."""
     from mlxlm.chat.terminal.output import write
-    from mlxlm.cli import render
     from mlxlm.generation.jsonl.results import full_result_fields
 
     prompt_tokens = len(request.prompt)
@@ -215,8 +218,7 @@ def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str 
     return stream.result()
 
 
-def _print_statistics(result: GenerationResult) -> None:
-    from mlxlm.cli.render import say
+def _print_statistics(result: generation.GenerationResult) -> None:
 
     t = result.timings
     decode = f"{t.tokens_per_second:.1f} tokens/s" if t.tokens_per_second else "one token"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import checkpoint
+from mlxlm.checkpoint.download import find
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import DTYPES, json_option
@@ -104,14 +106,12 @@ def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
 def _stored_dtype(model: str) -> str | None:
     """The dtype that a model folder generates in; None without weights, and on a CPU, which uses float32."""
     from mlxlm.backend.mlx import ON_CPU, mx
-    from mlxlm.checkpoint import load_checkpoint, open_checkpoint
-    from mlxlm.checkpoint.download import find
     from mlxlm.kernels.dispatch import DTYPE_NAMES
 
     path = find(model)
     if ON_CPU or path is None or not any(path.glob("*.safetensors")):
         return None
-    loaded, _ = load_checkpoint(open_checkpoint(model))
+    loaded, _ = checkpoint.load_checkpoint(checkpoint.open_checkpoint(model))
     return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
 
 

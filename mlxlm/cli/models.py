@@ -10,19 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import generation
+from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog, default_entry
-from mlxlm.checkpoint.local_models import HUB, INCOMPLETE, LocalModel, find_entry, folder_size, local_models
+from mlxlm.checkpoint.download import check_files, download, find, find_catalog_entry, no_such_model, resolve
+from mlxlm.checkpoint.local_models import (
+    HUB,
+    INCOMPLETE,
+    LocalModel,
+    find_entry,
+    folder_size,
+    local_models,
+    plan_removal,
+)
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL
 from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, json_option, option
 from mlxlm.cli.spinner import spinner
+from mlxlm.cli.training import phase, run_training, stop_on_signal
+from mlxlm.families import config_to_hf, load_config, load_preset, preset_names
+from mlxlm.train.events import Step, Stopped
 from mlxlm.utils.errors import MlxlmError
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from mlxlm.generation import LoadedModel
     from mlxlm.plan.machines import Machine
-    from mlxlm.train import Step
 
 _COLUMNS = {
     "name": "name",
@@ -66,9 +78,6 @@ def list_models(as_json: bool) -> None:
 @click.argument("name", shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)])
 def pull(name: str) -> None:
     """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
-    from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import check_files, download, no_such_model
-
     entry = catalog().get(name)
     if entry is None:
         if not hub.is_id(name):
@@ -90,8 +99,6 @@ def rm(name: str, yes: bool) -> None:
 
     Models in the folders of ollama and LM Studio are not removed.
     """
-    from mlxlm.checkpoint.local_models import plan_removal
-
     removal = plan_removal(name)
     what = f"{removal.path}, {human_bytes(removal.bytes)}"
     if not yes and not sys.stdin.isatty():
@@ -106,8 +113,6 @@ def rm(name: str, yes: bool) -> None:
 @json_option
 def presets(as_json: bool) -> None:
     """List the model sizes that ship with mlxlm, for pretrain --preset."""
-    from mlxlm.families import config_to_hf, load_preset, preset_names
-
     configs = {name: load_preset(name) for name in preset_names()}
     if as_json:
         counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in configs.items()}
@@ -145,10 +150,7 @@ def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
     sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
     it, and weights if their bits per byte differ by at most 25%. If anything is different, the exit code is 1.
     """
-    from mlxlm.checkpoint.download import resolve
-    from mlxlm.cli.training import phase, run_training, stop_on_signal
     from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
-    from mlxlm.train import Stopped
 
     receipt = Receipt.read(resolve(model) / FILE_NAME)
     there, here = receipt.results["environment"], environment()
@@ -159,7 +161,7 @@ def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
         run = receipt.recipe.start(out or Path(temporary), phase)
         stop = stop_on_signal()
 
-        def stop_after(step: Step, _lm: LoadedModel) -> None:
+        def stop_after(step: Step, _lm: generation.LoadedModel) -> None:
             if step.step >= steps and not flags["all"]:
                 stop.requested = True
 
@@ -228,9 +230,6 @@ def _facts(entry: CatalogEntry) -> str:
 
 def _chosen(text: str, names: list[str]) -> str:
     """Return the name that the answer stands for, or raise UsageError, after which click asks again."""
-    from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
-
     text = text.strip()
     if text.isdecimal() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
@@ -271,7 +270,6 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
 
 
 def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
-    from mlxlm.checkpoint import hub
     from mlxlm.plan.advice import entry_fit
 
     fit, local = entry_fit(entry, machine), find_entry(entry)
@@ -290,7 +288,6 @@ def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
 
 
 def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
-    from mlxlm.families import load_config
     from mlxlm.plan.advice import chat_fit
 
     config = load_config(folder)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
@@ -22,10 +23,12 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.run_options import override_option, with_overrides
+from mlxlm.cli.training import phase
 from mlxlm.cli.training_options import DEFAULT_MAX_SEQ_LENGTH, FLAGS, setting_options
+from mlxlm.config import ModelConfig
+from mlxlm.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
     from mlxlm.plan import Machine, Plan
 
 _TRAINING = (
@@ -162,7 +165,6 @@ def _check_options(model: str | None, with_probe: bool, options: dict[str, Any])
 
 
 def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
-    from mlxlm.config import ModelConfig
     from mlxlm.plan import find_config
 
     if model is None:
@@ -185,8 +187,6 @@ def _machine(options: dict[str, Any]) -> Machine | str:
 
 def _probe(plan: Plan) -> Plan:
     """Add the measured time and memory of three training steps."""
-    from mlxlm.cli.training import phase
-    from mlxlm.train import TrainSettings, probe
     from mlxlm.train.memory_limits import check_memory
     from mlxlm.train.step_benchmark import BENCHMARK_LABEL
 
@@ -195,5 +195,5 @@ def _probe(plan: Plan) -> Plan:
     config = plan.config.with_changes(max_position_embeddings=length, quantization=None)
     check_memory(config, settings, preset="preset")
     with phase(BENCHMARK_LABEL, None):
-        measured = probe(config, settings)
+        measured = train.probe(config, settings)
     return plan.with_measurement(measured.step, measured.memory)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import train
+from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
 from mlxlm.cli.run_options import (
     command_start_time,
@@ -18,6 +20,8 @@ from mlxlm.cli.run_options import (
     runtime_options,
     with_overrides,
 )
+from mlxlm.cli.stop_signals import StopRequest
+from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.cli.training_options import (
     DEFAULT_MAX_SEQ_LENGTH,
     FLAGS,
@@ -33,9 +37,8 @@ from mlxlm.cli.training_options import (
     steps_option,
     unused_data_rules,
 )
-
-if TYPE_CHECKING:
-    from mlxlm.train import ProcessGroup, Run
+from mlxlm.data.manifest import Manifest
+from mlxlm.data.options import DataOptions, parse_weighted_sources
 
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
 _HOURS = "Wall-clock budget; also picks the model size unless --preset or --config is given."
@@ -76,24 +79,19 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
     if num_processes is not None and hosts is not None:
         problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
         raise click.UsageError(problem)
-    from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
 
     if processes := hosts or num_processes:
         raise click.exceptions.Exit(launch(processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
-    from mlxlm.cli.stop_signals import StopRequest
-    from mlxlm.train import join_process_group, run_worker
 
-    with join_process_group() as process_group, finish_before_sigterm(process_group.size):
+    with train.join_process_group() as process_group, finish_before_sigterm(process_group.size):
         if process_group.rank == 0:
             _train(process_group, data, options)
         else:
             with StopRequest().catch_signals() as stop:
-                run_worker(process_group, stop)
+                train.run_worker(process_group, stop)
 
 
-def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:
-    from mlxlm.cli.training import run_and_summarize
-    from mlxlm.train import Run, repeat_run
+def _train(process_group: train.ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:
 
     runtime = pop_runtime_options(options)
     run = resumed_run(data, options)
@@ -102,7 +100,7 @@ def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str
     if run is None and repeat is not None:
         if out is None or data or given_flags(options):
             raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")
-        run = repeat_run(out, Run.open(repeat))
+        run = train.repeat_run(out, train.Run.open(repeat))
     if run is None:
         run = _new_run(data, out, options, process_group.size, runtime["power"].duty_cycle)
     run_and_summarize(run, resume=resume, process_group=process_group, **runtime)
@@ -110,11 +108,8 @@ def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str
 
 def _new_run(
     data: tuple[str, ...], out: Path | None, options: dict[str, Any], num_processes: int, duty_cycle: float
-) -> Run:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
+) -> train.Run:
     from mlxlm.experiments.scaling_analysis import read_law
-    from mlxlm.train import Budget, start_run
     from mlxlm.train.budget import check_duration
 
     if not data or out is None:
@@ -140,7 +135,7 @@ def _new_run(
         if not has_time_limit:  # which fits the length to the time
             settings["max_seq_length"] = length
         config = with_overrides(config, options["overrides"], reserved, length)
-    budget = Budget(
+    budget = train.Budget(
         tokens=options["tokens"],
         minutes=options["minutes"] if options["hours"] is None else 60 * options["hours"],
         duty_cycle=duty_cycle,
@@ -150,6 +145,6 @@ def _new_run(
     )
     text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **data_settings(options))
     tokenizer = given_tokenizer(options)
-    run = start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
+    run = train.start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
     print_skipped(Manifest.read(run.data).skipped)
     return run

@@ -26,7 +26,7 @@ from mlxlm.cli.options import (
 )
 from mlxlm.config.option import options_of
 from mlxlm.quantize.settings import QuantizationSettings
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import group_layers_by_value, human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import QuantizationReport
@@ -96,8 +96,6 @@ def _rows(report: QuantizationReport) -> Iterator[tuple[str, str, str]]:
 
 def notes(report: QuantizationReport) -> Iterator[str]:
     """What differs from the requested settings, and which texts were used."""
-    from mlxlm.utils.formatting import group_layers_by_value
-
     mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:
         counted = (f"{n} {'matrix' if n == 1 else 'matrices'} in {bits} bits" for bits, n in sorted(mixed.items()))

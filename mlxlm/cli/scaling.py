@@ -19,6 +19,7 @@ from mlxlm.cli.run_options import (
     sweep_folder,
     sweep_options,
 )
+from mlxlm.cli.training import phase, train_sweep
 from mlxlm.cli.training_options import (
     data_options,
     data_settings,
@@ -29,6 +30,9 @@ from mlxlm.cli.training_options import (
     setting_options,
     unused_data_rules,
 )
+from mlxlm.data.manifest import Manifest
+from mlxlm.data.options import DataOptions
+from mlxlm.families import load_preset, preset_names
 from mlxlm.utils.formatting import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -57,7 +61,6 @@ def _numbers(text: str) -> list[float]:
 
 def _parameters(text: str, vocab_size: int | None = None) -> float:
     """The parameter count of a preset, or of a size such as 50m."""
-    from mlxlm.families import load_preset, preset_names
     from mlxlm.plan.model_sizes import parse_size
 
     if text in preset_names():
@@ -139,8 +142,6 @@ def scaling(
 
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest
     from mlxlm.experiments.scaling_grid import Grid, start_grid
     from mlxlm.experiments.scaling_runs import GridOptions
 
@@ -167,7 +168,6 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
 
 def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     """Train the unfinished runs. Returns what `train_sweep` does."""
-    from mlxlm.cli.training import phase, train_sweep
     from mlxlm.plan.scaling_law import FULL_VALUE_EPOCHS
 
     epochs = max(run.tokens for run in grid.runs) / grid.unique_tokens

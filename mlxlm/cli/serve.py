@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.backend import platform
+from mlxlm.checkpoint.download import fetch
 from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
@@ -86,7 +87,6 @@ def serve(
     keys = _api_keys(server.api_keys)
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
-    from mlxlm.checkpoint.download import fetch
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.models import Models, ModelSettings, load_model

@@ -23,6 +23,8 @@ from mlxlm.cli.options import (
     text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data.sources import read_texts, total_bytes
+from mlxlm.data.text import BadInput
 from mlxlm.tokenizer import TOKENIZER_TYPES, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
@@ -50,8 +52,6 @@ def tokenizer() -> None:
 @on_bad_input_option("Text")
 def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_type: str, **options: Any) -> None:
     """Train a tokenizer on text."""
-    from mlxlm.data import BadInput, read_texts, total_bytes
-
     bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
     with atomic_new_folder(out, TokenizerError) as folder:
@@ -122,8 +122,6 @@ def info(path: str, as_json: bool, eval_text: str | None, old_eval_text: str | N
     facts = {name: getattr(loaded, name) for name in names}
     facts["chat_template"] = loaded.chat_template is not None
     if eval_text is not None:
-        from mlxlm.data import read_texts, total_bytes
-
         with render.bytes_progress("Encoding", total_bytes([eval_text])) as advance:
             measured = tokenizer_stats(loaded, read_texts([eval_text], stdin=_stdin(), advance=advance))
         facts["text"] = dataclasses.asdict(measured)

@@ -15,6 +15,7 @@ import click
 from rich.live import Live
 from rich.text import Text
 
+from mlxlm import train
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.cli import render
 from mlxlm.cli.restart import restart_after
@@ -27,14 +28,13 @@ from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
-from mlxlm.train import (
+from mlxlm.train.events import (
     CheckpointNotSaved,
     CheckpointSaved,
     Event,
     Finished,
     Paused,
     Resumed,
-    Run,
     Sample,
     Started,
     Step,
@@ -42,7 +42,6 @@ from mlxlm.train import (
     Throttled,
     TrainingWarning,
     Validation,
-    train,
 )
 from mlxlm.train.start import PREPARATION_FRACTION
 from mlxlm.utils.errors import DeviceError, TrainingError
@@ -71,7 +70,7 @@ def stop_on_signal() -> StopRequest:
 
 
 def run_training(
-    run: Run,
+    run: train.Run,
     *,
     resume: bool = False,
     stop: StopRequest | None = None,
@@ -99,7 +98,7 @@ def run_training(
     stop, micro_batches, progress = stop or stop_on_signal(), 1, False
     try:
         with stop.catch_signals(), _display(num_processes) as show:
-            for event in train(run, load(run.path), resume=resume, should_stop=stop, **options):
+            for event in train.train(run, load(run.path), resume=resume, should_stop=stop, **options):
                 show(event)
                 if isinstance(event, Started):
                     micro_batches = event.micro_batches
@@ -119,7 +118,7 @@ def run_training(
     return ending
 
 
-def run_and_summarize(run: Run, **options: Any) -> None:
+def run_and_summarize(run: train.Run, **options: Any) -> None:
     """Train a run, print its result and its path, and exit if it was stopped. For the arguments see `run_training`."""
     stop = stop_on_signal()
     arguments = [*shlex.split(run.resume_command)[1:], *runtime_arguments()]
@@ -132,7 +131,7 @@ def run_and_summarize(run: Run, **options: Any) -> None:
 
 def train_sweep(
     sweep: Sweep,
-    runs: Sequence[tuple[str, Callable[[], Run]]],
+    runs: Sequence[tuple[str, Callable[[], train.Run]]],
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
 ) -> tuple[list[str], int]:
@@ -169,7 +168,7 @@ def train_sweep(
     return errors, 1 if errors else 0
 
 
-def print_forecast(run: Run) -> None:
+def print_forecast(run: train.Run) -> None:
     """Print what the log has before the first step: limited text, model size, conversations, forecast."""
     if entry := entry_before_start(run.log_file, "text_limited", ("bytes", "total_bytes")):
         render.say(
@@ -210,7 +209,7 @@ def _conversations(entry: dict[str, Any]) -> str:
     return text
 
 
-def print_summary(ending: Finished | Stopped, run: Run) -> None:
+def print_summary(ending: Finished | Stopped, run: train.Run) -> None:
     """Print the loss curve, the result and how to continue, at the end of a run."""
     if isinstance(ending, Stopped):
         render.say(f"stopped after step {ending.step}, saved. Continue with:")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
-from mlxlm.train import (
+from mlxlm.train.events import (
     CheckpointNotSaved,
     CheckpointSaved,
     Event,

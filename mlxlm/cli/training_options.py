@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, add_options, field_option, given_values, option, reject_unused_options
+from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
+from mlxlm.data.manifest import is_prepared
 from mlxlm.data.options import DataOptions
+from mlxlm.families import load_config, load_preset
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
-
-if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
 
 DEFAULT_MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
 # The options of a run that the command line has, by name; `steps` is among the options of each command's length.
@@ -86,8 +86,6 @@ def model_options(section: str, preset: str) -> Callable[..., Any]:
 
 def chosen_config(options: Mapping[str, Any]) -> ModelConfig:
     """The model of `--preset` or `--config`."""
-    from mlxlm.families import load_config, load_preset
-
     return load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
 
 
@@ -103,8 +101,6 @@ def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
 
 def unused_data_rules(options: Mapping[str, Any], data: Iterable[str | Path]) -> list[tuple[Any, Collection[str], str]]:
     """The rules of `reject_unused_options` for `data_options` with this DATA."""
-    from mlxlm.data.manifest import is_prepared
-
     prepared = any(map(is_prepared, data))
     tokenizer = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     return [
