@@ -117,7 +117,7 @@ KNOWN_CIRCLES = {
     ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.editor"),
     ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.repl"),
     ("mlxlm.chat.terminal.editor", "mlxlm.chat.terminal.repl"),
-    ("mlxlm.config.counts", "mlxlm.config.model_config"),
+    ("mlxlm.config.model_config", "mlxlm.config.model_config"),
 }
 
 

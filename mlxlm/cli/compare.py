@@ -11,8 +11,7 @@ import click
 
 from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import EXISTING_PATH, json_option
+from mlxlm.cli.options import EXISTING_PATH, MODEL, json_option, offline_option
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.sources import read_documents
 from mlxlm.data.text import Document, conversation_as_text, split_pieces

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import argument_errors_as_usage, json_option, renamed
+from mlxlm.cli.options import MODEL, argument_errors_as_usage, json_option, offline_option, renamed
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 

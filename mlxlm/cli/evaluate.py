@@ -13,13 +13,14 @@ import click
 
 from mlxlm import generation
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
+    MODEL,
     PATH,
     SOURCES_HELP,
     SectionedCommand,
     given_values,
     json_option,
+    offline_option,
     on_bad_input_option,
     option,
     reject_unused_options,

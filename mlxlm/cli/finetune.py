@@ -10,8 +10,7 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, on_bad_input_option, option
+from mlxlm.cli.options import MODEL, SectionedCommand, offline_option, on_bad_input_option, option
 from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
 from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.cli.training_options import (

@@ -9,16 +9,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
 from mlxlm import generation
 from mlxlm.cache.options import KVOptions
 from mlxlm.checkpoint.download import fetch
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import add_options, field_option, is_given, option
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.options import MODEL, add_options, field_option, is_given, option
+from mlxlm.cli.render import spinner
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import MAX_SCHEMA_CHARS, GenerationOptions
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
@@ -26,6 +25,9 @@ from mlxlm.utils.errors import GenerationError, one_line
 
 if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
+
+# None without speculative decoding, else a function that loads the draft model, if there is one.
+Speculation: TypeAlias = "Callable[[], SpeculativeDecoder] | None"
 
 _SECTIONS = ("Stopping", "Sampling", "Repetition penalties", "Constrained output", "Output")
 _memory = functools.partial(option, "Memory and speed")
@@ -110,8 +112,7 @@ def _as_usage_errors() -> Iterator[None]:
 def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of speculative decoding to a command.
 
-    The command gets `speculation`: None without speculative decoding, else a function that loads the draft model if
-    there is one and returns a SpeculativeDecoder.
+    The command gets `speculation`, a Speculation.
     """
 
     @functools.wraps(command)

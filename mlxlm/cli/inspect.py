@@ -9,8 +9,7 @@ import click
 
 from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import MODEL, json_option, offline_option
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_count
 

@@ -10,8 +10,7 @@ import click
 from mlxlm import checkpoint
 from mlxlm.checkpoint.download import find
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import DTYPES, json_option
+from mlxlm.cli.options import DTYPES, MODEL, json_option
 from mlxlm.utils.errors import MlxlmError, PlatformError
 from mlxlm.utils.formatting import human_bytes
 

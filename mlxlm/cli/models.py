@@ -24,9 +24,8 @@ from mlxlm.checkpoint.local_models import (
     plan_removal,
 )
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, json_option, option
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.options import MODEL, PATH, SectionedCommand, allow_sleep_option, json_option, option
+from mlxlm.cli.render import spinner
 from mlxlm.cli.training import phase, run_training, stop_on_signal
 from mlxlm.families import config_to_hf, load_config, load_preset, preset_names
 from mlxlm.train.events import Step, Stopped

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.checkpoint.catalog import bundled_models, catalog
+from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.config.option import declaration, default_text, options_of, types_of
 from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import ArgumentError
@@ -271,3 +275,32 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
         unused = [name for name, value in values.items() if value not in (None, ()) and value is not False]
         if condition and unused:
             raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
+
+
+class _ModelName(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
+    """A name of the catalog, a path, or a hub id."""
+
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete names of the catalog, hub ids of downloaded models, and files."""
+        names = dict.fromkeys(bundled_models(), "ships with mlxlm")
+        names |= {name: entry.description for name, entry in catalog().items()}
+        names |= dict.fromkeys(hub_ids(), "in Hugging Face's cache")
+        items = [CompletionItem(name, help=text) for name, text in names.items() if name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file"), *items]  # in this order, bash shows files if there is no name
+
+
+MODEL = _ModelName()
+
+
+def offline_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--offline` to a command."""
+    text = "Download nothing; HF_HUB_OFFLINE=1 and MLXLM_OFFLINE=1 do the same."
+    add = click.option("--offline", is_flag=True, expose_value=False, is_eager=True, help=text, callback=_set_offline)
+    return add(command)
+
+
+def _set_offline(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which reads it when it is imported, obeys it too

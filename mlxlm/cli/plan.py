@@ -10,14 +10,15 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
+    MODEL,
     PATH,
     SIZE,
     SectionedCommand,
     add_options,
     given_values,
     json_option,
+    offline_option,
     option,
     reject_unused_options,
     text_column_option,

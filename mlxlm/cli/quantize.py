@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
     EXISTING_PATH,
+    MODEL,
     PATH,
     SIZE,
     SectionedCommand,
@@ -22,6 +22,7 @@ from mlxlm.cli.options import (
     field_option,
     given_values,
     json_option,
+    offline_option,
     option,
 )
 from mlxlm.config.option import options_of

@@ -6,16 +6,17 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from mlxlm.backend import platform
+from mlxlm.cache.options import KVOptions
 from mlxlm.checkpoint.download import fetch
-from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
-from mlxlm.cli.model_options import MODEL, offline_option
+from mlxlm.cli.generation_options import Speculation, given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.options import (
+    MODEL,
     SIZE,
     SectionedCommand,
     add_options,
@@ -23,17 +24,13 @@ from mlxlm.cli.options import (
     field_option,
     given_values,
     is_given,
+    offline_option,
 )
-from mlxlm.cli.render import say
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.render import say, spinner
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.server.options import ModelOptions, ServerOptions
 from mlxlm.utils.errors import ConfigError, one_line
-
-if TYPE_CHECKING:
-    from mlxlm.cache import KVOptions
-    from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
 Examples:
@@ -65,7 +62,7 @@ def serve(
     models: Sequence[str],
     options: GenerationOptions,
     kv: KVOptions,
-    speculation: Callable[[], SpeculativeDecoder] | None,
+    speculation: Speculation,
     **flags: Any,
 ) -> None:
     """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page: see docs/server.md.

@@ -18,9 +18,9 @@ from rich.text import Text
 from mlxlm import train
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.cli import render
+from mlxlm.cli.render import spinner
 from mlxlm.cli.restart import restart_after
 from mlxlm.cli.run_options import runtime_arguments
-from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
 from mlxlm.experiments.sweep import Sweep, is_finished

@@ -10,27 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxlm.config import counts
-from mlxlm.config.model_config import ModelConfig
+from mlxlm.config.model_config import MATRICES, ModelConfig, count_parameters
 
 
 def _two_averages(config: ModelConfig) -> int:
-    return 2 * sum(counts.count_parameters(config).values())
+    return 2 * sum(count_parameters(config).values())
 
 
 def _one_average(config: ModelConfig) -> int:
-    return sum(counts.count_parameters(config).values())
+    return sum(count_parameters(config).values())
 
 
 def _muon_state(config: ModelConfig) -> int:
     """One momentum for each matrix of the layers; AdamW's two averages for the other parameters."""
-    groups = counts.count_parameters(config)
-    return 2 * sum(groups.values()) - sum(groups[name] for name in counts.MATRICES)
+    groups = count_parameters(config)
+    return 2 * sum(groups.values()) - sum(groups[name] for name in MATRICES)
 
 
 def _adafactor_state(config: ModelConfig) -> int:
     """One number for each row and column of a matrix, and for each element of a vector."""
-    groups = counts.count_parameters(config)
+    groups = count_parameters(config)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -504,14 +504,8 @@ def test_all_lines_of_any_file(tmp_path_factory, content, longest):
     assert lines.ended and found == [(n, line[: longest + 1]) for n, line in enumerate(wanted, 1)]
 
 
-@pytest.fixture
-def job_progress():
-    job_progress = JobProgress(2)
-    job_progress.begin(10)
-    return job_progress
-
-
-def test_the_total_follows_the_lines(job_progress):
+def test_the_total_follows_the_lines():
+    job_progress = JobProgress(2, 10)
     assert job_progress.expected == 20
     for rows in (2, 0, 1, 5):
         job_progress.expect(rows)
@@ -520,10 +514,10 @@ def test_the_total_follows_the_lines(job_progress):
     assert job_progress.line().startswith("10 of 20 done, ") and job_progress.line().endswith(" left")
 
 
-def test_a_line_per_minute_without_a_terminal(job_progress, capsys, monkeypatch):
+def test_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(jsonl.time, "monotonic", lambda: clock[0])
-    job_progress.begin(None)
+    job_progress = JobProgress(2, None)
     with jsonl.progress(job_progress) as show:
         for _ in range(180):
             clock[0] += 1

@@ -7,9 +7,9 @@ import pexpect
 
 SCRIPT = """
 import time
-from mlxlm.cli import spinner
-spinner._DELAY = 0.1
-with spinner.spinner("loading [x]") as update:
+from mlxlm.cli import render
+render._DELAY = 0.1
+with render.spinner("loading [x]") as update:
     time.sleep({first})
     update("reading")
     time.sleep({first})
@@ -18,7 +18,7 @@ print("done")
 
 
 def test_a_long_wait_shows_its_label():
-    script = "import mlxlm.cli.render, rich.status\n" + SCRIPT.format(first=0.5)
+    script = "import rich.status\n" + SCRIPT.format(first=0.5)
     child = pexpect.spawn(sys.executable, ["-c", script], encoding="utf-8", timeout=60)
     child.expect_exact("loading [x]")
     child.expect_exact("reading")
