@@ -11,7 +11,7 @@ import click
 
 from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.options import EXISTING_PATH, MODEL, json_option, offline_option
+from mlxlm.cli.options import EXISTING_PATH, MODEL, SectionedCommand, json_option, offline_option
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.sources import read_documents
 from mlxlm.data.text import Document, conversation_as_text, split_pieces
@@ -26,7 +26,7 @@ _TOKENS = "Number of tokens of the text to use."
 _BUILT_IN = "Python's language reference"
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("a", type=MODEL)
 @click.argument("b", type=MODEL)
 @offline_option

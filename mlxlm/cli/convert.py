@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import MODEL, argument_errors_as_usage, json_option, offline_option, renamed
+from mlxlm.cli.options import MODEL, SectionedCommand, json_option, offline_option, renamed
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
@@ -17,7 +17,7 @@ _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --ou
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
@@ -46,7 +46,7 @@ def convert(
     is_gguf = out.lower().endswith(".gguf")
     if dtype in ("q8_0", "q4_0") and not is_gguf:
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
-    with argument_errors_as_usage(), render.phases_progress() as progress:
+    with render.phases_progress() as progress:
         report = run_convert(
             source,
             out,

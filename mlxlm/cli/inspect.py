@@ -9,7 +9,7 @@ import click
 
 from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.options import MODEL, json_option, offline_option
+from mlxlm.cli.options import MODEL, SectionedCommand, json_option, offline_option
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_count
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlxlm.convert.inspect import Description
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors with type, shape and bytes.")

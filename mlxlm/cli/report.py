@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import SectionedCommand
 from mlxlm.report import REPORT_FILE, read_run, write_report
 from mlxlm.train.settings import TrainSettings
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--out", type=click.Path(path_type=Path), help="HTML file to write.  [default: RUN/report.html]")
 @click.option("--open", "show", is_flag=True, help="Open the report in the browser.")
