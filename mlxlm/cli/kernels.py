@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm import checkpoint
+from mlxlm import checkpoint, plan
 from mlxlm.checkpoint.download import find
 from mlxlm.cli import render
 from mlxlm.cli.options import DTYPES, MODEL, json_option
@@ -96,10 +96,9 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
 def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
     """The operations of MODEL on this device, in generation and in training."""
     from mlxlm.plan.kernel_cases import cases_of
-    from mlxlm.plan.model_lookup import find_config
     from mlxlm.train.start import DEVICE_DTYPE
 
-    return cases_of(find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
+    return cases_of(plan.find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
 
 
 def _stored_dtype(model: str) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mlxlm import generation
+from mlxlm import generation, plan
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog, default_entry
 from mlxlm.checkpoint.download import check_files, download, find, find_catalog_entry, no_such_model, resolve
@@ -31,9 +32,6 @@ from mlxlm.families import config_to_hf, load_config, load_preset, preset_names
 from mlxlm.train.events import Step, Stopped
 from mlxlm.utils.errors import MlxlmError
 from mlxlm.utils.formatting import human_bytes, human_count
-
-if TYPE_CHECKING:
-    from mlxlm.plan.machines import Machine
 
 _COLUMNS = {
     "name": "name",
@@ -194,37 +192,23 @@ def choose_model(yes: bool) -> str:
             f"MODEL is missing (try: --yes for {default.name}, {human_bytes(default.bytes)}; a name of mlxlm models; "
             "or --continue)"
         )
+    choices = [(default, f"small, {'on this machine already' if find_entry(default) else 'downloaded in seconds'}")]
     with spinner("measuring this machine"):
-        choices = _choices(default)
+        machine, best = plan.this_machine(measure=False), plan.best_entry()
+    if best is not None and best.parameters > default.parameters:
+        choices.append((best, "the largest that leaves half of the memory free"))
     render.say("Which model?\n")
     for number, (entry, why) in enumerate(choices, start=1):
+        memory = human_bytes(plan.entry_fit(entry, machine).memory)
+        size = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
+        tested = "" if entry.tested else ", untested"
+        facts = f"{size}, {memory} of memory, {render.license_text(entry)}{tested}"
         render.say(f"  {number}  {entry.name:<13} {why}")
-        render.say(f"     {'':<13} {_facts(entry)}\n", style="dim")
+        render.say(f"     {'':<13} {facts}\n", style="dim")
     render.say("Enter takes the first. A name of mlxlm models, a path and a hub id work too.", style="dim")
     names = [entry.name for entry, _ in choices]
     answer: str = click.prompt("Model", default="1", err=True, value_proc=lambda text: _chosen(text, names))
     return answer
-
-
-def _choices(default: CatalogEntry) -> list[tuple[CatalogEntry, str]]:
-    from mlxlm.plan.advice import best_entry
-
-    ready = "on this machine already" if find_entry(default) else "downloaded in seconds"
-    choices = [(default, f"small, {ready}")]
-    best = best_entry()
-    if best is not None and best.parameters > default.parameters:
-        choices.append((best, "the largest that leaves half of the memory free"))
-    return choices
-
-
-def _facts(entry: CatalogEntry) -> str:
-    from mlxlm.plan.advice import entry_fit
-    from mlxlm.plan.machines import this_machine
-
-    memory = human_bytes(entry_fit(entry, this_machine(measure=False)).memory)
-    download = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
-    tested = "" if entry.tested else ", untested"
-    return f"{download}, {memory} of memory, {render.license_text(entry)}{tested}"
 
 
 def _chosen(text: str, names: list[str]) -> str:
@@ -238,9 +222,8 @@ def _chosen(text: str, names: list[str]) -> str:
 
 
 def _print_models(as_json: bool) -> None:
-    from mlxlm.plan.machines import this_machine
 
-    machine = this_machine(measure=False)
+    machine = plan.this_machine(measure=False)
     known = [_bundled(name, folder, machine) for name, folder in bundled_models().items()]
     known += [_entry(entry, machine) for entry in catalog().values() if entry.name not in bundled_models()]
     paths = {model["path"] for model in known}
@@ -268,10 +251,9 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
     render.print_table(rows, list(columns.values()))
 
 
-def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
-    from mlxlm.plan.advice import entry_fit
+def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
 
-    fit, local = entry_fit(entry, machine), find_entry(entry)
+    fit, local = plan.entry_fit(entry, machine), find_entry(entry)
     source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
     location = local and local.location
     if source and not local and hub.cached_bytes(source.repository):
@@ -286,11 +268,10 @@ def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
 
-def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
-    from mlxlm.plan.advice import chat_fit
+def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
 
     config = load_config(folder)
-    fit = chat_fit(config, machine)
+    fit = plan.chat_fit(config, machine)
     return {
         "name": name,
         "description": "Ships with mlxlm.",
@@ -309,16 +290,13 @@ def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _local(model: LocalModel, machine: Machine) -> dict[str, Any]:
-    from mlxlm.plan.advice import chat_fit
-    from mlxlm.plan.model_lookup import find_config
+def _local(model: LocalModel, machine: plan.Machine) -> dict[str, Any]:
 
+    fit = None
+    with suppress(MlxlmError):  # the planner knows the architectures of mlxlm's own decoder only
+        fit = plan.chat_fit(plan.find_config(model.path), machine)
     facts = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "location": model.location}
-    try:
-        fit = chat_fit(find_config(model.path), machine)
-    except MlxlmError:  # the planner knows the architectures of mlxlm's own decoder only
-        return {**facts, "memory": None, "fits": None}
-    return {**facts, "memory": fit.memory, "fits": fit.fits}
+    return {**facts, "memory": fit and fit.memory, "fits": fit and fit.fits}
 
 
 def _cell(field: str, value: Any) -> str:

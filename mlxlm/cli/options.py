@@ -9,7 +9,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def field_option(
     declared, types = declaration(field), types_of(field)
     is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
     if kind is None and declared.choices:
-        kind = _IntChoice(declared.choices) if "int" in types else list(declared.choices)
+        kind = list(declared.choices)
     kind = kind or next((k for name, k in _TYPES.items() if name in types), str)
     kind = bool if types[0] == "bool" else kind
     if text is None or is_list:
@@ -105,14 +105,6 @@ def flags_of(field: Field[Any]) -> list[str]:
     flag = "--" + field.name.replace("_", "-")
     can_be_off = types_of(field)[0] == "bool" and field.default is not False
     return [f"{flag}/--no-{flag[2:]}" if can_be_off else flag]
-
-
-class _IntChoice(click.Choice):  # type: ignore[type-arg]  # generic in newer versions
-    def __init__(self, choices: Sequence[int]):
-        super().__init__([str(choice) for choice in choices])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return int(super().convert(str(value), param, ctx))
 
 
 class _SectionOption(click.Option):
@@ -190,7 +182,7 @@ def _print_full_help(context: click.Context, _parameter: click.Parameter, value:
         context.exit()
 
 
-class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
+class _Size(click.ParamType):
     """A number of bytes: 8GB, 1.5GiB, 512MB, 1000000."""
 
     name = "size"
@@ -283,7 +275,7 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
             raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
 
 
-class _ModelName(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
+class _ModelName(click.ParamType):
     """A name of the catalog, a path, or a hub id."""
 
     name = "model"

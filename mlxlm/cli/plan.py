@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import plan as planner
 from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import (
@@ -28,9 +29,6 @@ from mlxlm.cli.training import phase
 from mlxlm.cli.training_options import DEFAULT_MAX_SEQ_LENGTH, FLAGS, setting_options
 from mlxlm.config import ModelConfig
 from mlxlm.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from mlxlm.plan import Machine, Plan
 
 _TRAINING = (
     *("batch_size", "max_seq_length", "grad_accumulation_steps", "optimizer", "ema_decay", "dtype"),
@@ -103,12 +101,9 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     MODEL is a preset, a published model, a name of mlxlm models, a folder, a run, a config.json, a .gguf file or a hub
     id. Without MODEL, give its sizes.
     """
-    from mlxlm import plan as planner
-    from mlxlm.plan.inference import quantized_bits
-
     _check_options(model, with_probe, options)
     config = _config(model, options)
-    if options["group_size"] is not None and (options["bits"] or quantized_bits(config) or 16) >= 16:
+    if options["group_size"] is not None and (options["bits"] or planner.quantized_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
     names = (*_TRAINING, *_INFERENCE, "attention")
     settings = given_values({name: options[name] for name in names})
@@ -140,7 +135,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
         from mlxlm.cli.plan_tables import print_plan
 
         print_plan(result)
-    if (bits := settings.get("bits") or quantized_bits(config) or result.serving.bits) != result.serving.bits:
+    if (bits := settings.get("bits") or planner.quantized_bits(config) or result.serving.bits) != result.serving.bits:
         render.say(f"on a CPU, {bits}-bit weights become {result.serving.bits}-bit weights when they are loaded")
     if (bits := settings.get("kv_bits", result.serving.kv_bits)) != result.serving.kv_bits:
         render.say(f"on a CPU, a key-value cache of {bits} bits has {result.serving.kv_bits} bits with these weights")
@@ -166,7 +161,6 @@ def _check_options(model: str | None, with_probe: bool, options: dict[str, Any])
 
 
 def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
-    from mlxlm.plan import find_config
 
     if model is None:
         hidden = options["hidden_size"]
@@ -174,19 +168,18 @@ def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
         defaults = {"intermediate_size": -(-8 * hidden // 3 // 64) * 64, "vocab_size": 32000}
         config = ModelConfig(**{**defaults, **sizes}, tie_word_embeddings=options["tie_word_embeddings"])
     else:
-        config = find_config(model)
+        config = planner.find_config(model)
     return with_overrides(config, options["overrides"], {})
 
 
-def _machine(options: dict[str, Any]) -> Machine | str:
-    from mlxlm.plan.machines import custom_machine
+def _machine(options: dict[str, Any]) -> planner.Machine | str:
 
     if options["flops"] is None:
         return options["machine"] or "here"
-    return custom_machine(options["flops"], options["dtype"] or "bfloat16")
+    return planner.custom_machine(options["flops"], options["dtype"] or "bfloat16")
 
 
-def _probe(plan: Plan) -> Plan:
+def _probe(plan: planner.Plan) -> planner.Plan:
     """Add the measured time and memory of three training steps."""
     from mlxlm.train.memory_limits import check_memory
     from mlxlm.train.step_benchmark import BENCHMARK_LABEL

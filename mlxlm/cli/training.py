@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.live import Live
@@ -23,8 +23,6 @@ from mlxlm.cli.restart import restart_after
 from mlxlm.cli.run_options import runtime_arguments
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
-from mlxlm.experiments.sweep import Sweep, is_finished
-from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
@@ -43,9 +41,11 @@ from mlxlm.train.events import (
     TrainingWarning,
     Validation,
 )
-from mlxlm.train.start import PREPARATION_FRACTION
 from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
+
+if TYPE_CHECKING:
+    from mlxlm.experiments.sweep import Sweep
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
@@ -146,6 +146,8 @@ def train_sweep(
     Returns:
         An error message for each run that failed, and the exit code of the command.
     """
+    from mlxlm.experiments.sweep import is_finished
+
     errors, stop = [], stop_on_signal()
     for i, (name, make) in enumerate(runs):
         render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
@@ -170,6 +172,8 @@ def train_sweep(
 
 def print_forecast(run: train.Run) -> None:
     """Print what the log has before the first step: limited text, model size, conversations, forecast."""
+    from mlxlm.train.start import PREPARATION_FRACTION
+
     if entry := entry_before_start(run.log_file, "text_limited", ("bytes", "total_bytes")):
         render.say(
             f"about {human_bytes(entry['bytes'])} of {human_bytes(entry['total_bytes'])} of text are used: "
@@ -244,6 +248,8 @@ def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
     if not render.console.is_terminal:
         yield _print_lines()
         return
+    from mlxlm.plan.machines import measure_matmul
+
     # A shorter measurement finds a lower speed. It draws random numbers, so it comes before the run sets its seed.
     metrics = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * num_processes)
 
