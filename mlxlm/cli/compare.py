@@ -101,7 +101,6 @@ def _differences(weights: TensorDiff) -> Iterator[str]:
 
 
 def _documents(path: Path | None) -> Iterator[Document]:
-
     if path is not None:
         return map(conversation_as_text, read_documents([path]))
     text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)

@@ -94,43 +94,36 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
 
     total = total_bytes(texts)
     lm = generation.load(model)
-    stdin = sys.stdin.buffer
-    context_length, stride = window_lengths(
-        lm.config.max_position_embeddings, options["context_length"], options["stride"]
-    )
+    given = options["context_length"], options["stride"]
+    windows = window_lengths(lm.config.max_position_embeddings, *given)
+    lengths = dict(zip(("context_length", "stride"), windows, strict=True))
     losses: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
-            source = read_documents(
-                [text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad
-            )
-            losses["stdin" if text == "-" else text] = evaluate_text(
-                lm, source, context_length=context_length, stride=stride
-            )
+            how = {"text_column": options["text_column"], "on_bad": bad}
+            source = read_documents([text], stdin=sys.stdin.buffer, advance=advance, **how)
+            losses["stdin" if text == "-" else text] = evaluate_text(lm, source, **lengths)
     print_skipped(bad.skipped)
     total_loss = sum(losses.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in losses.items()}} if len(losses) > 1 else {}
-        lengths = {"context_length": context_length, "stride": stride}
         render.emit_json({"model": model, **total_loss.to_dict(), **lengths, "skipped": bad.skipped, **parts})
         return
     rows = {**losses, "all": total_loss} if len(losses) > 1 else losses
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
-    render.print_table([(name, *_row(loss)) for name, loss in rows.items()], header)
-    render.result(render.windows(context_length, stride))
+    table: list[tuple[Any, ...]] = []
+    for name, x in rows.items():
+        bits = f"{x.bits_per_byte:.4f}", f"{x.bits_per_character:.4f}"
+        table.append((name, x.tokens, f"{x.loss:.4f}", f"{x.perplexity:.4g}", *bits))
+    render.print_table(table, header)
+    render.result(render.windows(**lengths))
     seconds = time.perf_counter() - start
     render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
 
 
-def _row(loss: TextLoss) -> tuple[str, ...]:
-    numbers = (f"{loss.perplexity:.4g}", f"{loss.bits_per_byte:.4f}", f"{loss.bits_per_character:.4f}")
-    return (str(loss.tokens), f"{loss.loss:.4f}", *numbers)
-
-
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
-
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
 
     with os_errors_as(DataError, "read", path):
@@ -147,16 +140,13 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     if as_json:
         render.emit_json({"model": model, **asdict(accuracy), "results": [asdict(a) for a in answers]})
         return
-    rows = [
-        (name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}")
-        for name, share in (("accuracy", accuracy.accuracy), ("accuracy by bytes", accuracy.accuracy_by_bytes))
-    ]
+    shares = {"accuracy": accuracy.accuracy, "accuracy by bytes": accuracy.accuracy_by_bytes}
+    rows = [(name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}") for name, share in shares.items()]
     rows.append(("chance", f"{accuracy.random_accuracy:.1%}", ""))
     render.print_table(rows, (f"{accuracy.questions} questions", "", ""))
 
 
 def _evaluate_small_world(model: str, options: dict[str, Any], as_json: bool) -> None:
-
     from mlxlm.evaluate.small_world import evaluate_small_world
 
     lm = generation.load(model)

@@ -9,20 +9,10 @@ from typing import Any
 import click
 
 from mlxlm import train
-from mlxlm.cli import render
+from mlxlm.cli import render, training_options
 from mlxlm.cli.options import MODEL, SectionedCommand, offline_option, on_bad_input_option, option
 from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
 from mlxlm.cli.training import phase, run_and_summarize
-from mlxlm.cli.training_options import (
-    data_settings,
-    given_settings,
-    print_skipped,
-    reject_unused_settings,
-    setting_options,
-    steps_option,
-    validation_options,
-)
-from mlxlm.data.manifest import Manifest
 from mlxlm.data.options import DataOptions
 
 # Samples of text would show no conversation, and fine-tuning has its own packing.
@@ -42,7 +32,7 @@ _HELP_TEXTS = {
 @offline_option
 @click.argument("data", nargs=-1)
 @run_options
-@steps_option
+@training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
 @option("Training length", "--minutes", float, "Wall-clock budget.")
 @option(
@@ -53,9 +43,9 @@ _HELP_TEXTS = {
     metavar="NAME|FILE",
     advanced=True,
 )
-@validation_options("Conversations for validation, instead of a part of DATA.")
+@training_options.validation_options("Conversations for validation, instead of a part of DATA.")
 @on_bad_input_option("Data")
-@setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
+@training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA, .jsonl files of conversations.
@@ -94,16 +84,16 @@ def _new_run(
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
-    reject_unused_settings(options)
+    training_options.reject_unused_settings(options, ())
     base, tokenizer = train.open_base_model(model)
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
-    conversations = DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options))
+    conversations = DataOptions(data, stdin=sys.stdin.buffer, **training_options.data_settings(options))
     limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
     budget = train.Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
-    settings = given_settings(options)
+    settings = training_options.given_settings(options)
     run = train.start_finetune(
         out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase
     )
-    print_skipped(Manifest.read(run.data).skipped)
+    training_options.print_skipped(run.data)
     return run

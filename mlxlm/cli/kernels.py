@@ -45,7 +45,12 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """
     from mlxlm.kernels import dispatch, measurements
 
-    choices = [(case, *_choice(operation, case)) for operation, case in _cases(model, dtype)]
+    choices: list[tuple[Case, str | None, str]] = []
+    for operation, case in _cases(model, dtype):
+        try:
+            choices.append((case, *dispatch.choose_path(operation, case)))
+        except PlatformError as problem:
+            choices.append((case, None, problem.message))
     if as_json:
         operations = [{"case": str(case), "path": path, "why": why} for case, path, why in choices]
         render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": operations})
@@ -111,16 +116,6 @@ def _stored_dtype(model: str) -> str | None:
         return None
     loaded, _ = checkpoint.load_checkpoint(checkpoint.open_checkpoint(model))
     return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
-
-
-def _choice(operation: Operation, case: Case) -> tuple[str | None, str]:
-    """The path of an operation, or None, and why."""
-    from mlxlm.kernels import dispatch
-
-    try:
-        return dispatch.choose_path(operation, case)
-    except PlatformError as problem:
-        return None, problem.message
 
 
 def _rows(m: Measurement) -> Iterator[tuple[str, ...]]:

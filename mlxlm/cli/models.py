@@ -222,7 +222,6 @@ def _chosen(text: str, names: list[str]) -> str:
 
 
 def _print_models(as_json: bool) -> None:
-
     machine = plan.this_machine(measure=False)
     known = [_bundled(name, folder, machine) for name, folder in bundled_models().items()]
     known += [_entry(entry, machine) for entry in catalog().values() if entry.name not in bundled_models()]
@@ -252,7 +251,6 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
 
 
 def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
-
     fit, local = plan.entry_fit(entry, machine), find_entry(entry)
     source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
     location = local and local.location
@@ -269,7 +267,6 @@ def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
 
 
 def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
-
     config = load_config(folder)
     fit = plan.chat_fit(config, machine)
     return {
@@ -291,7 +288,6 @@ def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
 
 
 def _local(model: LocalModel, machine: plan.Machine) -> dict[str, Any]:
-
     fit = None
     with suppress(MlxlmError):  # the planner knows the architectures of mlxlm's own decoder only
         fit = plan.chat_fit(plan.find_config(model.path), machine)

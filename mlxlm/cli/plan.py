@@ -26,7 +26,7 @@ from mlxlm.cli.options import (
 )
 from mlxlm.cli.run_options import override_option, with_overrides
 from mlxlm.cli.training import phase
-from mlxlm.cli.training_options import DEFAULT_MAX_SEQ_LENGTH, FLAGS, setting_options
+from mlxlm.cli.training_options import FLAGS, default_max_seq_length, setting_options
 from mlxlm.config import ModelConfig
 from mlxlm.train.settings import TrainSettings
 
@@ -107,7 +107,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
     names = (*_TRAINING, *_INFERENCE, "attention")
     settings = given_values({name: options[name] for name in names})
-    settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
+    settings.setdefault("max_seq_length", default_max_seq_length(config))
     if with_probe:
         from mlxlm.train.start import set_default_dtype
 
@@ -161,7 +161,6 @@ def _check_options(model: str | None, with_probe: bool, options: dict[str, Any])
 
 
 def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
-
     if model is None:
         hidden = options["hidden_size"]
         sizes = {field: options[field] for _, field, _ in _SIZES if options[field] is not None}
@@ -173,7 +172,6 @@ def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
 
 
 def _machine(options: dict[str, Any]) -> planner.Machine | str:
-
     if options["flops"] is None:
         return options["machine"] or "here"
     return planner.custom_machine(options["flops"], options["dtype"] or "bfloat16")

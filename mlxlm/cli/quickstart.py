@@ -24,7 +24,6 @@ from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, is_giv
 from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
 from mlxlm.cli.training import phase, print_summary, run_training, stop_on_signal
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.data.manifest import Manifest
 from mlxlm.data.options import DataOptions
 from mlxlm.data.small_world.corpus import held_out_questions
 from mlxlm.data.sources import read_documents
@@ -157,7 +156,7 @@ def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, o
         )
     except TooFewTokensError as error:  # its hint is an option of pretrain
         raise DataError(error.message, "more text, or text that repeats itself less") from error
-    print_skipped(Manifest.read(run.data).skipped)
+    print_skipped(run.data)
     return run
 
 

@@ -99,7 +99,7 @@ def _benchmark(operation: Operation, case: Case, repeats: int) -> dict[str, Any]
     chosen, why = choose_path(operation, case)
     measured = benchmark(operation, case, repeats)
     milliseconds = {f"{path}_ms": 1e3 * t.median for path, t in measured.timings.items()}
-    values = {**milliseconds, "in_use": chosen, "why": why, "fastest": measured.fastest}
+    values: dict[str, Any] = {**milliseconds, "in_use": chosen, "why": why, "fastest": measured.fastest}
     if {"metal_ms", "mlx_ms"} <= milliseconds.keys():
         values["metal_speedup"] = milliseconds["mlx_ms"] / milliseconds["metal_ms"]
     values["details"] = measured.to_dict()
