@@ -35,6 +35,7 @@ from mlxlm.utils.formatting import human_seconds
 from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
+    from mlxlm.evaluate.small_world import KindScore
     from mlxlm.evaluate.text import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
@@ -81,7 +82,12 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
         (not small_world, _SMALL_WORLD_OPTIONS, "--small-world is not given"),
     )
     if small_world:
-        _evaluate_small_world(model, options, as_json)
+        limits = given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS})
+        scores = small_world_scores(generation.load(model), "Asking", **limits)
+        if as_json:
+            render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
+        else:
+            render.print_small_world(scores)
     elif multiple_choice:
         _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
     else:
@@ -146,17 +152,9 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     render.print_table(rows, (f"{accuracy.questions} questions", "", ""))
 
 
-def _evaluate_small_world(model: str, options: dict[str, Any], as_json: bool) -> None:
+def small_world_scores(lm: generation.LoadedModel, label: str, *args: Any, **options: Any) -> list[KindScore]:
+    """Ask held-out questions about small-world. The arguments are those of `evaluate_small_world`."""
     from mlxlm.evaluate.small_world import evaluate_small_world
 
-    lm = generation.load(model)
     with render.phases_progress() as progress:
-        scores = evaluate_small_world(
-            lm,
-            **given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS}),
-            progress=lambda done, total: progress("Asking", done, total),
-        )
-    if as_json:
-        render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
-    else:
-        render.print_small_world(scores)
+        return evaluate_small_world(lm, *args, progress=lambda done, total: progress(label, done, total), **options)

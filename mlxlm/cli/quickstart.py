@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,15 +19,24 @@ from rich.text import Text
 
 from mlxlm import generation, train
 from mlxlm.cli import render
+from mlxlm.cli.evaluate import small_world_scores
 from mlxlm.cli.generation_options import load_model
-from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, is_given, on_bad_input_option, option
+from mlxlm.cli.options import (
+    PATH,
+    SectionedCommand,
+    allow_sleep_option,
+    is_given,
+    on_bad_input_option,
+    option,
+    reject_unused_options,
+)
 from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
 from mlxlm.cli.training import phase, print_summary, run_training, stop_on_signal
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data.options import DataOptions
 from mlxlm.data.small_world.corpus import held_out_questions
 from mlxlm.data.sources import read_documents
-from mlxlm.data.text import BadInput, Document
+from mlxlm.data.text import BadInput
 from mlxlm.families import load_preset
 from mlxlm.generation.generation_config import GenerationConfig
 from mlxlm.train.events import Step
@@ -98,10 +107,9 @@ def quickstart(
     """
     from mlxlm.quantize import quantize
 
-    if files and is_given("corpus"):
-        raise click.UsageError("--corpus would have no effect: there is a FILE")
-    if on_bad_input and not files:
-        raise click.UsageError("--on-bad-input would have no effect: there is no FILE")
+    given = {"corpus": is_given("corpus"), "on_bad_input": on_bad_input}
+    reject_unused_options(given, (files, ["corpus"], "there is a FILE"))
+    reject_unused_options(given, (not files, ["on_bad_input"], "there is no FILE"))
     is_small_world = not files and corpus == SMALL_WORLD
     out = out or unused_path(Path("mlxlm-quickstart"))
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +137,8 @@ def quickstart(
     render.say("4. What it learned")
     answers.print()
     if is_small_world:
-        _print_scores(lm)
+        label = "Asking new questions"
+        render.print_small_world(small_world_scores(lm, label, _QUESTIONS_PER_KIND, temperature=TEMPERATURE))
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
         _chat(lm)
     _print_commands(small, prompts[1], lm.tokenizer.chat_template is not None)
@@ -140,37 +149,16 @@ def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, o
 
     # The vocabulary and the rows are smaller for a short text, which has few examples of each token, and few rows.
     sizes = ((100_000, 1024, 256), (20_000, 512, 128), (0, 320, 64))
-    vocab_size, length = next(
-        (vocab_size, length) for characters, vocab_size, length in sizes if text.size >= characters
-    )
+    vocab_size, length = next(chosen for characters, *chosen in sizes if text.size >= characters)
     config = load_preset(PRESET, vocab_size=vocab_size, **MODEL)
     settings = {"max_seq_length": length, **(CONVERSATION_SETTINGS if text.has_conversations else {})}
     try:
-        run = train.start_run(
-            out,
-            DataOptions(sources, on_bad_input=on_bad_input),
-            config,
-            minutes=minutes,
-            settings=settings,
-            phase=phase,
-        )
+        data = DataOptions(sources, on_bad_input=on_bad_input)
+        run = train.start_run(out, data, config, minutes=minutes, settings=settings, phase=phase)
     except TooFewTokensError as error:  # its hint is an option of pretrain
         raise DataError(error.message, "more text, or text that repeats itself less") from error
     print_skipped(run.data)
     return run
-
-
-def _print_scores(lm: generation.LoadedModel) -> None:
-    from mlxlm.evaluate.small_world import evaluate_small_world
-
-    with render.phases_progress() as progress:
-        scores = evaluate_small_world(
-            lm,
-            _QUESTIONS_PER_KIND,
-            temperature=TEMPERATURE,
-            progress=lambda done, total: progress("Asking new questions", done, total),
-        )
-    render.print_small_world(scores)
 
 
 def _chat(lm: generation.LoadedModel) -> None:
@@ -212,7 +200,8 @@ class Preview(NamedTuple):
         """Read the beginning of `sources`. Raises DataError if it can't be read, or is too short to learn from."""
         size, questions, words = 0, [], []
         for document in read_documents(sources, on_bad=BadInput(on_bad_input)):
-            for piece in _pieces(document):
+            is_chat = document.messages is not None
+            for piece in document.contents if is_chat else islice(document.pieces, _PREVIEW_PIECES):
                 size += len(piece)
                 words += piece.split()
             questions += [m["content"] for m in document.messages or () if m["role"] == "user"][:1]
@@ -222,23 +211,14 @@ class Preview(NamedTuple):
             problem = f"{', '.join(sources)}: {size} characters are too few to learn from"
             raise DataError(problem, f"at least {_MIN_CHARACTERS:,}")
         passages = questions or [" ".join(words[i : i + 4]) for i in range(len(words))] or [""]
-        prompts = [_printable(passages[i * len(passages) // 3]) or "The" for i in range(3)]
-        return cls(size, bool(questions), prompts)
+        prompts = [" ".join(passages[i * len(passages) // 3].split()) for i in range(3)]
+        shown = ["".join(filter(str.isprintable, prompt))[:_MAX_PROMPT] or "The" for prompt in prompts]
+        return cls(size, bool(questions), shown)
 
 
 def held_out_prompts() -> list[str]:
     """Return questions of the small world whose combination of words isn't trained on."""
     return [next(held_out_questions(kind)).question for kind in _KINDS_SHOWN]
-
-
-def _pieces(document: Document) -> Iterable[str]:
-    if document.messages is not None:
-        return document.contents
-    return islice(document.pieces, _PREVIEW_PIECES)
-
-
-def _printable(text: str) -> str:
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:_MAX_PROMPT]
 
 
 class Answers:
