@@ -71,6 +71,8 @@ def test_flops_are_those_of_the_products(config, context_length):
     scores = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     assert config.flops_per_token(context_length) == 2 * products + 2 * scores
     assert config.flops_per_token(context_length, training=True) == 3 * config.flops_per_token(context_length)
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
+    assert config.kv_bytes_per_token(3) == 3 * values
 
 
 @given(st.integers(1, 40), st.sampled_from([None, 1, 3, 64]))
