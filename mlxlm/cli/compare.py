@@ -53,7 +53,12 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
         render.emit_json({**names, **outputs.to_dict(), "weights": weights.to_dict()})
         return
     render.result(summarize(outputs, weights))
-    render.print_table(_totals(outputs, weights), ("", "A", "B"))
+    totals = [("loss, nats per token", f"{outputs.loss_a:.4f}", f"{outputs.loss_b:.4f}")]
+    if outputs.bits_per_byte_a is not None:
+        totals.append(("bits per byte", f"{outputs.bits_per_byte_a:.4f}", f"{outputs.bits_per_byte_b:.4f}"))
+    totals.append(("weights", human_bytes(weights.nbytes_a), human_bytes(weights.nbytes_b)))
+    totals.append(("bits per weight", f"{weights.bits_per_weight_a:.2f}", f"{weights.bits_per_weight_b:.2f}"))
+    render.print_table(totals, ("", "A", "B"))
     windows = render.windows(outputs.context_length, outputs.stride)
     render.result(f"evaluated on: {eval_text or _BUILT_IN}, {outputs.tokens} tokens {windows}")
     for title, errors in (("hidden states", outputs.layers), ("weights", weights.tensors)):
@@ -76,15 +81,6 @@ def summarize(outputs: Comparison, weights: TensorDiff | None = None) -> str:
         return f"equal to rounding: {numbers}"
     worst_layers = outputs.worst_layers()
     return numbers + (f"; worst layers {', '.join(worst_layers)}" if worst_layers else "")
-
-
-def _totals(outputs: Comparison, weights: TensorDiff) -> list[tuple[str, str, str]]:
-    rows = [("loss, nats per token", f"{outputs.loss_a:.4f}", f"{outputs.loss_b:.4f}")]
-    if outputs.bits_per_byte_a is not None:
-        rows.append(("bits per byte", f"{outputs.bits_per_byte_a:.4f}", f"{outputs.bits_per_byte_b:.4f}"))
-    rows.append(("weights", human_bytes(weights.nbytes_a), human_bytes(weights.nbytes_b)))
-    rows.append(("bits per weight", f"{weights.bits_per_weight_a:.2f}", f"{weights.bits_per_weight_b:.2f}"))
-    return rows
 
 
 def _differences(weights: TensorDiff) -> Iterator[str]:

@@ -18,13 +18,12 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    data_option,
     given_values,
     json_option,
     offline_option,
-    on_bad_input_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data.sources import read_documents, total_bytes
@@ -51,8 +50,8 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
     "Text", "--context-length", click.IntRange(1), "Tokens per window.  [default: the model's context, at most 2048]"
 )
 @option("Text", "--stride", click.IntRange(1), _STRIDE)
-@text_column_option("Text", default="text")
-@on_bad_input_option("Text")
+@data_option("text_column", "Text", default="text")
+@data_option("on_bad_input", "Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
 @option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
 @option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")

@@ -10,7 +10,7 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import render, training_options
-from mlxlm.cli.options import MODEL, SectionedCommand, offline_option, on_bad_input_option, option
+from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
 from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
 from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.data.options import DataOptions
@@ -44,7 +44,7 @@ _HELP_TEXTS = {
     advanced=True,
 )
 @training_options.validation_options("Conversations for validation, instead of a part of DATA.")
-@on_bad_input_option("Data")
+@data_option("on_bad_input", "Data")
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:

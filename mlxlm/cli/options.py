@@ -218,14 +218,9 @@ def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep
         context.with_resource(prevent_sleep())
 
 
-def text_column_option(section: str, default: str | None = None) -> Callable[..., Any]:
-    """`--text-column`, with another default than that of DataOptions if one is given."""
-    return field_option(options_of(DataOptions)["text_column"], section=section, default=default)
-
-
-def on_bad_input_option(section: str) -> Callable[..., Any]:
-    """`--on-bad-input`; the value is None if it isn't given."""
-    return field_option(options_of(DataOptions)["on_bad_input"], section=section)
+def data_option(name: str, section: str, **settings: Any) -> Callable[..., Any]:
+    """The option of a field of DataOptions, under a heading of this command. `settings`: see `field_option`."""
+    return field_option(options_of(DataOptions)[name], section=section, **settings)
 
 
 def flag(name: str) -> str:

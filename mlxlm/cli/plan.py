@@ -17,12 +17,12 @@ from mlxlm.cli.options import (
     SIZE,
     SectionedCommand,
     add_options,
+    data_option,
     given_values,
     json_option,
     offline_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.run_options import override_option, with_overrides
 from mlxlm.cli.training import phase
@@ -79,7 +79,7 @@ _inference = partial(option, "Inference")
 @_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION, advanced=True)
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
-@text_column_option("Training data")
+@data_option("text_column", "Training data")
 @_machine_option("--machine", str, _MACHINE)
 @_machine_option("--memory", SIZE, "Memory of the machine, such as 36GB.  [default: the machine's, if known]")
 @_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.", advanced=True)

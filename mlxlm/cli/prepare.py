@@ -17,17 +17,14 @@ from mlxlm.cli.options import (
     SIZE,
     SOURCES_HELP,
     SectionedCommand,
-    field_option,
+    data_option,
     given_flags,
     given_values,
     json_option,
-    on_bad_input_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.config.option import options_of
 from mlxlm.data.builtin import write_python_reference
 from mlxlm.data.manifest import Manifest
 from mlxlm.data.options import DataOptions, parse_weighted_sources
@@ -42,7 +39,6 @@ CORPORA = [SMALL_WORLD, "python-reference"]
 _SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
 _BUILTIN = "Tokenize nothing; write this corpus to --out, a new .jsonl file of conversations."
 _SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
-_DATA = options_of(DataOptions)
 _VALIDATION_FRACTION = (
     "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
 )
@@ -52,9 +48,9 @@ _VALIDATION_FRACTION = (
 @click.argument("sources", nargs=-1, metavar="[SOURCES]...")
 @option("Output", "--tokenizer", str, "Path or model name of a tokenizer.", metavar="PATH")
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
-@text_column_option("Text")
-@on_bad_input_option("Text")
-@field_option(_DATA["dedup"], section="Text", kind=click.FloatRange(0, 1, min_open=True))
+@data_option("text_column", "Text")
+@data_option("on_bad_input", "Text")
+@data_option("dedup", "Text", kind=click.FloatRange(0, 1, min_open=True))
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, _SEED)

@@ -25,8 +25,8 @@ from mlxlm.cli.options import (
     PATH,
     SectionedCommand,
     allow_sleep_option,
+    data_option,
     is_given,
-    on_bad_input_option,
     option,
     reject_unused_options,
 )
@@ -89,7 +89,7 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
 )
 @option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
 @option("Training", "--minutes", float, "Time for tokenizer, data and training.", default=2.0)
-@on_bad_input_option("Training")
+@data_option("on_bad_input", "Training")
 @allow_sleep_option("Training")
 @option("Chat", "--no-chat", bool, "Don't start a chat.")
 def quickstart(

@@ -40,14 +40,8 @@ Examples:
 """
 _PER_REQUEST = [name for name, field in options_of(GenerationOptions).items() if declaration(field).per_request]
 _KINDS = {"max_memory": SIZE, "prefix_cache_bytes": SIZE}
-_server_options = add_options(
-    *(
-        field_option(field, kind=_KINDS.get(name))
-        for name, field in sorted(
-            options_of(ServerOptions).items(), key=lambda item: declaration(item[1]).section != "Network"
-        )
-    )
-)
+_FIELDS = sorted(options_of(ServerOptions).values(), key=lambda field: declaration(field).section != "Network")
+_server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name)) for field in _FIELDS))
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
@@ -81,7 +75,9 @@ def serve(
     except ConfigError as error:
         raise click.UsageError(error.message) from error
     paths = _named(models)
-    keys = _api_keys(server.api_keys)
+    keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
+    if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
+        raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
     from mlxlm.server import run
@@ -124,13 +120,6 @@ def _named(models: Sequence[str]) -> dict[str, str]:
             raise click.UsageError(f"there are two models {name} (try: NAME=MODEL to give one another name)")
         paths[name] = os.path.abspath(path) if exists else path
     return paths
-
-
-def _api_keys(given: Sequence[str]) -> list[str]:
-    keys = [*given, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
-    if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
-        raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
-    return keys
 
 
 def _check_access(host: str, keys: Sequence[str], no_auth: bool) -> None:

@@ -16,11 +16,10 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    data_option,
     json_option,
-    on_bad_input_option,
     option,
     renamed,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
 from mlxlm.data.sources import read_texts, total_bytes
@@ -48,8 +47,8 @@ def tokenizer() -> None:
 @option("Tokenizer", "--out", PATH, "New folder for the tokenizer.", required=True)
 @option("Tokenizer", "--vocab-size", click.IntRange(1), "Vocabulary size, with special tokens.", required=True)
 @option("Tokenizer", "--tokenizer-type", TOKENIZER_TYPES, _TOKENIZER_TYPE, default=TOKENIZER_TYPES[0])
-@text_column_option("Text")
-@on_bad_input_option("Text")
+@data_option("text_column", "Text")
+@data_option("on_bad_input", "Text")
 def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_type: str, **options: Any) -> None:
     """Train a tokenizer on text."""
     bad = BadInput(options["on_bad_input"] or "stop")
