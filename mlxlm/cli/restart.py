@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from mlxlm.cli.render import say
 from mlxlm.utils.child_python import replace_process
 from mlxlm.utils.errors import DeviceError
 
@@ -56,6 +55,8 @@ def restart_after(
         The restart, after a message about it; None if nothing is left to try. A run without progress ends after
         log2(batch size) + 3 restarts.
     """
+    from mlxlm.cli.render import say  # rich; the main module of the command line imports this one
+
     limits, parts = {name: int(os.environ.get(name, _DEFAULT_LIMIT)) for name in _LIMITS}, micro_batches
     if not error.out_of_memory and max(limits.values()) > _MIN_LIMIT:
         limits = {name: max(limit // 2, min(limit, _MIN_LIMIT)) for name, limit in limits.items()}
