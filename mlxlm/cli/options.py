@@ -182,7 +182,7 @@ def _print_full_help(context: click.Context, _parameter: click.Parameter, value:
         context.exit()
 
 
-class _Size(click.ParamType[int]):
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
     """A number of bytes: 8GB, 1.5GiB, 512MB, 1000000."""
 
     name = "size"
@@ -270,7 +270,7 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
             raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
 
 
-class _ModelName(click.ParamType[str]):
+class _ModelName(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
     """A name of the catalog, a path, or a hub id."""
 
     name = "model"
