@@ -117,7 +117,6 @@ KNOWN_CIRCLES = {
     ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.editor"),
     ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.repl"),
     ("mlxlm.chat.terminal.editor", "mlxlm.chat.terminal.repl"),
-    ("mlxlm.config.model_config", "mlxlm.config.model_config"),
 }
 
 
