@@ -1,4 +1,4 @@
-"""`ModelConfig`: the configuration of a decoder, in Hugging Face's names, validated as a whole; its parameters and FLOPs."""
+"""`ModelConfig`: the configuration of a decoder, in Hugging Face's names, validated; its parameters and FLOPs."""
 
 from __future__ import annotations
 
