@@ -69,7 +69,7 @@ def plain_mlx() -> Iterator[None]:
     """Replace mlxlm's attention, activation and loss by MLX's own, for everything that is traced inside."""
     from mlxlm.backend.mlx import mx, nn
     from mlxlm.model import attention as attention_module
-    from mlxlm.model import feed_forward
+    from mlxlm.model import block as feed_forward
     from mlxlm.train import step as step_module
 
     def attention(queries, keys, values, scale, **_):

@@ -26,7 +26,7 @@ from mlxlm.cli.training_options import print_skipped
 from mlxlm.utils.formatting import human_seconds
 
 if TYPE_CHECKING:
-    from mlxlm.evaluate.text import TextLoss
+    from mlxlm.evaluate.loss import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
 _SMALL_WORLD_OPTIONS = ("num_questions", "temperature")
@@ -81,8 +81,7 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
     from mlxlm.data import BadInput, read_documents, total_bytes
-    from mlxlm.evaluate.loss import window_lengths
-    from mlxlm.evaluate.text import TextLoss, evaluate_text
+    from mlxlm.evaluate.loss import TextLoss, evaluate_text, window_lengths
     from mlxlm.generation import load
 
     total = total_bytes(texts)

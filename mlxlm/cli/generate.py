@@ -190,7 +190,7 @@ def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str 
     """Generate and print one text; save the prompt's key-value cache to `cache_file`."""
     from mlxlm.chat.terminal.output import write
     from mlxlm.cli import render
-    from mlxlm.generation.jsonl.results import full_result_fields
+    from mlxlm.generation.jsonl import full_result_fields
 
     prompt_tokens = len(request.prompt)
     with spinner(f"reading the prompt, {prompt_tokens} tokens") as update:

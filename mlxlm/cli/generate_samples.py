@@ -11,9 +11,9 @@ from mlxlm.cli import render
 from mlxlm.cli.generation_options import CONSTRAINT_HINTS
 from mlxlm.cli.spinner import spinner
 from mlxlm.generation import Engine, Request, run_batch
+from mlxlm.generation.engine import ordered_results
 from mlxlm.generation.gumbel_noise import random_seed
-from mlxlm.generation.jsonl.results import full_result_fields
-from mlxlm.generation.text_generation import ordered_results
+from mlxlm.generation.jsonl import full_result_fields
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
 

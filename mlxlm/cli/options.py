@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.backend.platform import prevent_sleep
 from mlxlm.config.option import declaration, default_text, options_of, types_of
 from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import ArgumentError

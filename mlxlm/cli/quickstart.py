@@ -94,7 +94,7 @@ def quickstart(
     """
     from mlxlm.cli.training import print_summary, run_training, stop_on_signal
     from mlxlm.generation import load
-    from mlxlm.generation.generation_config import GenerationConfig
+    from mlxlm.generation.loaded_model import GenerationConfig
     from mlxlm.quantize import quantize
 
     if files and is_given("corpus"):

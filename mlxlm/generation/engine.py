@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from mlxlm.backend.error_text import device_error
 from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
@@ -19,11 +20,11 @@ from mlxlm.generation.context import Context, cache_identity
 from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes
 from mlxlm.generation.loaded_model import LoadedModel, eval_weights
 from mlxlm.generation.request import Request
+from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.generation.text import Text
-from mlxlm.generation.text_stream import TextStream
-from mlxlm.utils.errors import DeviceError, GenerationError
+from mlxlm.generation.text import Text, TextStream
+from mlxlm.utils.errors import DeviceError, GenerationError, MlxlmError
 from mlxlm.utils.formatting import human_bytes
 
 BATCH_SIZE = 32  # texts that are decoded together
@@ -31,6 +32,10 @@ _MAX_ENGINES = 4  # of one model, with different settings; each keeps keys and v
 _FOLDER_BYTES = 16 << 30
 _ROTATING_TEXTS = 8  # kept of rotating caches, which are there to limit memory
 
+_LOOKAHEAD = 5  # batches of requests to choose from, so that prompts of like length and beginning start together
+_POLL_SECONDS = 0.05
+
+Result = GenerationResult | MlxlmError
 _compilers = ThreadPoolExecutor(1, thread_name_prefix="mlxlm-grammar")
 
 
@@ -326,3 +331,71 @@ def get_engine(
             del lm.engines[next(iter(lm.engines))]
         lm.engines[key] = engine
     return lm.engines[key]
+
+
+def run_batch(
+    engine: Engine,
+    requests: Iterable[Request | None],
+    on_progress: Callable[[int], None] = lambda num_tokens: None,
+) -> Generator[tuple[int, Result], None, None]:
+    """Yield the number (from 0) and the result of each request as it ends. Closing the generator cancels the others.
+
+    Args:
+        engine: The engine. It decodes as many texts at once as its `batch_size`.
+        requests: Taken as they are needed, a few batches ahead. The iterable yields None if there is no request at the
+            moment. It is then asked again a little later, or at once if no text is being generated: then it should
+            block.
+        on_progress: Called several times a second with the number of tokens that were generated so far.
+
+    Yields:
+        The number of the request, and its result. A request that can't be served has its error as result.
+    """
+    source, ended = iter(requests), SimpleQueue[int]()
+    streams: dict[int, TextStream] = {}
+    num_generated, exhausted, number = 0, False, 0
+    try:
+        while streams or not exhausted:
+            while not exhausted and len(streams) < engine.batch_size * _LOOKAHEAD:
+                try:
+                    request = next(source)
+                except StopIteration:
+                    exhausted = True
+                    break
+                if request is None:
+                    break
+                try:
+                    streams[number] = engine.submit(request)
+                    streams[number].add_done_callback(partial(ended.put, number))
+                except MlxlmError as error:
+                    yield number, error
+                number += 1
+            if not streams:
+                continue
+            finished = None
+            with suppress(Empty):
+                finished = ended.get(timeout=_POLL_SECONDS)
+            on_progress(num_generated + sum(stream.num_generated for stream in streams.values()))
+            if finished is None:
+                continue
+            stream = streams.pop(finished)
+            num_generated += stream.num_generated
+            try:
+                yield finished, stream.result()
+            except MlxlmError as error:
+                yield finished, error
+    finally:
+        for stream in streams.values():
+            stream.cancel()
+
+
+def ordered_results(results: Iterable[tuple[int, Result]]) -> Iterator[GenerationResult]:
+    """The results of `run_batch` in the order of their requests. Raises the first error as soon as it comes."""
+    waiting: dict[int, GenerationResult] = {}
+    next_index = 0
+    for index, result in results:
+        if isinstance(result, MlxlmError):
+            raise result
+        waiting[index] = result
+        while next_index in waiting:
+            yield waiting.pop(next_index)
+            next_index += 1

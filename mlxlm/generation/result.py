@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mlxlm.generation.draft_length import MEASURING
 from mlxlm.generation.logprobs import TokenLogprobs
 
+MEASURING = "plain steps are measured first"
 FinishReason = Literal["stop", "eos", "length", "context", "constraint"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels.attention_dispatch import DECODE, LENGTHS, QUANTIZED, attention_case
+from mlxlm.kernels.attention import DECODE, LENGTHS, QUANTIZED, attention_case
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation, choose_path, mode
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mlx_attention import MANY_SCORES

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mlxlm.backend import sleep
-from mlxlm.backend.sleep import prevent_sleep, seconds_asleep
+from mlxlm.backend import platform as sleep
+from mlxlm.backend.platform import prevent_sleep, seconds_asleep
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
@@ -270,18 +270,6 @@ def test_a_row_has_no_padding_and_keeps_its_factors():
     row = cache.row(1)
     assert row.offsets == [1] and row.long_factors
     assert [part.shape[:3] for part in row.state] == [(1, H, 1)] * 4  # nothing of the padding is held
-
-
-def test_only_empty_rows_can_be_padded():
-    cache = KVCache()
-    x = mx.ones((2, H, 4, D))
-    cache.update_and_fetch(x, x)
-    with pytest.raises(ValueError, match="row 1 already has 4 tokens"):
-        cache.set_left_padding([0, 1])
-    with pytest.raises(ValueError, match="paddings of 3 rows for a cache of 2"):
-        cache.set_left_padding([0, 0, 0])
-    with pytest.raises(ValueError, match="for 2 rows|cache of 2"):
-        cache.update_and_fetch(x[:1], x[:1])
 
 
 def test_a_head_dim_that_cannot_be_quantized():

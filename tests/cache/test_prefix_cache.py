@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions, PrefixCache, make_cache
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import QuantizedKV
 from mlxlm.model import Decoder
@@ -354,7 +354,7 @@ def test_an_interrupted_insert_leaves_an_empty_cache(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxlm.cache.prefix_cache.slice_tokens", interrupt)
+    monkeypatch.setattr("mlxlm.cache.kv_cache.KVCache.slice_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tree.insert([1, 2, 2], caches)
     assert tree.nbytes == 0 and tree.match([1] * 10) == 0

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxlm import batch
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Tool, ToolCall
 from mlxlm.chat.tool_grammar import MAX_CALLS, tool_grammar
-from mlxlm.generation import GenerationOptions, LoadedModel, batch
+from mlxlm.generation import GenerationOptions, LoadedModel
 from mlxlm.generation.constraint import Grammar
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

@@ -11,11 +11,12 @@ from dataclasses import fields
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxlm import batch, generate
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.generation_options import sampling_options
 from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
-from mlxlm.generation import GenerationOptions, batch, generate, load
+from mlxlm.generation import GenerationOptions, load
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.data import read_documents
+from mlxlm.evaluate import loss as evaluate_text_module
 from mlxlm.evaluate import loss as loss_module
-from mlxlm.evaluate import text as evaluate_text_module
-from mlxlm.evaluate.loss import first_tokens, windows
-from mlxlm.evaluate.text import TextLoss, evaluate_text
+from mlxlm.evaluate.loss import TextLoss, evaluate_text, first_tokens, windows
 from mlxlm.generation import score
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import batch, generate
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.generation import Engine, GenerationOptions, Request, batch, device_thread, generate
+from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation import run_batch as run_engine
-from mlxlm.generation.text_generation import ordered_results
+from mlxlm.generation.engine import ordered_results
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.generation.recording_model import recording
@@ -325,7 +326,10 @@ def test_after_a_failed_step_the_next_texts_are_generated(lm):
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
         ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
-        ({"kv_bits": 8}, "no option kv_bits .*one of eos_token_ids, num_samples, kv, batch_size, temperature"),
+        (
+            {"kv_bits": 8},
+            "no option kv_bits .*one of messages, chat_template, num_samples, kv, batch_size",
+        ),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],

@@ -10,9 +10,10 @@ import tokenizers as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import generate
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, Sampler, generate
+from mlxlm.generation import GenerationOptions, Sampler
 from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError

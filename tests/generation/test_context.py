@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import generate, stream
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, save_prompt_cache
-from mlxlm.generation import Context, generate, greedy_tokens, stream
+from mlxlm.generation import Context, greedy_tokens
 from mlxlm.generation.context import UNLIMITED, cache_identity
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.drafters import PromptLookup

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlxlm.generation.draft_length import LONGEST_PAUSE, PLAIN_STEPS, SHORTEST_PAUSE, DraftLengthController
+from mlxlm.generation.speculative import LONGEST_PAUSE, PLAIN_STEPS, SHORTEST_PAUSE, DraftLengthController
 
 
 class Machine:

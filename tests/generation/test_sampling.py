@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import generate
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, LoadedModel, Sampler, generate
+from mlxlm.generation import GenerationOptions, LoadedModel, Sampler
 from mlxlm.generation.drafters import DraftModel
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError

@@ -9,8 +9,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import batch, generate, stream
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, LoadedModel, Request, batch, generate, get_engine, stream
+from mlxlm.generation import GenerationOptions, LoadedModel, Request, get_engine
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import GenerationError
 
@@ -265,7 +266,10 @@ def test_numpy_integers_are_ids(lm):
     [
         ({"kv": "8"}, r"kv is '8' \(try: mlxlm.cache.KVOptions"),
         ({"speculation": "lookup"}, r"speculation is 'lookup' \(try: SpeculativeDecoder\(PromptLookup\(\)\)"),
-        ({"lookup": True}, r"there is no option lookup \(try: one of eos_token_ids, kv, speculation, temperature"),
+        (
+            {"lookup": True},
+            r"there is no option lookup \(try: one of messages, chat_template, kv, speculation",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(lm, arguments, message):

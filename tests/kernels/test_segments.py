@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import attention, use_kernels
 from mlxlm.kernels import blockwise_attention as module
-from mlxlm.kernels.attention_dispatch import DECODE, TRAINING, attention_case
+from mlxlm.kernels.attention import DECODE, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.mlx_attention import mlx_attention
 from tests import oracle

@@ -11,7 +11,7 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, get_engine, run_batch
 from mlxlm.generation.gumbel_noise import derive_seed
-from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, PromptEncoder, RequestReader
+from mlxlm.generation.jsonl import MAX_LINE_BYTES, BadRequest, PromptEncoder, RequestReader
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
