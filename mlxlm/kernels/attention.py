@@ -11,7 +11,7 @@ from mlxlm.kernels import decode_attention, flash_attention
 from mlxlm.kernels.blockwise_attention import blockwise_attention
 from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation, metal_available
 from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
-from mlxlm.kernels.quantized_kv import QuantizedKV
+from mlxlm.kernels.quantized_kv import QuantizedKV, quantization
 
 
 def attention(
@@ -46,55 +46,21 @@ def attention(
 
     Returns:
         `[B, H, T, D]`.
-
-    Raises:
-        ValueError: Shapes, dtypes or options are invalid.
     """
-    B, H, T, D = queries.shape
-    K, S = keys.shape[1:3]
-    fit = keys.shape == values.shape == (B, K, S, D) and K > 0 and H % K == 0 and 0 < T <= S
-    if not fit or not queries.dtype == keys.dtype == values.dtype or queries.dtype not in DTYPE_NAMES:
-        arrays = ", ".join(f"{x.shape} {x.dtype}" for x in (queries, keys, values))
-        raise ValueError(f"expected [B, H, T, D] and twice [B, H_kv, S, D] of one float dtype, not {arrays}")
-    for name, mask, shape in (("first", first, (B,)), ("segment_ids", segment_ids, (B, S))):
-        if mask is not None and (mask.shape != shape or mask.dtype != mx.int32):
-            raise ValueError(f"{name} has shape {mask.shape} and dtype {mask.dtype}, not {shape} and int32")
-    if segment_ids is not None and T != S:
-        raise ValueError(f"segment_ids are for as many queries as keys, not {T} and {S}")
-    if slopes is not None and slopes.shape != (H,):
-        raise ValueError(f"slopes have shape {slopes.shape}, not {(H,)}")
-    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
-        raise ValueError(f"window is {window} and softcap {softcap}, they must be positive")
+    (_, H, T, D), (_, K, S, _) = queries.shape, keys.shape
     given = {"window": window, "softcap": softcap, "slopes": slopes, "first": first, "segment_ids": segment_ids}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    decoding, form = T <= MAX_DECODE_QUERIES, {}
+    decoding, form = T <= MAX_DECODE_QUERIES, quantization(keys, values)
     operation = TRAINING if training else DECODE if decoding else PREFILL
-    if isinstance(keys, QuantizedKV) or isinstance(values, QuantizedKV):
-        form = _quantization(keys, values)
-        # On the CPU, a quantized product takes as long per row as dequantizing the whole key head.
-        if decoding and not training and not (ON_CPU and H * T > K) and segment_ids is None:
-            operation = QUANTIZED
-            keys, values = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
-        else:
-            form = {}
-            keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
+    # On the CPU, a quantized product takes as long per row as dequantizing the whole key head.
+    if form and decoding and not training and not (ON_CPU and H * T > K) and segment_ids is None:
+        operation = QUANTIZED
+        keys, values = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
+    elif form:
+        form = {}
+        keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
     case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), window=window, **form)
     return operation.implementation(case)(queries, keys, values, float(scale), **options, **form)
-
-
-def _quantization(*sides: mx.array | QuantizedKV) -> dict[str, int]:
-    """Group size and bits (0: not quantized). Raises ValueError for invalid or mixed quantizations."""
-    quantized = [x for x in sides if isinstance(x, QuantizedKV)]
-    group_size = quantized[0].group_size
-    for x in quantized:
-        packed = (*x.shape[:-1], x.shape[-1] * x.bits // 32)
-        valid = x.packed.shape == packed and x.packed.dtype == mx.uint32 and x.biases.dtype == x.dtype
-        if not valid or x.biases.shape != x.scales.shape or x.group_size != group_size:
-            arrays = ", ".join(f"{a.shape} {a.dtype}" for a in x.arrays)
-            form = f"{x.bits} bits in groups of {group_size}"
-            raise ValueError(f"keys or values are not the result of mx.quantize ({form}): {arrays}")
-    key_bits, value_bits = (x.bits if isinstance(x, QuantizedKV) else 0 for x in sides)
-    return {"group_size": group_size, "key_bits": key_bits, "value_bits": value_bits}
 
 
 MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX

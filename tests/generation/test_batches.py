@@ -3,16 +3,16 @@
 import pytest
 
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation import Engine, device_thread
 from mlxlm.generation.decoding import Batch
 from mlxlm.generation.kv_memory import KVMemory
+from tests.generation import texts
 from tests.generation.recording_model import recording
-from tests.generation.test_batching import alone, same
+from tests.generation.texts import alone, same
 
 
 def request(num_tokens, seed=0, max_tokens=30):
-    options = GenerationOptions(temperature=1.0, seed=seed, max_tokens=max_tokens)
-    return Request([7 + (seed + i) % 200 for i in range(num_tokens)], options, frozenset())
+    return texts.request([7 + (seed + i) % 200 for i in range(num_tokens)], max_tokens, seed=seed)
 
 
 def submit_all(model, wanted, **options):

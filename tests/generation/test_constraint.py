@@ -491,21 +491,13 @@ def test_one_of_alternatives_that_exclude_each_other(lm, schema):
     {"oneOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
     {"$defs": {"x": {"oneOf": [{"type": "null"}, {}]}}, "$ref": "#/$defs/x"},
     {"$defs": {"x": [{"oneOf": [{"type": "null"}, {}]}]}, "items": {"$ref": "#/$defs/x/0"}},
+    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    {"$defs": {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(20)} | {"d20": {}},
+     "$ref": "#/$defs/d0"},
 ])  # fmt: skip
 def test_one_of_alternatives_that_may_both_match_are_refused(lm, schema):
-    with pytest.raises(GenerationError, match='JSON may match both alternatives 1 and 2 of "oneOf".*try: .*"anyOf"'):
+    with pytest.raises(GenerationError, match='JSON may match several alternatives of "oneOf".*try: .*"anyOf"'):
         compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
-
-
-@pytest.mark.parametrize("schema", [
-    {"oneOf": [{"const": n} for n in range(2000)]},
-    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-])  # fmt: skip
-def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema):
-    started = time.process_time()
-    with pytest.raises(GenerationError, match='the alternatives of "oneOf" take too long to compare .try: "anyOf"'):
-        compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
-    assert time.process_time() - started < 5
 
 
 def test_errors_do_not_mention_llguidance_terms(lm):
