@@ -241,20 +241,13 @@ def _decode_check_cases(case: Case) -> tuple[Case, ...]:
     return narrow.with_sizes(S=70), narrow.with_sizes(S=16411)
 
 
-def _quantized_decode(
-    queries: mx.array, keys: Any, values: Any, scale: float, *, key_bits: int, value_bits: int, **options: Any
-) -> mx.array:
-    """`quantized_decode_attention` with the arguments of the other path: key_bits equals value_bits."""
-    return decode_attention.quantized_decode_attention(queries, keys, values, scale, bits=key_bits, **options)
-
-
 _PATHS: dict[str, Callable[..., Any]] = {
     "mlx": mlx_attention,
     "metal": flash_attention.tiled_attention,
     "blockwise": blockwise_attention,
 }
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
-_QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _quantized_decode}
+_QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": decode_attention.decode_attention}
 
 DECODE = Operation(
     "decode_attention", _DECODE_PATHS, _preferred_decode_paths, _sample_inputs, _decode_check_cases, _unsupported_reason
