@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -174,15 +175,12 @@ class Prefill:
 
     def _read_group(self, prompts: Sequence[Tokens], cached: dict[Tokens, int]) -> Generator[None, None, list[Any]]:
         """Read `prompts` from where the cache ends; returns stacked caches, and updates `cached`."""
-        cached.update(
-            (ids, self._prefix_cache.match(ids, False)) for ids in prompts
-        )  # something may have been evicted since
+        match = partial(self._prefix_cache.match, group=False)
+        cached.update((ids, match(ids)) for ids in prompts)  # something may have been evicted since
         length = max(len(ids) - cached[ids] for ids in prompts)
         # A shorter prompt reads the end of what is cached again, rather than padding.
         reused = [max(0, min(cached[ids], len(ids) - length)) for ids in prompts]
-        reused = [
-            n if self._prefix_cache.match(ids[:n], False) == n else 0 for ids, n in zip(prompts, reused, strict=True)
-        ]
+        reused = [n if match(ids[:n]) == n else 0 for ids, n in zip(prompts, reused, strict=True)]
         max_size = self._kv.size
         too_long = max_size is not None and max(map(len, prompts)) > max_size
         padding = [length - (len(ids) - n) for ids, n in zip(prompts, reused, strict=True)]

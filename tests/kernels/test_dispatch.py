@@ -17,6 +17,8 @@ from mlxlm.utils.errors import ConfigError, PlatformError
 
 pytestmark = pytest.mark.usefixtures("new_machine")
 
+ATTENTION = sys.modules["mlxlm.kernels.attention"]  # the package has a function of this name
+
 CASE = Case("double", "float32", ("N", "rows"), (8, 4))
 
 
@@ -210,8 +212,8 @@ def case(operation, T, S=512, D=64, K=8, dtype="float16", **form):
 
 
 def test_rules_of_attention_on_a_gpu(monkeypatch):
-    monkeypatch.setattr("mlxlm.kernels.attention.ON_CPU", False)
-    monkeypatch.setattr("mlxlm.kernels.attention.metal_available", lambda: True)
+    monkeypatch.setattr(ATTENTION, "ON_CPU", False)
+    monkeypatch.setattr(ATTENTION, "metal_available", lambda: True)
 
     def order(operation, *args, **sizes):
         return operation.preferred_paths(case(operation, *args, **sizes))[0]
@@ -224,14 +226,14 @@ def test_rules_of_attention_on_a_gpu(monkeypatch):
     assert order(TRAINING, 512, window=128) == ("mlx", "metal", "blockwise")
     why = TRAINING.preferred_paths(case(TRAINING, 4096))[1]
     assert why == "memory linear in the length; `mlxlm kernels bench` finds out whether metal is faster here"
-    monkeypatch.setattr("mlxlm.kernels.attention.metal_available", lambda: False)
+    monkeypatch.setattr(ATTENTION, "metal_available", lambda: False)
     assert order(TRAINING, 4096) == ("mlx", "blockwise")  # CUDA has a fused gradient, but
     assert order(TRAINING, 4096, dtype="float32") == ("blockwise", "metal", "mlx")  # not in float32
 
 
 def test_training_on_a_mac_uses_the_metal_kernels_where_they_were_measured_to_be_fastest(monkeypatch):
     monkeypatch.setattr(Operation, "unavailable_reason", lambda self, path, case: None)
-    monkeypatch.setattr("mlxlm.kernels.attention.metal_available", lambda: True)
+    monkeypatch.setattr(ATTENTION, "metal_available", lambda: True)
     for T, unmeasured in ((4096, "blockwise"), (512, "mlx")):
         measured = case(TRAINING, T)
         assert dispatch.choose_path(TRAINING, measured).path == unmeasured
