@@ -119,14 +119,8 @@ class PrefixCache:
             ids: All tokens of the text.
             caches: Caches of one row that hold exactly these tokens.
             group: As in `match`.
-
-        Raises:
-            ValueError: A cache has several rows, or another number of tokens.
         """
         ids = array("i", ids)
-        for cache in caches:
-            if isinstance(cache, KVCache) and cache.offsets != [len(ids)]:
-                raise ValueError(f"caches of {cache.offsets} tokens for a text of {len(ids)}")
         found, path, source = self._find(ids, group)
         self._touch(path, source)
         if found == len(ids):

@@ -220,16 +220,6 @@ def test_memory_of_a_bounded_cache_is_constant(kind):
     assert max(held) <= 2 * 4 * H * D * (bound + 4) and max(held) < 1.3 * min(held)
 
 
-def test_is_trimmable_until_tokens_are_dropped():
-    cache = KVCache(rotation=RotationPolicy(20, 2))
-    x = mx.ones((1, H, 20, D))
-    cache.update_and_fetch(x, x)
-    assert cache.size() == 20 and cache.is_trimmable() and cache.can_trim(20)
-    cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
-    assert cache.size() == 20 - cache.rotation.step + 1
-    assert cache.can_trim(1) and not cache.can_trim(2)
-
-
 def test_an_update_larger_than_the_room_is_an_error():
     cache = KVCache(rotation=RotationPolicy(20, 2))
     x = mx.ones((1, H, 21, D))
@@ -285,15 +275,6 @@ def test_the_group_size_is_64_or_32():
         cache = KVCache(key_bits=8)
         keys, _ = cache.update_and_fetch(mx.ones((1, 1, 1, dim)), mx.ones((1, 1, 1, dim)))
         assert keys.group_size == group and keys.shape == (1, 1, 1, dim)
-
-
-def test_nbytes_of_a_quantized_cache():
-    full, small = KVCache(), KVCache(key_bits=8, value_bits=4)
-    x = mx.ones((1, 2, 256, 64))
-    for cache in (full, small):
-        cache.update_and_fetch(x, x)
-    assert full.nbytes == 2 * 2 * 256 * 64 * 4
-    assert small.nbytes == 2 * 256 * (64 + 32 + 2 * 2 * 4)  # codes, and for 64 of them a scale and a bias
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from mlxlm.generation.jsonl import MAX_LINE_BYTES, BadRequest, PromptEncoder, Re
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
+SYSTEM, QUESTION = ([{"role": role, "content": "a"}] for role in ("system", "user"))
 
 
 @pytest.fixture
@@ -62,10 +63,6 @@ def test_a_prompt(read, lm):
     assert row.request.prompt == lm.tokenizer.encode("The quick")
     assert row.request.options == DEFAULTS.with_seed(derive_seed(0, "5", 0))
     assert row.request.eos_token_ids is None
-
-
-def test_a_prompt_in_token_ids(read):
-    assert read({"prompt": [5, 6, 7]})[0].request.prompt == [5, 6, 7]
 
 
 def test_options_replace_the_defaults(read):
@@ -251,26 +248,17 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
             '{"role": "user"',
         ),
         ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", '{"role": "user"'),
+        ({"messages": [*SYSTEM, *QUESTION], "system_prompt": "c"}, "there are two system prompts", "system_prompt, or"),
+        ({"prompt": "x", "settings": {"system_prompt": "s"}}, "a prompt without a chat can't have", "messages, or"),
+        ({"prompt": [1], "settings": {"system_prompt": "s"}}, "a prompt without a chat can't have", "messages, or"),
+        ({"prompt": [1, 2], "settings": {"as_chat": True}}, "the prompt is not a string", "a string; or without"),
     ],
 )
 def test_requests_that_cant_be_served(refused, fields, message, hint):
-    error = refused({"id": "a", **fields})
+    settings = fields.pop("settings", {})
+    error = refused({"id": "a", **fields}, **settings)
     assert error.id == "a" and error.message.startswith(message)
     assert error.hint is None if hint is None else error.hint.startswith(hint)
-
-
-def test_two_system_prompts(refused):
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert "two system prompts" in refused({"id": "a", "messages": messages, "system_prompt": "c"}).message
-
-
-@pytest.mark.parametrize("prompt", ["x", [1, 2]])
-def test_a_system_prompt_needs_a_chat(refused, prompt):
-    assert "can't have a system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
-
-
-def test_token_ids_are_not_a_message(refused):
-    assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is not a string"
 
 
 def test_template_errors_are_errors_of_their_line(lm):

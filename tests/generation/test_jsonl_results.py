@@ -64,12 +64,6 @@ def test_opening_changes_nothing(out):
     assert out.read_bytes() == before
 
 
-def test_folders_are_made(tmp_path):
-    out = tmp_path / "a" / "b" / "out.jsonl"
-    opened(out, line("a"))
-    assert out.read_bytes() == line("a")
-
-
 def test_done(out):
     out.write_bytes(line("a", 0) + line("a", 2) + line(1) + line("b", error="no"))
     assert opened(out) == {("a", 0), ("a", 2), ("1", 0), (1, 0)}
@@ -101,12 +95,6 @@ def test_a_last_line_without_a_line_end(out):
     out.write_bytes(line("a") + line("b")[:-1])
     assert opened(out, line("c")) == {("a", 0), ("b", 0)}
     assert out.read_bytes() == line("a") + line("b") + line("c")
-
-
-def test_a_torn_line_after_failed_results(out):
-    out.write_bytes(line("a", error="no") + line("b") + line("c", 1)[:9])
-    assert opened(out, line("c", 1)) == {("b", 0)}
-    assert out.read_bytes() == line("b") + line("c", 1)
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,6 @@ def test_logprobs_are_those_of_the_model(dtype, n):
     assert sampler.pop_logprobs() is None
 
 
-def test_no_logprobs_without_the_option():
-    sampler = Sampler(GenerationOptions(), [1], 0)
-    sampler(mx.zeros((1, V)))
-    assert sampler.pop_logprobs() is None
-
-
 def dry(options, said, logits, breakers):
     """DRY from its definition: for every place where the last tokens stood before, how many of them did."""
     said = said[-options.dry_penalty_last_n :]

@@ -67,12 +67,6 @@ def test_text_ends_before_a_stop_string(lm):
     assert (result.text, result.finish_reason) == ("The qui", "stop")
 
 
-def test_buffered_text_is_returned_at_the_end(lm):
-    ids = lm.tokenizer.encode("The qui", add_special_tokens=False)
-    model = scripted(lm, "x", [*ids, lm.tokenizer.eos_token_id])
-    assert generate(model, "x", temperature=0, stop="quick").text == "The qui"
-
-
 def test_an_incomplete_character_at_the_end(lm):
     ids = lm.tokenizer.encode("🦊", add_special_tokens=False)
     assert len(ids) > 1
@@ -177,13 +171,6 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(lm, kind, answer, blanks)
         assert [top_logprobs.bytes for top_logprobs in entry.top_logprobs if top_logprobs.token == entry.token] == [
             entry.bytes
         ]
-
-
-def test_parts_of_a_character_have_their_own_bytes(lm):
-    ids = lm.tokenizer.encode("🦊", continues=True)
-    found = generate(scripted(lm, "x", ids), "x", temperature=0, max_tokens=len(ids), logprobs=0).logprobs
-    assert len(ids) > 1 and [entry.bytes for entry in found] == [lm.tokenizer.token_bytes(id) for id in ids]
-    assert b"".join(entry.bytes for entry in found) == "🦊".encode()
 
 
 def test_tokens_that_are_not_bytes_have_none(lm, monkeypatch):
