@@ -309,14 +309,6 @@ def test_cache_options_that_a_model_does_not_support():
             make_cache(Foreign(), kv)
 
 
-def test_learned_positions_end_with_a_rotating_cache_too():
-    model = make(positions="learned", max_position_embeddings=30)
-    caches = make_cache(model, KVOptions(size=10))
-    as_room_allows(model, caches, tokens_of(30), [4])
-    with pytest.raises(GenerationError, match="position 31 is beyond the model.s 30"):
-        model(tokens_of(1), caches)
-
-
 def test_the_smaller_of_window_and_size_decides():
     model = make(sliding_window=16, layer_types=("sliding_attention", "full_attention"))
     kinds = [(c.window is not None, c.rotation is not None) for c in make_cache(model, KVOptions(size=40))]

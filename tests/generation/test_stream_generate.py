@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm import batch, generate, stream
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, LoadedModel, Request, get_engine
+from mlxlm.generation import LoadedModel
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import GenerationError
 
@@ -228,13 +228,6 @@ def test_a_constraint_that_no_token_can_fulfill(lm):
     result = generate(replace(lm, tokenizer=Few()), "x", regex="az", temperature=0)
     assert (result.text, result.finish_reason) == ("a", "constraint")
     assert result.constraint_error.startswith("regex: ")
-
-
-def test_without_end_tokens_a_constraint_ends_the_text_itself(lm):
-    options = GenerationOptions(temperature=1.0, seed=2, choice=("dog",))
-    text = get_engine(lm).submit(Request([5, 6], options, frozenset()))
-    assert "".join(chunk.text for chunk in text) == "dog"
-    assert (text.result().finish_reason, text.result().constraint_error) == ("eos", None)
 
 
 @pytest.mark.parametrize("prompt", [3, 1.5, ["a"], [1.5], ["a", 3], [[3]]])
