@@ -113,9 +113,9 @@ class Engine:
         if not isinstance(kv, KVOptions | None):
             raise GenerationError(f"kv is {kv!r}", "mlxlm.cache.KVOptions.of(size=1024, bits=8)")
         if speculation is not None:
-            if not hasattr(speculation, "check"):
+            if not isinstance(speculation, SpeculativeDecoder):
                 raise GenerationError(f"speculation is {speculation!r}", "SpeculativeDecoder(PromptLookup())")
-            speculation.check(lm)
+            speculation.drafter.check(lm)
         self.lm = replace(lm)  # its own, so that a model and its engines are freed together
         self.kv = kv or KVOptions()
         self.batch_size, self._max_waiting = batch_size, max_waiting

@@ -72,15 +72,20 @@ class Batches:
         """Bytes that the rows need, with padding, finished rows and the next tokens."""
         return sum(self._memory.reserved_bytes(batch.length, len(batch.rows)) for batch in self._all)
 
-    def join(self, rows: Sequence[Text], caches: list[Any]) -> None:
-        """Add texts, with stacked caches that hold all of their tokens but the last."""
-        self._shared.append(Batch(*self._arguments))
-        self._shared[-1].join(rows, caches)
+    def join(
+        self, rows: Sequence[Text], caches: list[Any], *, single: bool = False, drafting: Drafting | None = None
+    ) -> None:
+        """Add texts, with stacked caches that hold all of their tokens but the last; or one that is decoded by itself.
 
-    def join_single(self, row: Text, caches: list[Any], drafting: Drafting | None) -> None:
-        """Add a text that is decoded by itself, with its caches and its drafts."""
-        self._single.append(Batch(*self._arguments, drafting))
-        self._single[-1].join([row], caches)
+        Args:
+            rows: The texts.
+            caches: Their caches.
+            single: Whether the only text is decoded by itself.
+            drafting: Its drafts.
+        """
+        batches = self._single if single else self._shared
+        batches.append(Batch(*self._arguments, drafting))
+        batches[-1].join(rows, caches)
 
     def remove_finished(self) -> None:
         """Free the memory of finished rows."""
@@ -90,16 +95,16 @@ class Batches:
 
     def take_out(self, row: Text) -> None:
         """Remove a text that will join again. A token that was drawn and not read yet will be drawn again."""
-        self._batch_of(row).take_out(row)
+        self.batch_of(row).take_out(row)
         self.remove_inactive()
+
+    def batch_of(self, row: Text) -> Batch[Text]:
+        """The batch that a text is in."""
+        return next(batch for batch in self._all if row in batch.rows)
 
     def is_single(self, row: Text) -> bool:
         """Whether a text has a batch of its own."""
-        return self._batch_of(row) in self._single
-
-    def row_caches(self, row: Text) -> tuple[list[int], list[Any]]:
-        """What the caches hold of a text: its tokens, and one-row caches that share arrays with those of its batch."""
-        return self._batch_of(row).row_caches(row)
+        return self.batch_of(row) in self._single
 
     def step(self, on_finish: Callable[[Text], None], max_padding: int) -> int:
         """Merge batches, and decode the next token of every text. An error ends the texts of its batch.
@@ -130,9 +135,6 @@ class Batches:
     @property
     def _all(self) -> list[Batch[Text]]:
         return [*self._shared, *self._single]
-
-    def _batch_of(self, row: Text) -> Batch[Text]:
-        return next(batch for batch in self._all if row in batch.rows)
 
     def remove_inactive(self) -> None:
         """Remove the batches whose texts have all ended or are elsewhere."""
@@ -408,10 +410,7 @@ class Scheduler:
                 self._reading = [*self._reading[1:], reading]  # the next one's turn
                 return
             rows, caches = group
-            if reading.single:
-                self._decode_by_itself(rows[0], caches)
-            else:
-                self._decode_together(rows, caches)
+            self._decode(rows, caches, reading.single)
         except Exception as error:
             raise_if_results_lost(error)
             for row in reading.rows:
@@ -427,23 +426,21 @@ class Scheduler:
                 self.num_prompt_tokens += len(row.prompt)
                 self.num_cached_tokens += row.num_cached
 
-    def _decode_by_itself(self, row: Text, caches: list[Any]) -> None:
-        drafting = None
-        if self._speculation is not None and not self._is_isolated(row):
-            drafting = self._speculation.begin(self._lm.model, self._kv, row.ids)
-            row.speculation = drafting.stats
-        self._batches.join_single(row, caches, drafting)
-
-    def _decode_together(self, rows: Sequence[Text], caches: list[Any]) -> None:
+    def _decode(self, rows: Sequence[Text], caches: list[Any], single: bool) -> None:
         active = [i for i, row in enumerate(rows) if not row.finished]
-        if len(active) < len(rows) and active:
+        if not active:
+            return
+        if len(active) < len(rows):
             for cache in caches:
                 cache.select(active)
-        if active:
-            self._batches.join([rows[i] for i in active], caches)
+        drafting = None
+        if single and self._speculation is not None and not self._is_isolated(rows[0]):
+            drafting = self._speculation.begin(self._lm.model, self._kv, rows[0].ids)
+            rows[0].speculation = drafting.stats
+        self._batches.join([rows[i] for i in active], caches, single=single, drafting=drafting)
 
     def _keep_prefix(self, row: Text) -> None:
-        ids, caches = self._batches.row_caches(row)
+        ids, caches = self._batches.batch_of(row).row_caches(row)
         if ids and caches:
             self._prefix_cache.insert(ids, caches, getattr(caches[0], "long_factors", None) or False)
 

@@ -13,7 +13,6 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import KVOptions
 from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.drafters import Drafter, DraftState, max_trimmable_tokens
-from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.result import MEASURING, SpeculationStats
 from mlxlm.generation.sampling import Sampler
 from mlxlm.model import Decoder
@@ -166,10 +165,6 @@ class SpeculativeDecoder:
         self.drafter = drafter
         self.stats = SpeculationStats()
         self._draft_length = DraftLengthController(num_draft_tokens)
-
-    def check(self, lm: LoadedModel) -> None:
-        """Raise GenerationError if the drafter can't serve `lm`, such as for another tokenizer."""
-        self.drafter.check(lm)
 
     def begin(self, model: nn.Module, kv: KVOptions, ids: Sequence[int]) -> Drafting:
         """Start to draft the text after `ids`. Raises GenerationError if that is impossible."""

@@ -236,21 +236,6 @@ def test_json_with_a_repeated_key_has_a_constraint_error(lm, pattern):
     assert random_text(lm.tokenizer, options, 0)[1].matcher.constraint_error is None
 
 
-def test_json_too_deep_to_be_parsed_has_a_constraint_error(lm):
-    value = {"$defs": {"v": {"type": "array", "items": {"$ref": "#/$defs/v"}}}, "$ref": "#/$defs/v"}
-    options = GenerationOptions(json_schema=value)
-    matcher = compiled(options, lm.tokenizer)[0].matcher()
-    for text in "[]":
-        for _ in range(3000):
-            matcher.consume(lm.tokenizer.encode(text, continues=True)[0])
-    assert matcher.finished and "json_schema: it can't be read: maximum recursion depth" in matcher.constraint_error
-
-
-def test_grammars_are_cached(lm):
-    options = GenerationOptions(choice=("once", "twice"))
-    assert compiled(options, lm.tokenizer)[0] is compiled(options, lm.tokenizer)[0]
-
-
 def test_batched_rows_with_different_constraints(lm):
     def samplers():
         constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}

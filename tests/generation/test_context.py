@@ -78,20 +78,6 @@ def test_an_interrupt_in_a_chunk_empties_the_context_and_one_after_it_keeps_what
     assert context.ids == PROMPT and is_consistent(context)
 
 
-def test_quantized_caches_bound_the_bytes_and_change_little(lm):
-    config = lm.config.with_changes(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
-    model = Decoder(config)
-    model.init_weights(1)
-    sizes, texts = {}, {}
-    for bits in (None, 8, 4):
-        context = Context(model, KVOptions.of(bits=bits))
-        context.read(PROMPT * 5)
-        sizes[bits] = sum(cache.nbytes for cache in context.caches)
-        texts[bits] = list(greedy_tokens(DecodeStep(model), PROMPT * 5, 10, kv=context.kv))
-    assert sizes[8] < 0.35 * sizes[None] and sizes[4] < 0.65 * sizes[8]
-    assert texts[8] == texts[None]
-
-
 def test_memory_is_flat_with_a_rotating_cache(lm):
     ids = greedy_tokens(DecodeStep(lm.model), PROMPT, UNLIMITED, kv=KVOptions.of(size=64))
     tracemalloc.start()

@@ -83,21 +83,16 @@ def test_draws_follow_the_distribution(options, wanted):
     assert_follows(drawn(GenerationOptions(**{"temperature": 1.0, **options})), wanted)
 
 
-def test_the_tokens_of_one_text_are_independent():
-    """Pairs of draws that follow each other have the product of their distributions."""
-    p = np.array([0.5, 0.3, 0.2])
-    sampler = Sampler(GenerationOptions(temperature=1.0), [1], seed=0)
+@pytest.mark.parametrize("seeds", [False, True])
+def test_draws_that_follow_each_other_are_independent(seeds):
+    """Pairs of tokens of one text, and of texts with seeds next to each other, have the product distribution."""
+    p, options = np.array([0.5, 0.3, 0.2]), GenerationOptions(temperature=1.0)
     logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
-    tokens = np.array(sampler.verify_draft(logits, mx.zeros(4000, mx.int32), 0)[0])  # 4001 steps at once
-    assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
-
-
-def test_adjacent_seeds_are_independent():
-    p = np.array([0.5, 0.3, 0.2])
-    logits = mx.broadcast_to(mx.log(mx.array(p.astype(np.float32))), (4001, 3))
-    tokens = np.array(
-        sample_batch([Sampler(GenerationOptions(temperature=1.0), [1], seed) for seed in range(4001)], logits)
-    )
+    if seeds:
+        tokens = sample_batch([Sampler(options, [1], seed) for seed in range(4001)], logits)
+    else:  # 4001 steps at once
+        tokens, _ = Sampler(options, [1], seed=0).verify_draft(logits, mx.zeros(4000, mx.int32), 0)
+    tokens = np.array(tokens)
     assert_follows(np.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9), np.outer(p, p).ravel())
 
 
