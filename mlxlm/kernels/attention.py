@@ -247,7 +247,7 @@ _PATHS: dict[str, Callable[..., Any]] = {
     "blockwise": blockwise_attention,
 }
 _DECODE_PATHS = {**_PATHS, "metal": decode_attention.decode_attention}
-_QUANTIZED_PATHS = {"mlx": mlx_quantized_attention, "metal": _DECODE_PATHS["metal"]}
+_QUANTIZED_PATHS: dict[str, Callable[..., Any]] = {"mlx": mlx_quantized_attention, "metal": _DECODE_PATHS["metal"]}
 
 DECODE = Operation(
     "decode_attention", _DECODE_PATHS, _preferred_decode_paths, _sample_inputs, _decode_check_cases, _unsupported_reason
