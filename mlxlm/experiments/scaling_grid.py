@@ -99,7 +99,7 @@ class Grid(Sweep):
         """
         seconds = self._finished_seconds()
         if not seconds:
-            raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
+            raise ConfigError(f"no run of {self.path} is finished", "the same without `fit_only`")
         largest = max(seconds, key=lambda run: run.param_tokens)
         return FLOPS_PER_PARAM_TOKEN * largest.param_tokens / seconds[largest]
 

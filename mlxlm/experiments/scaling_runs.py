@@ -147,7 +147,7 @@ def fit_to_time(
         elif best:
             return best
         elif options.tokens_per_parameter or options.tokens:
-            hint = f"--minutes {math.ceil(total / TRAINING_FRACTION / 60)}"
+            hint = f"`minutes={math.ceil(total / TRAINING_FRACTION / 60)}`"
             raise ConfigError("even the smallest models take longer to train on these tokens", hint)
         else:
             return [(config, max(1, int(n * seconds / total))) for config, n in grid]

@@ -101,7 +101,7 @@ def start_run(
         DataError, TokenizerError, ConfigError: For what can't work, as early as it can be known.
     """
     out = Path(out)
-    check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
+    check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another `out`")
     data, options = as_data_options(data), as_tokenizer_options(tokenizer)
     budget, values = merge_budget(budget, minutes, settings)
     timed, processes = budget.minutes is not None, budget.num_processes
@@ -250,7 +250,7 @@ def finalize_settings(
     """
     settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
     if settings.mask_prompt and not (validation_data.bytes and validation_data.num_targets()):
-        hint = "more conversations, or --validation FILE"
+        hint = "more conversations, or `validation=FILE`"
         raise DataError("the conversations that are held out for validation have no answers, or empty ones", hint)
     validation_tokens, benchmark = validation_data.manifest.validation.tokens, None
     if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
@@ -374,7 +374,7 @@ def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, 
     """Raise DataError if the shards in `data` were made with another tokenizer, or have too few tokens."""
     check_tokenizer(manifest, tokenizer, data)
     if (tokens := manifest.train.tokens) < max_seq_length + 1:
-        hint = f"--max-seq-length {tokens - 1}, or more text" if tokens > 2 else "more text"
+        hint = f"`max_seq_length={tokens - 1}`, or more text" if tokens > 2 else "more text"
         raise TooFewTokensError(f"the text has {tokens} tokens, less than one sequence of {max_seq_length}", hint)
     if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
         raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

@@ -266,7 +266,7 @@ def test_a_row_has_no_padding_and_keeps_its_factors():
 
 def test_a_head_dim_that_cannot_be_quantized():
     cache = KVCache(key_bits=8)
-    with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no --kv-bits"):
+    with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no `key_bits`"):
         cache.update_and_fetch(mx.ones((1, 1, 1, 24)), mx.ones((1, 1, 1, 24)))
 
 

@@ -206,7 +206,7 @@ def test_start_errors(new_run, tmp_path, base, talks, monkeypatch):
         new_run("other", epochs=2.0)
     with pytest.raises(ConfigError, match="epochs is -1"):
         new_run("other", steps=None, epochs=-1.0)
-    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --max-seq-length 128"):
+    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: `max_seq_length=128`"):
         new_run("other", max_seq_length=200)
     with monkeypatch.context() as patch:
         patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
@@ -222,7 +222,7 @@ def test_start_errors(new_run, tmp_path, base, talks, monkeypatch):
     empty = rows_of(tmp_path / "empty.jsonl", [["?", ""]])
     with pytest.raises(DataError, match="held out for validation have no answers, or empty ones .try: more"):
         new_run("other", validation=[empty])
-    with pytest.raises(DataError, match="no conversation is held out .*try: --validation-fraction 0.05"):
+    with pytest.raises(DataError, match="no conversation is held out .*try: `validation_fraction=0.05`"):
         new_run("other", validation_fraction=0)
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".other*"))
 
@@ -241,7 +241,7 @@ def test_on_bad_input_skip(new_run, tmp_path, talks):
     bad = ['{"text": "no talk"}', '{"messages": [{"role": "user", "content": "a?"}]}', "not JSON"]
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([lines[0], *bad, *lines[1:]]))
-    with pytest.raises(DataError, match="bad.jsonl, line 2 is a text, not a conversation .*, or --on-bad-input skip"):
+    with pytest.raises(DataError, match="bad.jsonl, line 2 is a text, not a conversation .*, or `on_bad_input=skip`"):
         new_run("run", sources=[path])
     run, clean = new_run("run", sources=[path], on_bad_input="skip"), new_run("clean")
     found, wanted = Manifest.read(run.data), Manifest.read(clean.data)
