@@ -24,10 +24,9 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request, encode_prompt
-from mlxlm.generation.result import GenerationResult
+from mlxlm.generation.result import GenerationResult, TokenLogprob, TokenLogprobs
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as

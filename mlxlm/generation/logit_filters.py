@@ -12,10 +12,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from mlxlm.backend.lazy_mlx import mx
 from mlxlm.config.option import option
+
+if TYPE_CHECKING:
+    from mlxlm.backend.mlx import mx
+else:
+
+    class _LazyMLX:
+        """`mx`, imported when it is first used: `--help` reads the options of this file."""
+
+        def __getattr__(self, name: str) -> Any:
+            from mlxlm.backend.mlx import mx
+
+            return getattr(mx, name)
+
+    mx = _LazyMLX()
 
 TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
 

@@ -26,9 +26,9 @@ from mlxlm.generation.logit_filters import (
     apply_temperature,
     filter_numbers,
 )
-from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.options import GenerationOptions, PenaltyOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask, penalty_numbers
+from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
 from mlxlm.kernels.metal import scalar
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError

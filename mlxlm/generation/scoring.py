@@ -11,8 +11,8 @@ from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.request import max_new_tokens_for
+from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 

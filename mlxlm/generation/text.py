@@ -18,9 +18,15 @@ from mlxlm.cache import KVOptions
 from mlxlm.generation.decoding import Row
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.request import Request
-from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, SpeculationStats, Timings
+from mlxlm.generation.result import (
+    FinishReason,
+    GenerationChunk,
+    GenerationResult,
+    SpeculationStats,
+    Timings,
+    TokenLogprobs,
+)
 from mlxlm.generation.sampling import Sampler
 from mlxlm.utils.errors import MlxlmError
 
