@@ -1,4 +1,4 @@
-"""Facts about this machine. Importing this module does not import MLX."""
+"""Facts about this machine, and what keeps a Mac awake. Importing this module does not import MLX."""
 
 from __future__ import annotations
 

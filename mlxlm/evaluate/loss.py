@@ -22,6 +22,9 @@ from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 
 _POSITIONS = 512  # whose logits a quantized head computes at a time: 256 MB for a vocabulary of 128k
+MAX_WINDOW = 2048  # default limit, in tokens: a context of 128k would take much memory and hours
+_PIECES = 16  # of text that are tokenized at a time
+_BATCH_TOKENS = 2048  # in one forward pass, up to twice as many: more make it no faster
 
 
 def perplexity(loss: float) -> float:
@@ -72,10 +75,6 @@ def _sum_nll_of_hidden(model: Decoder, hidden: mx.array, targets: mx.array, weig
 def _value(scalar: mx.array) -> float:
     eval_arrays(scalar)
     return scalar.item()
-
-
-MAX_WINDOW = 2048  # default limit, in tokens: a context of 128k would take much memory and hours
-_PIECES = 16  # of text that are tokenized at a time
 
 
 def window_lengths(max_length: int, context_length: int | None = None, stride: int | None = None) -> tuple[int, int]:
@@ -249,9 +248,6 @@ def evaluate_dataset(
     loss = total / count
     tokens = data.num_targets() if mask_prompt else len(data)
     return Evaluation(loss, loss / math.log(2) * tokens / data.bytes, int(count))
-
-
-_BATCH_TOKENS = 2048  # in one forward pass, up to twice as many: more make it no faster
 
 
 @dataclass(frozen=True)

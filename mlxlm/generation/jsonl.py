@@ -1,6 +1,6 @@
-"""JSONL requests: each line is a JSON object that asks for one or more texts.
+"""JSONL: requests and their results as lines of JSON, and the file of results.
 
-A prompt is a text, token ids, or the messages of a chat.
+A request asks for one or more texts. Its prompt is a text, token ids, or the messages of a chat.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 _REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
 _OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
+_LINE_START = b'{"id": '
 
 
 @dataclass(frozen=True)
@@ -312,9 +313,6 @@ def check_is_question(role: str) -> None:
         raise GenerationError(
             "the last message is not the user's: there is nothing to answer", f"{EXAMPLE_MESSAGE} last"
         )
-
-
-_LINE_START = b'{"id": '
 
 
 def result_fields(result: GenerationResult, tokenizer: Tokenizer) -> dict[str, Any]:

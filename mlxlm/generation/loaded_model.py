@@ -1,4 +1,4 @@
-"""A model together with its tokenizer."""
+"""A model with its tokenizer and its generation_config.json, loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ MAX_EXAMPLE_LENGTH = 200  # characters
 _MAX_BYTES = 1 << 20
 # The fields of Hugging Face's GenerationConfig that mean the same here, and that every text can use.
 _FIELDS = [name for name, field in options_of(GenerationOptions).items() if declaration(field).generation_config]
+_FLOAT16_MARGIN = 16
+_SAMPLE = "The answer is 42: def f(x): return [x, 2 * x]\n\nEs ist so. Il pleut. こんにちは, мир!\n"
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,6 @@ def check_example_prompt(text: Any) -> str | None:
         hint = f"one line of at most {MAX_EXAMPLE_LENGTH} printable characters"
         raise GenerationError(f"example_prompt is {text!r:.60}", hint)
     return text
-
-
-_FLOAT16_MARGIN = 16
-_SAMPLE = "The answer is 42: def f(x): return [x, 2 * x]\n\nEs ist so. Il pleut. こんにちは, мир!\n"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Continuous batching: which texts are read and decoded next, on the thread of the device."""
+"""Continuous batching: which texts are read and decoded next, and with which others, on the thread of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Speculative decoding: several drafted tokens are verified in one forward pass; the text stays the same."""
+"""Speculative decoding: several drafted tokens are verified in one forward pass; the text stays the same.
+
+How many tokens are drafted per round follows from measured times and acceptance.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ DECAY = 0.97  # weight of an outcome after each later one: about the last 33 cou
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 4.0  # the acceptance rate assumed at first, and how many outcomes it counts for
 INITIAL_ACCEPTANCE = PRIOR_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT, 0  # accepted, weight, and number of outcomes
 PROVEN = 16  # outcomes after which rounds that pay reset the next pause to the shortest
+MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
 SHORTEST_PAUSE, LONGEST_PAUSE = 64, 1024  # plain steps before another try; doubled after each that didn't pay
 
 
@@ -134,9 +138,6 @@ def _interpolate(times: dict[int, float], k: int) -> float:
         return times[below]
     fraction = (k - below) / (above - below)
     return times[below] * (1 - fraction) + times[above] * fraction
-
-
-MAX_DRAFT_TOKENS = 32  # fewer than the positions by which a sliding window can be trimmed
 
 
 class SpeculativeDecoder:

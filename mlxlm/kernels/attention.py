@@ -14,6 +14,16 @@ from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
 from mlxlm.kernels.quantized_kv import QuantizedKV, quantization
 
 
+MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
+LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
+LENGTHS = (256, 4096)  # lengths are clipped to this range
+
+# Head dims that MLX 0.32 fuses on Metal: scaled_dot_product_attention.cpp.
+_FUSED_DECODE_DIMS = (64, 96, 128, 256)
+_FUSED_DECODE_ROWS = 32  # maximum of queries · heads per key head
+_FUSED_PREFILL_DIMS = (64, 72, 80, 96, 128)
+
+
 def attention(
     queries: mx.array,
     keys: mx.array | QuantizedKV,
@@ -61,16 +71,6 @@ def attention(
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
     case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), window=window, **form)
     return operation.implementation(case)(queries, keys, values, float(scale), **options, **form)
-
-
-MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
-LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
-LENGTHS = (256, 4096)  # lengths are clipped to this range
-
-# Head dims that MLX 0.32 fuses on Metal: scaled_dot_product_attention.cpp.
-_FUSED_DECODE_DIMS = (64, 96, 128, 256)
-_FUSED_DECODE_ROWS = 32  # maximum of queries · heads per key head
-_FUSED_PREFILL_DIMS = (64, 72, 80, 96, 128)
 
 
 def attention_case(

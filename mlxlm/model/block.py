@@ -1,4 +1,4 @@
-"""A decoder layer: attention and feed-forward with their norms and residual connections.
+"""A decoder layer: attention and feed-forward (MLP) with their norms and residual connections.
 
 With gradient checkpointing, the gradient recomputes the activations of a layer instead of keeping them (Chen et al.
 2016, "Training Deep Nets with Sublinear Memory Cost"), with the same dropout masks.
