@@ -13,7 +13,6 @@ from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation, metal_available
 from mlxlm.kernels.mlx_attention import mlx_attention, mlx_quantized_attention
 from mlxlm.kernels.quantized_kv import QuantizedKV, quantization
 
-
 MAX_DECODE_QUERIES = decode_attention.MAX_QUERIES  # up to this many queries count as decoding, as in MLX
 LINEAR_MEMORY_FROM = 1024  # from this length on, the T² probabilities must not be in memory
 LENGTHS = (256, 4096)  # lengths are clipped to this range
