@@ -16,7 +16,6 @@ from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
 SYSTEM, QUESTION = ([{"role": role, "content": "a"}] for role in ("system", "user"))
-SYSTEM, QUESTION = ([{"role": role, "content": "a"}] for role in ("system", "user"))
 
 
 @pytest.fixture
