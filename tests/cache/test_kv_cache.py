@@ -220,6 +220,16 @@ def test_memory_of_a_bounded_cache_is_constant(kind):
     assert max(held) <= 2 * 4 * H * D * (bound + 4) and max(held) < 1.3 * min(held)
 
 
+def test_is_trimmable_until_tokens_are_dropped():
+    cache = KVCache(rotation=RotationPolicy(20, 2))
+    x = mx.ones((1, H, 20, D))
+    cache.update_and_fetch(x, x)
+    assert cache.size() == 20 and cache.is_trimmable() and cache.can_trim(20)
+    cache.update_and_fetch(x[:, :, :1], x[:, :, :1])
+    assert cache.size() == 20 - cache.rotation.step + 1
+    assert cache.can_trim(1) and not cache.can_trim(2)
+
+
 def test_an_update_larger_than_the_room_is_an_error():
     cache = KVCache(rotation=RotationPolicy(20, 2))
     x = mx.ones((1, H, 21, D))
