@@ -115,6 +115,13 @@ def test_few_more_tokens_than_in_memory_are_not_loaded(tmp_path):
     assert tree.match(TEXT) == 300
 
 
+def test_a_text_larger_than_memory_is_not_loaded(tmp_path, monkeypatch):
+    saved(tmp_path, TEXT[:300])
+    tree = open_cache(tmp_path, max_bytes=1000)
+    monkeypatch.setattr(PrefixCacheFolder, "load", lambda *args: pytest.fail("loaded"))
+    assert tree.match(TEXT) == 0
+
+
 def test_other_models_options_and_groups_are_ignored(tmp_path):
     tree = open_cache(tmp_path)
     tree.insert(TEXT[:300], read(TEXT[:300]), group="long")

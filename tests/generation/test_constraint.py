@@ -236,6 +236,11 @@ def test_json_with_a_repeated_key_has_a_constraint_error(lm, pattern):
     assert random_text(lm.tokenizer, options, 0)[1].matcher.constraint_error is None
 
 
+def test_grammars_are_cached(lm):
+    options = GenerationOptions(choice=("once", "twice"))
+    assert compiled(options, lm.tokenizer)[0] is compiled(options, lm.tokenizer)[0]
+
+
 def test_batched_rows_with_different_constraints(lm):
     def samplers():
         constraints = {"choice": ("yes", "no")}, {}, {"regex": "[0-9]{1,5}"}, {"json_schema": PERSON}

@@ -14,6 +14,8 @@ from mlxlm.cache import KVOptions, save_prompt_cache
 from mlxlm.generation import Context, greedy_tokens
 from mlxlm.generation.context import UNLIMITED, cache_identity
 from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.generation.drafters import PromptLookup
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 from mlxlm.utils.errors import CheckpointError, GenerationError
@@ -109,6 +111,15 @@ def test_learned_positions_end_with_a_rotating_cache(lm):
 def test_a_rotating_cache_larger_than_the_context_is_refused(lm):
     with pytest.raises(GenerationError, match=r"129 tokens is more than the model's context of 128.*try: .*128"):
         stream(lm, "x", kv=KVOptions.of(size=129))
+
+
+def test_a_text_keeps_its_own_statistics(lm):
+    speculation = SpeculativeDecoder(PromptLookup())
+    options = {"speculation": speculation, "temperature": 0, "max_tokens": 8}
+    first = generate(lm, PROMPT, **options)
+    stats = first.speculation
+    second = generate(lm, PROMPT, **options)
+    assert first.speculation is stats and second.speculation is speculation.stats is not stats
 
 
 def test_a_window_can_be_trimmed_by_an_answer(lm):

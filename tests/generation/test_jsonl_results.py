@@ -24,6 +24,12 @@ def out(tmp_path):
     return tmp_path / "out.jsonl"
 
 
+def test_folders_are_made(tmp_path):
+    out = tmp_path / "a" / "b" / "out.jsonl"
+    opened(out, line("a"))
+    assert out.read_bytes() == line("a")
+
+
 def opened(out, *lines):
     """Open the file and append lines; return the results that it had."""
     with ResultFile(out) as file:

@@ -172,6 +172,12 @@ def test_positions_beyond_the_table(positions):
         model(mx.zeros((1, 1), mx.int32), cache)
 
 
+def test_packed_texts_have_no_cache():
+    model = Decoder(ModelConfig(16, 1, 2, 16, VOCABULARY))
+    with pytest.raises(ValueError, match="segment_ids"):
+        model(mx.array(TEXT), make_cache(model), segment_ids=mx.zeros(TEXT.shape, mx.int32))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_a_product_with_its_weight(tied):
     model, weights = with_weights(ModelConfig(16, 1, 2, 16, VOCABULARY, tie_word_embeddings=tied))
