@@ -395,6 +395,11 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
         return self._text.request
 
     @property
+    def seed(self) -> int:
+        """The seed that the tokens are drawn with."""
+        return self.request.options.seed or 0
+
+    @property
     def num_read(self) -> int:
         """How many tokens of the prompt were read so far, those in the cache included."""
         return self._text.num_read

@@ -144,12 +144,12 @@ def test_progress_of_prompt_and_text(lm):
     stream = engine.submit(request([1 + i % 250 for i in range(1200)]), on_prefill=read.append)
     first = next(stream)
     assert read == [0, 512, 1024, 1199] and stream.num_read == 1199
-    assert [first, *stream] and stream.num_generated == 20 and stream.request.options.seed == 3
+    assert [first, *stream] and stream.num_generated == 20 and stream.seed == 3
 
 
 def test_seeds_are_drawn(engine):
     first, second = (engine.submit(request(seed=None, max_tokens=2)) for _ in range(2))
-    assert first.request.options.seed == first.result().seed != second.result().seed
+    assert first.seed == first.result().seed != second.seed == second.result().seed
 
 
 def test_done_callbacks(engine, model):
