@@ -45,6 +45,17 @@ def make_private(folder: Path) -> None:
         folder.mkdir(0o700)
 
 
+def remove_old_kernels(folder: Path) -> None:
+    """Remove kernels from before this machine booted: a power cut may have damaged them. MLX compiles them again."""
+    import psutil
+
+    booted = psutil.boot_time()
+    with suppress(OSError):  # another user's folder, or a process that does the same
+        for file in folder.glob("*.so"):
+            if file.stat().st_mtime < booted:
+                file.unlink()
+
+
 def failed_kernel_path(message: str) -> str | None:
     """The kernel that MLX could not load, from its error message; None for other errors."""
     match = re.match(r"Could not load C\+\+ shared library (/.*?\.so):", message)

@@ -3,11 +3,13 @@
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from mlxlm.backend.compiled_kernels import kernel_folder, make_private, remove_failed_kernel
+from mlxlm.backend.compiled_kernels import kernel_folder, make_private, remove_failed_kernel, remove_old_kernels
 from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
 from mlxlm.backend.platform import has_compiler
@@ -16,6 +18,15 @@ from mlxlm.utils.errors import PlatformError
 COMPILES = pytest.mark.skipif(
     not (ON_CPU and has_compiler() and sys.platform == "linux"), reason="MLX compiles nothing here"
 )
+
+
+def test_kernels_from_before_the_machine_booted_are_removed(tmp_path):
+    for name, modified in {"early.so": psutil.boot_time() - 5, "late.so": time.time(), "source.cpp": 0}.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (modified, modified))
+    remove_old_kernels(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late.so", "source.cpp"]
+    remove_old_kernels(tmp_path / "none")
 
 
 def test_kernel_folder(monkeypatch):
