@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from mlxlm.backend import device, platform
-from mlxlm.backend import platform as sleep
 from mlxlm.backend.blas import Blas
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU
@@ -205,8 +204,8 @@ def caffeinate(monkeypatch):
             super().__init__(["sleep", "600"], **options)
             processes.append(self)
 
-    monkeypatch.setattr(sleep.subprocess, "Popen", Popen)
-    monkeypatch.setattr(sleep.sys, "platform", "darwin")
+    monkeypatch.setattr(platform.subprocess, "Popen", Popen)
+    monkeypatch.setattr(platform.sys, "platform", "darwin")
     return processes
 
 
@@ -225,7 +224,7 @@ def test_caffeinate_ends_with_an_error(caffeinate):
 
 
 def test_other_systems_start_nothing(caffeinate, monkeypatch):
-    monkeypatch.setattr(sleep.sys, "platform", "linux")
+    monkeypatch.setattr(platform.sys, "platform", "linux")
     with prevent_sleep():
         assert caffeinate == []
 
@@ -239,9 +238,9 @@ def test_seconds_asleep(monkeypatch, system, clock):
         assert number == getattr(time, clock)
         return now["awake"] + now["asleep"] + 7
 
-    monkeypatch.setattr(sleep.sys, "platform", system)
-    monkeypatch.setattr(sleep.time, "clock_gettime", clock_gettime)
-    monkeypatch.setattr(sleep.time, "monotonic", lambda: now["awake"])
+    monkeypatch.setattr(platform.sys, "platform", system)
+    monkeypatch.setattr(platform.time, "clock_gettime", clock_gettime)
+    monkeypatch.setattr(platform.time, "monotonic", lambda: now["awake"])
     before = seconds_asleep()
     now["awake"] += 50
     assert seconds_asleep() == before
