@@ -1,4 +1,4 @@
-"""The import of MLX, the memory of devices, and the BLAS warning."""
+"""This machine: the import of MLX, its memory and cores, power and heat, and sleep."""
 
 import ctypes
 import os

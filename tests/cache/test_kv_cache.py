@@ -1,4 +1,4 @@
-"""Caches of every kind against lists of tokens."""
+"""Caches of every kind against lists of tokens, their options, and their buffers."""
 
 import numpy as np
 import pytest

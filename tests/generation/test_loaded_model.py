@@ -1,4 +1,4 @@
-"""A model's generation_config.json sets defaults of sampling, which arguments override."""
+"""Loaded models: float16 on M1 and M2, and generation_config.json, whose defaults arguments override."""
 
 import json
 from dataclasses import replace

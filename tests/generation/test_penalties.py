@@ -1,4 +1,4 @@
-"""Biases and penalties: against naive loops and transformers, prompt and window included."""
+"""Biases, penalties and DRY: against naive loops, definitions and transformers, prompt and window included."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sampling: the distribution of draws, their seeds, and independence of the rows of a batch."""
+"""Sampling: the distribution of draws and of the noise, their seeds, and independence of the rows of a batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Streams of the engine: iteration in threads and event loops, cancellation, results."""
+"""Streams of the engine: iteration in threads and event loops, cancellation, results; stop strings."""
 
 import asyncio
 import gc

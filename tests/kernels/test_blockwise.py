@@ -1,4 +1,4 @@
-"""Blockwise attention against float64 numpy and MLX, values and gradients, and its memory."""
+"""Blockwise attention against float64 numpy and MLX, values and gradients, packed documents, and its memory."""
 
 import numpy as np
 import pytest
