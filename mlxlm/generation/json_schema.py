@@ -14,6 +14,12 @@ _SETTINGS = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separ
 _MAX_EXPANSIONS, _MAX_DEPTH = 1000, 8  # of "$ref" in alternatives of oneOf, to bound the size of any schema
 
 _VALUES = ("const", "enum", "default", "examples")  # keywords with JSON that isn't a schema
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with schemas by any name
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+}  # with schemas by any name, also that of a keyword
 _LLG_TYPE_NAMES = {"f64": "a number", "positive integer": "a whole number", "array": "a list", "string": "a string"}
 
 
@@ -56,6 +62,9 @@ class _OneOfExpansion:
         if not isinstance(value, dict):
             return value
         copied = {name: part if name in _VALUES else self.copy(part) for name, part in value.items()}
+        for name in _BY_NAME & value.keys():
+            if isinstance(value[name], dict):
+                copied[name] = {key: self.copy(part) for key, part in value[name].items()}
         if isinstance(alternatives := value.get("oneOf"), list):
             copied["oneOf"] = [self._expand(alternative) for alternative in alternatives]
         return copied

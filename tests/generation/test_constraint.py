@@ -460,6 +460,7 @@ def matches(value, schema, root):
     {**DEFINED, "$ref": "#/$defs/pet"},
     {**DEFINED, "type": "array", "items": {"$ref": "#/$defs/pet"}, "minItems": 1, "maxItems": 2},
     {**DEFINED, "oneOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
+    {**DEFINED, **closed(default={"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]})},
     {"oneOf": [closed(x={"type": "null"}), closed(y={"type": "null"})]},
     {"oneOf": [{"allOf": [{"type": "null"}]}, {"anyOf": [{"type": "boolean"}, {"const": 3}]}]},
     {"oneOf": [{"const": 1}]},
