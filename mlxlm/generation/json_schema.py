@@ -15,11 +15,6 @@ _MAX_EXPANSIONS, _MAX_DEPTH = 1000, 8  # of "$ref" in alternatives of oneOf, to 
 
 _VALUES = ("const", "enum", "default", "examples")  # keywords with JSON that isn't a schema
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with schemas by any name
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-}  # with schemas by any name, also that of a keyword
 _LLG_TYPE_NAMES = {"f64": "a number", "positive integer": "a whole number", "array": "a list", "string": "a string"}
 
 
