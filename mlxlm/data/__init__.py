@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from mlxlm.data.batches import Batch, TrainBatches, validation_batches
+    from mlxlm.data.batches import Batch, TrainBatches, prefetch, validation_batches
     from mlxlm.data.dataset import TokenDataset
     from mlxlm.data.manifest import Manifest, SplitInfo
     from mlxlm.data.options import PACKINGS, DataOptions, parse_weighted_sources
-    from mlxlm.data.prefetching import prefetch
     from mlxlm.data.preparation import prepare, training_texts
     from mlxlm.data.sources import read_documents, read_texts, total_bytes
     from mlxlm.data.text import BadInput, Document

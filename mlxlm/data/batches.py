@@ -1,10 +1,13 @@
-"""Batches of token rows: shuffled epochs without end for training, one exact pass for validation."""
+"""Batches of token rows: shuffled epochs without end for training, one exact pass for validation; reading ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -266,3 +269,27 @@ def _consecutive_ids(segment_ids: list[np.ndarray]) -> np.ndarray:
         numbered.append(ids + first)
         first = numbered[-1][-1] + 1
     return np.concatenate(numbered)
+
+
+T = TypeVar("T")
+
+
+def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Generator[T, None, None]:
+    """Yield `read(n)` for each of `numbers`, in order, computing up to `prefetch_factor` results ahead.
+
+    `read` runs in one thread, one call at a time. An exception in it is raised where its result would have come, and
+    ends the iteration; an exception in `numbers` can come up to `prefetch_factor` results early. Close the iterator if
+    you may leave it early: then its thread has ended.
+    """
+    rest = iter(numbers)
+    pending: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        try:
+            pending.extend(pool.submit(read, n) for n in islice(rest, prefetch_factor))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(pool.submit(read, n) for n in islice(rest, 1))
+                yield result
+        finally:
+            for future in pending:
+                future.cancel()

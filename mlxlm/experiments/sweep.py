@@ -15,6 +15,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
+from mlxlm.data.manifest import prepared_source
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
@@ -25,7 +26,6 @@ from mlxlm.train.start import (
     existing_tokenizer,
     no_phase,
     prepare_shards,
-    prepared_source,
     start_run,
     train_tokenizer,
 )

@@ -42,8 +42,7 @@ from mlxlm.train.events import (
     Validation,
 )
 from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
-from mlxlm.train.repeat import read_repeat_plan
-from mlxlm.train.run import Run, TrainState
+from mlxlm.train.run import Run, TrainState, read_repeat_plan
 from mlxlm.train.run_clock import RunClock
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import PowerPolicy, Throttle

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mlxlm.data import TrainBatches, validation_batches
 from mlxlm.data.dataset import DatasetPart
-from mlxlm.data.permutation import permute
+from mlxlm.data.packing import permute
 from mlxlm.utils.errors import DataError
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.experiments.scaling_grid import Grid, start_grid
-from mlxlm.experiments.scaling_runs import GridOptions
+from mlxlm.experiments.scaling_grid import Grid, GridOptions, start_grid
 from mlxlm.experiments.sweep import is_finished
 from mlxlm.plan.scaling_law import ScalingLaw
 from mlxlm.train import Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxlm.experiments.scaling_runs import TRAINING_FRACTION, GridOptions, fit_to_time
+from mlxlm.experiments.scaling_grid import TRAINING_FRACTION, GridOptions, fit_to_time
 from mlxlm.plan.model_sizes import model_family
 from mlxlm.utils.errors import ConfigError
 

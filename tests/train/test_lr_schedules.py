@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxlm.cli.main import _run
 from mlxlm.train import TrainSettings
-from mlxlm.train.lr_schedules import LR_SCHEDULES, learning_rate
+from mlxlm.train.settings import LR_SCHEDULES, learning_rate
 
 
 def rates(steps=100, warmup=10, min_lr_ratio=0.1, decay_fraction=0.2, lr_schedule="cosine"):
