@@ -186,9 +186,9 @@ def _machine(options: dict[str, Any]) -> Machine | str:
 def _probe(plan: Plan) -> Plan:
     """Add the measured time and memory of three training steps."""
     from mlxlm.cli.training import phase
-    from mlxlm.train import TrainSettings, probe
+    from mlxlm.train import TrainSettings
     from mlxlm.train.memory_limits import check_memory
-    from mlxlm.train.step_benchmark import BENCHMARK_LABEL
+    from mlxlm.train.step_benchmark import BENCHMARK_LABEL, probe
 
     settings = TrainSettings.provisional({name: getattr(plan.training, name) for name in _TRAINING})
     length = plan.training.max_seq_length

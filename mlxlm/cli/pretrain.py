@@ -35,7 +35,8 @@ from mlxlm.cli.training_options import (
 )
 
 if TYPE_CHECKING:
-    from mlxlm.train import ProcessGroup, Run
+    from mlxlm.train import Run
+    from mlxlm.train.distributed import ProcessGroup
 
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
 _HOURS = "Wall-clock budget; also picks the model size unless --preset or --config is given."
@@ -81,7 +82,8 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
     if processes := hosts or num_processes:
         raise click.exceptions.Exit(launch(processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
     from mlxlm.cli.stop_signals import StopRequest
-    from mlxlm.train import join_process_group, run_worker
+    from mlxlm.train.distributed import join_process_group
+    from mlxlm.train.worker import run_worker
 
     with join_process_group() as process_group, finish_before_sigterm(process_group.size):
         if process_group.rank == 0:

@@ -118,7 +118,8 @@ def pop_runtime_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         PlatformError: If the library of a tracker is missing.
     """
-    from mlxlm.train import PowerPolicy, check_trackers
+    from mlxlm.train import PowerPolicy
+    from mlxlm.train.trackers import check_trackers
 
     power = PowerPolicy(**{name: options.pop(name) for name in _POWER})
     trackers = {name: options.pop(name) for name in _TRACKERS}

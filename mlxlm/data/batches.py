@@ -107,6 +107,7 @@ class TrainBatches:
         mask_prompt: Only the assistant's messages are targets, see `TokenDataset.loss_mask`.
         rank: Of this process.
         num_processes: Processes that train together.
+        batches_per_step: Of each process.
 
     Attributes:
         rows: Rows per epoch of all parts.
@@ -129,11 +130,12 @@ class TrainBatches:
         mask_prompt: bool = False,
         rank: int = 0,
         num_processes: int = 1,
+        batches_per_step: int = 1,
     ):
         self._batch_size, self._max_seq_length = batch_size, max_seq_length
         self._document_mask, self._mask_prompt = document_mask, mask_prompt
         self._has_loss_weights = mask_prompt or packing == "best-fit"
-        self._rank, self._num_processes = rank, num_processes
+        self._rank, self._num_processes, self._per_step = rank, num_processes, batches_per_step
         self._parts = data.parts
         pack = _PACKINGS[packing]
         self._packings = [pack(part.data, max_seq_length + 1, seed, source) for source, part in enumerate(self._parts)]
@@ -157,14 +159,23 @@ class TrainBatches:
             raise DataError(f"batch {index} of {self._parts[0].data.name} has no training targets", _NO_TARGETS_HINT)
         return batch
 
-    def epochs(self, index: int) -> dict[str, float]:
-        """Epochs of each part before batch `index`."""
-        rows = self._mixture.rows_before(index * self._num_processes * self._batch_size)
+    def read_step(self, step: int) -> list[Batch]:
+        """The batches of step number `step`, from 1."""
+        first = (step - 1) * self._per_step
+        return [self.batch(first + i) for i in range(self._per_step)]
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Epochs of each part that all processes have seen after step `step`."""
+        rows = self._mixture.rows_before(step * self._rows_per_step)
         return {part.name: int(n) / p.rows for part, p, n in zip(self._parts, self._packings, rows, strict=True)}
 
-    def epoch_at(self, index: int) -> float:
-        """Epochs of all parts together before batch `index`."""
-        return index * self._num_processes * self._batch_size / self.rows
+    def epoch_at(self, step: int) -> float:
+        """Epochs of all parts together, by the rows they have, after step `step`."""
+        return step * self._rows_per_step / self.rows
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self._per_step * self._num_processes * self._batch_size
 
 
 def validation_batches(

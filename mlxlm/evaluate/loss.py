@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxlm.backend.mlx import eval_arrays, mx, nn
-from mlxlm.data import Document, TokenDataset, validation_batches
+from mlxlm.data import Document, TokenDataset
+from mlxlm.data.batches import validation_batches
 from mlxlm.generation.scoring import first_token_bytes
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
 from mlxlm.model import Decoder

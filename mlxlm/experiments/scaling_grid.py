@@ -13,7 +13,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
 from mlxlm.data.manifest import prepared_source
 from mlxlm.experiments.scaling_fit import ScalingPoint
-from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, relative_data_path, saved_args
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, saved_args
 from mlxlm.plan.model_sizes import model_family, model_of_width, vocab_size_for
 from mlxlm.plan.scaling_law import FLOPS_PER_PARAM_TOKEN, FULL_VALUE_EPOCHS
 from mlxlm.plan.textbook import TOKENS_PER_PARAMETER
@@ -25,7 +25,6 @@ from mlxlm.train.settings import TokenizerOptions, TrainSettings
 from mlxlm.train.start import Phase, as_data_options, as_tokenizer_options, no_phase, set_default_dtype
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
-from mlxlm.utils.json_files import write_json
 
 DEFAULT_MINUTES = 30.0  # of a whole grid
 DEFAULT_RATIOS = (5.0, 10.0, 20.0, 40.0)  # tokens per parameter for given sizes
@@ -239,16 +238,10 @@ def start_grid(
             lengths = fit_to_time(models, token_seconds, FULL_VALUE_EPOCHS * unique_tokens, options)
         row = provisional.max_seq_length * provisional.grad_accumulation_steps
         values.setdefault("batch_size", num_rows(min(n for _, n in lengths) / _MIN_STEPS, row))
-        content = {
-            "runs": [asdict(run) for run in plan_runs(lengths, values, token_seconds)],
-            "vocab_size": loaded.vocab_size,
-            "settings": values,
-            "data": relative_data_path(shards, folder),
-            "by_ratio": not options.tokens and bool(options.sizes or options.tokens_per_parameter),
-            "unique_tokens": unique_tokens,
-            "saved_args": args,
-        }
-        write_json(folder / Grid.FILE, content)
+        runs = [asdict(run) for run in plan_runs(lengths, values, token_seconds)]
+        by_ratio = not options.tokens and bool(options.sizes or options.tokens_per_parameter)
+        sizes = {"vocab_size": loaded.vocab_size, "unique_tokens": unique_tokens}
+        Grid.write(folder, shards, runs=runs, settings=values, by_ratio=by_ratio, saved_args=args, **sizes)
     return Grid.open(out)
 
 

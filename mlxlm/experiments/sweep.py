@@ -30,7 +30,7 @@ from mlxlm.train.start import (
     train_tokenizer,
 )
 from mlxlm.utils.errors import ConfigError, DataError
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.json_files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ class Sweep(ABC):
             hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another --out"
             raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
         return sweep
+
+    @classmethod
+    def write(cls, folder: Path, shards: Path, **fields: Any) -> None:
+        """Write the file that describes a new sweep. A path of `shards` inside `folder` is relative."""
+        write_json(folder / cls.FILE, {**fields, "data": shards.name if shards.parent == folder else str(shards)})
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -182,11 +187,6 @@ def prepare_shared_data(
         check_tokenizer(Manifest.read(prepared), loaded, prepared)
         return loaded, prepared.resolve()
     return loaded, prepare_shards(data, loaded, folder / "data", seed, phase)
-
-
-def relative_data_path(data: Path, folder: Path) -> str:
-    """Return the path of the shards as the file in `folder` has it: relative if inside, so that both can be moved."""
-    return data.name if data.parent == folder else str(data)
 
 
 def is_finished(run: Run) -> bool:

@@ -73,25 +73,6 @@ def seconds_for(flops: float, flops_per_second: float, mfu: float, num_devices: 
     return flops / (flops_per_second * mfu * num_devices)
 
 
-def estimate_duration(
-    flops: Flops, tokens: float, machine: Machine, num_devices: int = 1, mfu: float | None = None
-) -> Duration:
-    """Estimate the training time from the operations of a step and the machine's speed."""
-    mfu, mfu_source = (ASSUMED_MFU, "assumed") if mfu is None else (mfu, "given")
-    step = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
-    return Duration(machine, num_devices, mfu, mfu_source, step, tokens / flops.tokens_per_step, tokens)
-
-
-def measured_duration(flops: Flops, tokens: float, machine: Machine, seconds_per_step: float) -> Duration:
-    """Return the training time at a measured time per step.
-
-    The utilization counts only the attention scores that are computed on this machine. A utilization above 1 means
-    that the machine was busy when its speed was measured.
-    """
-    mfu = flops.computed_per_step / seconds_per_step / machine.flops
-    return Duration(machine, 1, mfu, "measured", seconds_per_step, tokens / flops.tokens_per_step, tokens)
-
-
 # The last two (the default of `--save-total-limit`) and the best. A loss spike may keep one more.
 CHECKPOINTS_KEPT = 3
 
@@ -116,14 +97,6 @@ class DiskUsage:
     def total(self) -> int:
         """Bytes of all of it."""
         return self.checkpoints + self.shards + self.model
-
-
-def estimate_disk(config: ModelConfig, training: Training, data_tokens: float) -> DiskUsage:
-    """Estimate the disk space of a run on a text of `data_tokens` tokens (2 bytes each; 4 for large vocabularies)."""
-    count = config.parameter_count()
-    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
-    shards = round(data_tokens) * (2 if config.vocab_size <= 1 << 16 else 4)
-    return DiskUsage(checkpoint, CHECKPOINTS_KEPT * checkpoint, shards, 2 * count)
 
 
 @dataclass(frozen=True)
@@ -179,8 +152,14 @@ class Plan:
         return None if self.corpus is None else self.tokens / self.corpus.tokens
 
     def with_measurement(self, seconds_per_step: float, peak_memory: int) -> Plan:
-        """Return the plan with the measured time and peak memory of a training step on its machine."""
-        measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
+        """Return the plan with the measured time and peak memory of a training step on its machine.
+
+        The utilization counts only the attention scores that are computed on this machine. A utilization above 1 means
+        that the machine was busy when its speed was measured.
+        """
+        machine, steps = self.duration.machine, self.tokens / self.flops.tokens_per_step
+        mfu = self.flops.computed_per_step / seconds_per_step / machine.flops
+        measured = Duration(machine, 1, mfu, "measured", seconds_per_step, steps, self.tokens)
         return replace(self, measured_memory=peak_memory, measured_duration=measured)
 
     def textbook(self) -> dict[str, float]:
@@ -290,6 +269,11 @@ def plan(
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
     flops = count_training_flops(config, training, num_devices)
+    source, mfu = ("assumed", ASSUMED_MFU) if mfu is None else ("given", mfu)
+    step_seconds = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
+    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
+    token_bytes = 2 if config.vocab_size <= 1 << 16 else 4
+    shards = token_bytes * round(corpus.tokens if corpus else tokens)
     return Plan(
         config=config,
         training=training,
@@ -302,8 +286,8 @@ def plan(
         tokens=tokens,
         optimal_tokens=optimal,
         corpus=corpus,
-        duration=estimate_duration(flops, tokens, machine, num_devices, mfu),
-        disk=estimate_disk(config, training, corpus.tokens if corpus else tokens),
+        duration=Duration(machine, num_devices, mfu, source, step_seconds, tokens / flops.tokens_per_step, tokens),
+        disk=DiskUsage(checkpoint, CHECKPOINTS_KEPT * checkpoint, shards, 2 * count),
         fits=None if machine.memory is None else find_limits(config, training, serving, machine.memory),
         change=None if machine.memory is None else suggest_change(config, training, machine.memory),
     )

@@ -15,18 +15,9 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.data import (
-    CHAT_TEMPLATE,
-    DataOptions,
-    Manifest,
-    TokenDataset,
-    TrainBatches,
-    prepare,
-    total_bytes,
-    training_texts,
-)
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
 from mlxlm.data.manifest import prepared_source
-from mlxlm.data.preparation import Encode
+from mlxlm.data.preparation import Encode, training_texts
 from mlxlm.data.sources import unseekable_source
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.tokenizer import Tokenizer, load, train

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import TrainBatches, validation_batches
+from mlxlm.data import TrainBatches
+from mlxlm.data.batches import validation_batches
 from mlxlm.data.dataset import DatasetPart
 from mlxlm.data.packing import permute
 from mlxlm.utils.errors import DataError

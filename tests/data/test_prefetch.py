@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from mlxlm.data import prefetch
+from mlxlm.data.batches import prefetch
 from mlxlm.utils.errors import DataError
 
 

@@ -10,7 +10,8 @@ import jinja2
 import numpy as np
 import pytest
 
-from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, prepare, training_texts
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, prepare
+from mlxlm.data.preparation import training_texts
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import DataError, MlxlmError
 from tests.data.helpers import jsonl

@@ -75,9 +75,9 @@ def test_delimited_tables(tmp_path, name, delimiter):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "must have one column either 'text' or 'messages'; its columns are none"),
+        (b"", "a.csv is empty"),
         (b"id,story\n1,x\n", "its columns are 'id', 'story' .*--text-column NAME"),
-        (b"text\n", "has no rows"),
+        (b"text\n", "a.csv is empty"),
         (b'text\none\n"two', "damaged after row 1: unexpected end of data"),
         (b"text\none\ncaf\xe9\n", "row 2 is not UTF-8 text"),
         ("text\none\n".encode("utf-16"), "is not UTF-8 text"),

@@ -129,7 +129,7 @@ def test_folders_that_are_damaged(tmp_path, name, content, message):
         ({"messages": ["hi"]}, {}, "row 1: 'messages' is not a list"),
         ({"messages": [CHAT[0], [{"role": "user", "content": None}]]}, {}, "row 2: 'content' is not text"),
         ({"messages": CHAT[:1], "tools": ["[]"]}, {}, "column 'tools', which is only read from JSON lines"),
-        ({"text": pa.array([], pa.string())}, {}, "has no rows"),
+        ({"text": pa.array([], pa.string())}, {}, "is empty"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

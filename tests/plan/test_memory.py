@@ -54,7 +54,8 @@ def test_layer_bytes():
 )
 def test_measured_step_is_near_the_plan(batch, length, options):
     """MLX takes memory ahead of the computing thread, so that its peak depends on how busy the machine is."""
-    from mlxlm.train import TrainSettings, probe
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.step_benchmark import probe
 
     if length == 1024 and install.current:
         pytest.skip("what simulates the kernels keeps all probabilities in memory")

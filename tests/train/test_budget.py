@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.families import load_preset, preset_names
-from mlxlm.train import Budget, Probe, TrainSettings, budget, start_run
+from mlxlm.train import Budget, TrainSettings, budget, start_run
 from mlxlm.train.budget import batch_settings, seconds_per_token, time_limit_settings
+from mlxlm.train.step_benchmark import Probe
 from mlxlm.utils.errors import ConfigError
 
 GFLOPS = 60.0

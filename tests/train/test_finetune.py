@@ -217,12 +217,12 @@ def test_start_errors(new_run, tmp_path, base, talks, monkeypatch):
     with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):
         new_run("other", sources=[tmp_path / "text.jsonl"])
     (tmp_path / "one.jsonl").write_text(talks.read_text().splitlines()[0])
-    with pytest.raises(DataError, match="no conversation is held out for validation .try: more conversations, or"):
+    with pytest.raises(DataError, match="no answer is held out for validation .try: more answers, --validation FILE, or"):
         new_run("other", sources=[tmp_path / "one.jsonl"])
     empty = rows_of(tmp_path / "empty.jsonl", [["?", ""]])
-    with pytest.raises(DataError, match="held out for validation have no answers, or empty ones .try: more"):
+    with pytest.raises(DataError, match="no answer is held out for validation"):
         new_run("other", validation=[empty])
-    with pytest.raises(DataError, match="no conversation is held out .*try: --validation-fraction 0.05"):
+    with pytest.raises(DataError, match="no answer is held out .*a larger --validation-fraction"):
         new_run("other", validation_fraction=0)
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".other*"))
 
