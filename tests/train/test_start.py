@@ -63,15 +63,6 @@ def test_bfloat16_on_a_cpu(tmp_path, text_file, tiny_config):
         start_run(tmp_path / "run", [text_file], tiny_config, settings={"steps": 1, "dtype": "bfloat16"})
 
 
-def test_folders_of_killed_processes_are_removed(tmp_path, new_run):
-    """A process that is gone had prepared tokens for a run of this name."""
-    left = tmp_path / ".run-parts.4999999.partial"  # a number that Linux gives to no process
-    left.mkdir()
-    (left / "tokens").write_bytes(bytes(100))
-    new_run("run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "text.txt"]
-
-
 def test_model_larger_than_memory(tmp_path, text_file, tiny_config):
     huge = tiny_config.with_changes(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=100, head_dim=64)
     with pytest.raises(ConfigError, match="training takes about .* are available .*smaller model"):
