@@ -229,8 +229,8 @@ def evaluate_dataset(
         max_seq_length: Predicted tokens per window.
         batch_size: Windows per batch.
         max_tokens: Predict at most this many tokens, in windows spread evenly over the data.
-        document_mask: See `mlxlm.data.validation_batches`.
-        mask_prompt: See `mlxlm.data.validation_batches`.
+        document_mask: See `mlxlm.data.batches.validation_batches`.
+        mask_prompt: See `mlxlm.data.batches.validation_batches`.
     """
     training = model.training
     model.eval()

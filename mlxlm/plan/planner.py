@@ -182,36 +182,37 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a JSON object, in bytes, seconds and counts."""
-        memory, inference, flops = self.memory, self.inference, self.flops
+        flops, times = self.flops, ("seconds", "tokens_per_second")
         return {
             "config": config_to_hf(self.config),
             "parameters": {**self.parameters, "total": self.parameter_count},
             "training": asdict(self.training),
             "flops": {
-                **asdict(flops),
-                **{n: getattr(flops, n) for n in ("forward_total", "attention", "backward", "per_token", "per_step")},
+                **_with(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
                 "total": flops.per_token * self.tokens,
             },
             "flops_by_length": [asdict(flops) for flops in self.flops_by_length],
-            "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
+            "memory": _with(self.memory, "backward", "update", "total"),
             "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),
-            "inference": {**asdict(inference), "total": inference.total},
+            "inference": _with(self.inference, "total"),
             "tokens": self.tokens,
             "optimal_tokens": self.optimal_tokens,
             "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
-            "duration": _duration(self.duration),
-            "measured_duration": None if self.measured_duration is None else _duration(self.measured_duration),
-            "disk": {**asdict(self.disk), "total": self.disk.total},
-            "fits": None if self.fits is None else asdict(self.fits),
+            "duration": _with(self.duration, "seconds", "tokens_per_second"),
+            "measured_duration": self.measured_duration
+            and _with(self.measured_duration, "seconds", "tokens_per_second"),
+            "disk": _with(self.disk, "total"),
+            "fits": self.fits and asdict(self.fits),
             "change": self.change
             and {"text": self.change.text, "cost": self.change.cost, "peak_memory": self.change.peak_memory},
             "textbook": self.textbook(),
         }
 
 
-def _duration(duration: Duration) -> dict[str, Any]:
-    return {**asdict(duration), "seconds": duration.seconds, "tokens_per_second": duration.tokens_per_second}
+def _with(values: Any, *properties: str) -> dict[str, Any]:
+    """The fields of a dataclass, and some of its properties."""
+    return {**asdict(values), **{name: getattr(values, name) for name in properties}}
 
 
 def plan(
