@@ -32,5 +32,10 @@ def test_imports_and_options_exist(path):
     options = {text for text in strings if text.startswith("--") and text.isascii() and " " not in text} - parsed
     commands = [app.get_command(None, name) for name in COMMANDS]
     commands += [sub for command in commands for sub in getattr(command, "commands", {}).values()]
-    known = {option for command in commands for parameter in command.params for option in parameter.opts}
+    known = {
+        option
+        for command in commands
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     assert options <= known | OTHER_PROGRAMS | {"--help", "--"}

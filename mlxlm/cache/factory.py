@@ -38,7 +38,7 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
         if options != DEFAULT:
             raise GenerationError(
                 "this architecture has its own cache type, which supports no size and no quantization",
-                "--max-kv-size and --kv-bits left out",
+                "no `size` and no `key_bits`",
                 is_operator_hint=True,
             )
         return model.make_cache()
@@ -59,7 +59,7 @@ def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache
         if options.keep and rope is not None and not rope.can_shift_keys:
             raise GenerationError(
                 f'rope type "{rope.rope_type}" can\'t keep the first tokens: its positions depend on the text length',
-                "--kv-keep 0",
+                "`keep=0`",
                 is_operator_hint=True,
             )
         rotation = RotationPolicy(size, options.keep, None if rope is None else rope.shift_keys)

@@ -24,7 +24,7 @@ def group_size(*dims: int) -> int:
     head_dims = " and ".join(str(dim) for dim in sorted(set(dims)))
     raise GenerationError(
         f"a cache of head dim {head_dims} can't be quantized, it must be a multiple of 32",
-        "no --kv-bits",
+        "no `key_bits`",
         is_operator_hint=True,
     )
 

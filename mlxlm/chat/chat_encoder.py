@@ -152,7 +152,7 @@ def message_encoder(lm: LoadedModel, chat_template: str | None = None, compile_n
     def encoder() -> ChatEncoder:
         compiled = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
         if chat_template is None and compiled.name == PLAIN:
-            hint = 'a prompt to continue, or --chat-template (in Python chat_template="chatml")'
+            hint = "a prompt to continue, or `chat_template=chatml`"
             raise GenerationError(f"{lm.path} has no chat template", hint, is_operator_hint=True)
         return compiled
 

@@ -349,7 +349,7 @@ def restore(
         settings["chat_template"] = session.chat_template if session.chat_template in NAMES else None
         if chat_template is None and session.chat_template not in (None, *NAMES):
             notes.append(
-                f"{path} used the chat template {session.chat_template}; files are used only with --chat-template"
+                f"{path} used the chat template {session.chat_template}; files are used only with `chat_template`"
             )
     else:
         notes.append(f"{path} is a chat with another model, {session.model}: this model reads it again, as text")

@@ -61,7 +61,7 @@ class SFTEncoder:
         if chat_template is None and all(token in tokenizer.special_tokens for token in _CHAT_TEMPLATE_TOKENS):
             return ChatTemplate(tokenizer, CHAT_TEMPLATE)
         matching = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
-        hint = "--chat-template " + (" or ".join([*matching, "FILE"])) + ", a jinja file with tokens that the model has"
+        hint = "`chat_template`: " + " or ".join([*matching, "a jinja file with tokens that the model has"])
         raise TokenizerError(
             f"{'plain text' if chat_template else 'this model'} has no assistant turns to train on", hint
         )

@@ -10,7 +10,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import EXISTING_PATH, json_option
+from mlxlm.cli.options import EXISTING_PATH, SectionedCommand, json_option
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _TOKENS = "Number of tokens of the text to use."
 _BUILT_IN = "Python's language reference"
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("a", type=MODEL)
 @click.argument("b", type=MODEL)
 @offline_option

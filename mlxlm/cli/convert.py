@@ -6,7 +6,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import argument_errors_as_usage, json_option, renamed
+from mlxlm.cli.options import SectionedCommand, json_option, renamed
 from mlxlm.utils.formatting import human_bytes, human_count
 
 _OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # in GGUF files
@@ -17,7 +17,7 @@ _OLD_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # of --ou
 _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, and compare their tokens."
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
@@ -47,7 +47,7 @@ def convert(
     is_gguf = out.lower().endswith(".gguf")
     if dtype in ("q8_0", "q4_0") and not is_gguf:
         raise click.UsageError(f"--dtype {dtype} needs --out NAME.gguf (try: mlxlm quantize)")
-    with argument_errors_as_usage(), render.phases_progress() as progress:
+    with render.phases_progress() as progress:
         report = run_convert(
             source,
             out,

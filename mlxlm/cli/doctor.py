@@ -9,13 +9,13 @@ import click
 
 from mlxlm.backend.blas import blas_warning
 from mlxlm.cli import render
-from mlxlm.cli.options import PATH, json_option, reject_unused_options
+from mlxlm.cli.options import PATH, SectionedCommand, json_option, reject_unused_options
 from mlxlm.utils.errors import CheckpointError, one_line
 from mlxlm.utils.files import check_not_exists, unused_path
 from mlxlm.utils.formatting import human_bytes
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.option("--full", is_flag=True, help="Check kernels, training and decoding, and write a report.")
 @click.option("--out", type=PATH, help="New folder for the report of --full.  [default: mlxlm-doctor]")
 @json_option

@@ -8,7 +8,7 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import json_option
+from mlxlm.cli.options import SectionedCommand, json_option
 from mlxlm.utils.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlxlm.convert.inspect import Description
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", type=MODEL)
 @offline_option
 @click.option("--tensors", "list_tensors", is_flag=True, help="List all tensors with type, shape and bytes.")

@@ -213,6 +213,8 @@ def _run(args: list[str] | None) -> int:
             traceback.print_exc()
         print_error(error)
         return 1
+    finally:
+        MlxlmError.show_argument = None
 
 
 def _show_usage_error(error: click.ClickException) -> None:

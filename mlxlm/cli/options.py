@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import click
 from mlxlm.backend.sleep import prevent_sleep
 from mlxlm.config.option import declaration, default_text, options_of, types_of
 from mlxlm.data.options import DataOptions
-from mlxlm.utils.errors import ArgumentError
+from mlxlm.utils.errors import ArgumentError, MlxlmError
 
 PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
@@ -125,6 +124,22 @@ class SectionedCommand(click.Command):
     feed in the description; `--help-all` has everything.
     """
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Its errors name options, and an ArgumentError is a UsageError."""
+        MlxlmError.show_argument = self._show_argument
+        try:
+            return super().invoke(ctx)
+        except ArgumentError as error:
+            raise click.UsageError(str(error)) from error
+
+    def _show_argument(self, name: str, value: str | None) -> str | None:
+        """The option of this command for an argument that an error names."""
+        option = next((parameter for parameter in self.params if parameter.name == name), None)
+        if option is None:
+            return None
+        longest = max(option.opts, key=len)
+        return longest if value in (None, "True") else f"{longest} {value}"
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options, with `--help-all` beside `--help` if that omits some."""
         params = super().get_params(ctx)
@@ -223,15 +238,6 @@ def flag(name: str) -> str:
         if parameter.name == name and isinstance(parameter, click.Option):
             return max(parameter.opts, key=len)
     return f"--{name.replace('_', '-')}"
-
-
-@contextmanager
-def argument_errors_as_usage() -> Iterator[None]:
-    """Turn the ArgumentError of a library function into UsageError, with options for the arguments it names."""
-    try:
-        yield
-    except ArgumentError as error:
-        raise click.UsageError(re.sub(r"`(\w+)`", lambda match: flag(match[1]), str(error))) from error
 
 
 def renamed(old: str, old_value: Any, new: str, value: Any) -> Any:

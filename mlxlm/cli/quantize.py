@@ -18,7 +18,6 @@ from mlxlm.cli.options import (
     SectionedCommand,
     add_options,
     allow_sleep_option,
-    argument_errors_as_usage,
     field_option,
     given_values,
     json_option,
@@ -54,7 +53,7 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """
     from mlxlm.quantize import quantize as run_quantize
 
-    with argument_errors_as_usage(), render.phases_progress() as progress:
+    with render.phases_progress() as progress:
         report = run_quantize(source, out, QuantizationSettings(**given_values(options)), progress=progress)
     if as_json:
         render.emit_json(report.to_dict())

@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from mlxlm.cli import render
+from mlxlm.cli.options import SectionedCommand
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option("--out", type=click.Path(path_type=Path), help="HTML file to write.  [default: RUN/report.html]")
 @click.option("--open", "show", is_flag=True, help="Open the report in the browser.")

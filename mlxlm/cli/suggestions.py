@@ -110,7 +110,9 @@ def suggest_option(name: str, command: click.Command) -> str | None:
     if name in ours:
         return name
     called = [known for known, foreign in _FOREIGN_OPTIONS.items() if name in foreign.split() and known in ours]
-    matches = called or [ours[match] for match in get_close_matches(name, ours, n=2)]
+    without_dashes = {option.lstrip("-").lower(): longest for option, longest in ours.items()}
+    close = get_close_matches(name.lstrip("-"), without_dashes, n=2, cutoff=0.7)
+    matches = called or [without_dashes[match] for match in close]
     return " or ".join(dict.fromkeys(matches)) or None
 
 

@@ -108,7 +108,7 @@ def decode(path: str) -> None:
     out.flush()
 
 
-@tokenizer.command(epilog=SOURCES_HELP)
+@tokenizer.command(cls=SectionedCommand, epilog=SOURCES_HELP)
 @click.argument("path")
 @json_option
 @click.option("--eval-text", metavar="FILE", help="Also measure how well the tokenizer compresses this text.")

@@ -46,7 +46,7 @@ _CHILD = "from mlxlm.convert.cross_check import main; main()"
 _TIE = {"mlx_lm": 1e-3, "transformers": 1e-3, "llama.cpp": 0.02}
 _TIE_QUANTIZED = 0.1
 _BLOCKS = {"Q8_0", "Q4_0"}  # llama.cpp rounds activations for products with these types
-_HINT = "without cross_check (--cross-check) to write it anyway"
+_HINT = "without `cross_check` to write it anyway"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mlxlm.utils.errors import DataError
 TEXT_COLUMNS = ("text", "messages")  # that are read by default
 MAX_ROW_BYTES = 1 << 28  # of a line: it is in memory as a whole, and a file may have no line ends
 # Of OpenAI's older format and of other programs: they would change what is learned.
-_REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "--chat-template FILE"}
+_REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "`chat_template`"}
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
@@ -77,7 +77,7 @@ def find_text_column(names: Sequence[str], table: str, text_column: str | None) 
     if len(matches) != 1:
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
         columns = ", ".join(f"'{name[:40]}'" for name in names[:20]) or "none"
-        raise DataError(f"{table} must have one column {expected}; its columns are {columns}", "--text-column NAME")
+        raise DataError(f"{table} must have one column {expected}; its columns are {columns}", "`text_column=NAME`")
     if matches == ["messages"] and "tools" in names:
         raise DataError(f"{table} has a column 'tools', which is only read from JSON lines", "the same rows as .jsonl")
     return matches[0]
@@ -91,7 +91,7 @@ def _json_document(line: bytes, location: str, offset: int, text_column: str | N
     keys = {key for key in keys if row[key] is not None}
     if len(keys) != 1:
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-        raise DataError(f"{location} must have {expected}", f"{_EXAMPLE}, or --text-column NAME")
+        raise DataError(f"{location} must have {expected}", f"{_EXAMPLE}, or `text_column=NAME`")
     [key] = keys
     document = document_from_cell(row[key], key, location)
     if document is not None and document.messages is not None:

@@ -41,9 +41,9 @@ class BadInput:
         self.skipped = 0
 
     def __call__(self, error: DataError) -> None:
-        """Skip the input that caused `error`, or raise the error with a hint at `--on-bad-input skip`."""
+        """Skip the input that caused `error`, or raise the error with a hint at `on_bad_input`."""
         if self._stop:
-            skip = "--on-bad-input skip"
+            skip = "`on_bad_input=skip`"
             raise DataError(error.message, f"{error.hint}, or {skip}" if error.hint else skip) from error
         self.skipped += 1
 

@@ -179,7 +179,7 @@ class Grid(Sweep):
         """
         seconds = self._finished_seconds()
         if not seconds:
-            raise ConfigError(f"no run of {self.path} is finished", "the same command without --fit-only")
+            raise ConfigError(f"no run of {self.path} is finished", "the same without `fit_only`")
         largest = max(seconds, key=lambda run: run.param_tokens)
         return FLOPS_PER_PARAM_TOKEN * largest.param_tokens / seconds[largest]
 
@@ -306,7 +306,7 @@ def fit_to_time(
         elif best:
             return best
         elif options.tokens_per_parameter or options.tokens:
-            hint = f"--minutes {math.ceil(total / TRAINING_FRACTION / 60)}"
+            hint = f"`minutes={math.ceil(total / TRAINING_FRACTION / 60)}`"
             raise ConfigError("even the smallest models take longer to train on these tokens", hint)
         else:
             return [(config, max(1, int(n * seconds / total))) for config, n in grid]

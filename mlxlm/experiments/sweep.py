@@ -97,7 +97,7 @@ class Sweep(ABC):
             return None
         sweep = cls.open(path)
         if changed := [name for name, value in args.items() if sweep.saved_args.get(name) != value]:
-            hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another --out"
+            hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another `out`"
             raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
         return sweep
 

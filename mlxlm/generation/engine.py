@@ -150,7 +150,7 @@ class Engine:
             size = human_bytes(self._memory.max_bytes)
             raise GenerationError(
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
-                f"a prompt of at most {limit} tokens, or a quantized key-value cache",
+                f"a prompt of at most {limit} tokens, or `key_bits=8`",
                 is_operator_hint=True,
             )
         with self._lock:

@@ -195,7 +195,7 @@ class Scheduler:
                 continue
             limit = self._memory.max_tokens()
             problem = f"memory has room for the keys and values of {limit} tokens"
-            error = GenerationError(problem, "--kv-bits 8", is_operator_hint=True)
+            error = GenerationError(problem, "`key_bits=8`", is_operator_hint=True)
             if not isolated:
                 for row in others:
                     row.fail(error)

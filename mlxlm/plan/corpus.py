@@ -72,7 +72,7 @@ def _text_bytes(path: str | Path, text_column: str | None, on_bad: OnBad) -> flo
 
     size = total_bytes([path])
     if not size:
-        raise DataError(f"{path} has no size to plan with", "--tokens, or a file with some text")
+        raise DataError(f"{path} has no size to plan with", "`tokens`, or a file with some text")
     if Path(path).suffix.lower() in _PLAIN_TEXT and text_column is None:
         return size
     read = text = 0

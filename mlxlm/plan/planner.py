@@ -199,9 +199,8 @@ class Plan:
             "tokens": self.tokens,
             "optimal_tokens": self.optimal_tokens,
             "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
-            "duration": _with(self.duration, "seconds", "tokens_per_second"),
-            "measured_duration": self.measured_duration
-            and _with(self.measured_duration, "seconds", "tokens_per_second"),
+            "duration": _with(self.duration, *times),
+            "measured_duration": self.measured_duration and _with(self.measured_duration, *times),
             "disk": _with(self.disk, "total"),
             "fits": self.fits and asdict(self.fits),
             "change": self.change

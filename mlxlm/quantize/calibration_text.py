@@ -105,7 +105,7 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Quantizati
     try:
         tokenizer = source.load_tokenizer()
     except TokenizerError as error:
-        hint = f"{error.hint}; method rtn without evaluation (--no-evaluate) needs none"
+        hint = f"{error.hint}; `method=rtn` without an evaluation needs none"
         raise TokenizerError(error.message, hint) from error
     if settings.needs_calibration_text:
         whole = not settings.needs_eval_text or settings.eval_text is not None

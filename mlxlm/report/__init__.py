@@ -30,7 +30,7 @@ def write_report(runs: Sequence[RunHistory], out: Path, defaults: Callable[[int]
         CheckpointError: `out` is a file that is not a report, or can't be written.
     """
     if out.exists() and not _is_report(out):
-        raise CheckpointError(f"{out} already exists and is not a report", "another name for --out")
+        raise CheckpointError(f"{out} already exists and is not a report", "another `out`")
     write_bytes(out, render_page(_with_unique_names(runs), defaults).encode("utf-8", "replace"))
 
 

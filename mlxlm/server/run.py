@@ -43,7 +43,7 @@ def bind(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
-        raise ConfigError(problem, "--port 0 for a free port, or another --host") from error
+        raise ConfigError(problem, "`port=0` for a free port, or another `host`") from error
     return listener
 
 

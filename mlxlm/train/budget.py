@@ -84,7 +84,7 @@ class Budget:
         used = time.monotonic() - self.start_time
         if used >= limit:
             problem = f"preparing the training took {human_seconds(used)} of {human_seconds(limit)}"
-            raise ConfigError(problem, f"--minutes {math.ceil(2 * used / 60)}")
+            raise ConfigError(problem, f"`minutes={math.ceil(2 * used / 60)}`")
         return limit - used
 
     def compute_seconds_left(self) -> float:
@@ -198,13 +198,13 @@ def _check_time(
     if not finetuning and tokens < _MIN_TOKENS:
         minutes = math.ceil(_RECOMMENDED_TOKENS * token_seconds / TRAINING_FRACTION / 60)
         preset = _largest_preset(config, seconds, token_seconds)
-        hint = (f"--preset {preset}, or " if preset else "") + f"--minutes {minutes:,}"
+        hint = (f"`preset={preset}`, or " if preset else "") + f"`minutes={minutes}`"
         raise ConfigError(f"{subject} would see about {human_count(tokens)} tokens here, too few to learn from", hint)
     if tokens < _MIN_STEPS * step_tokens:
-        remedies = ["a smaller --batch-size"] if rows > 1 else []
-        remedies += ["a smaller --max-seq-length"] if length > _SHORT else []
-        remedies += ["a smaller --grad-accumulation-steps"] if settings.grad_accumulation_steps > processes else []
-        remedies.append(f"--minutes {math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60):,}")
+        remedies = ["a smaller `batch_size`"] if rows > 1 else []
+        remedies += ["a smaller `max_seq_length`"] if length > _SHORT else []
+        remedies += ["a smaller `grad_accumulation_steps`"] if settings.grad_accumulation_steps > processes else []
+        remedies.append(f"`minutes={math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60)}`")
         steps = f"{human_count(tokens / step_tokens)} steps of {step_tokens:,} tokens"
         raise ConfigError(f"{subject} would make {steps} here, too few to learn from", ", or ".join(remedies))
 
@@ -263,7 +263,7 @@ def auto_size(
 
     candidates = [config for config in model_family(vocab_size) if fits_memory(config, settings_for(config))]
     if not candidates:
-        raise ConfigError("no model fits the memory with these settings", "--batch-size 1, or a smaller --vocab-size")
+        raise ConfigError("no model fits the memory with these settings", "`batch_size=1`, or a smaller `vocab_size`")
     token_seconds = fit_token_seconds(candidates, seconds, settings_for)
 
     def tokens_in_time(config: ModelConfig) -> float:

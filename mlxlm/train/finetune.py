@@ -164,7 +164,7 @@ def start_finetune(
         DataError, ConfigError: For what can't work.
     """
     out = Path(out)
-    check_not_exists(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another --out")
+    check_not_exists(out, CheckpointError, f"mlxlm finetune --resume {shlex.quote(str(out))}, or another `out`")
     data = as_data_options(data)
     budget, values = merge_budget(budget, None, {**(settings or {}), **FINETUNE_SETTINGS})
     config = _config_to_tune(base.config, encoder)
@@ -174,7 +174,7 @@ def start_finetune(
     draft = TrainSettings.provisional(values)
     if draft.max_seq_length > config.max_position_embeddings:
         problem = f"sequences of {draft.max_seq_length} tokens are longer than the model's context"
-        raise ConfigError(problem, f"--max-seq-length {config.max_position_embeddings} or less")
+        raise ConfigError(problem, f"`max_seq_length={config.max_position_embeddings}` or less")
     check_memory(config, draft, preset="")
     with working_folder(out) as workspace:
         rows, limited = RowEncoder(encoder, draft.max_seq_length), None

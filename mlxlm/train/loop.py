@@ -382,7 +382,7 @@ class _Trainer:
         """Return the error that ends a run whose loss spiked or is not finite."""
         good = self.run.last_good()
         where = f"the last good checkpoint is {good}" if good else "there is no good checkpoint yet"
-        hint = f"a new run with a lower --learning-rate than {self.run.settings.learning_rate:g} or more --warmup-steps"
+        hint = f"a new run with a lower `learning_rate` than {self.run.settings.learning_rate:g} or more `warmup_steps`"
         return TrainingError(f"stopped at step {self.current}: {problem}; {where}", hint)
 
 

@@ -93,7 +93,7 @@ def start_run(
         DataError, TokenizerError, ConfigError: For what can't work, as early as it can be known.
     """
     out = Path(out)
-    check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another --out")
+    check_not_exists(out, CheckpointError, f"mlxlm pretrain --resume {shlex.quote(str(out))}, or another `out`")
     data, options = as_data_options(data), as_tokenizer_options(tokenizer)
     budget, values = merge_budget(budget, minutes, settings)
     timed, processes = budget.minutes is not None, budget.num_processes
@@ -243,7 +243,7 @@ def finalize_settings(
     settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
     if not validation_data.bytes or (settings.mask_prompt and not validation_data.num_targets()):
         kind = "answer" if settings.mask_prompt else "text"
-        hint = f"more {kind}s, --validation FILE, or a larger --validation-fraction"
+        hint = f"more {kind}s, `validation=FILE`, or a larger `validation_fraction`"
         raise DataError(f"no {kind} is held out for validation", hint)
     validation_tokens, benchmark = validation_data.manifest.validation.tokens, None
     if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
@@ -361,5 +361,5 @@ def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, 
     """Raise DataError if the shards in `data` were made with another tokenizer, or have too few tokens."""
     check_tokenizer(manifest, tokenizer, data)
     if (tokens := manifest.train.tokens) < max_seq_length + 1:
-        hint = f"--max-seq-length {tokens - 1}, or more text" if tokens > 2 else "more text"
+        hint = f"`max_seq_length={tokens - 1}`, or more text" if tokens > 2 else "more text"
         raise TooFewTokensError(f"the text has {tokens} tokens, less than one sequence of {max_seq_length}", hint)

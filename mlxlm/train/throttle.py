@@ -58,9 +58,9 @@ class Throttle:
         """Return a warning for each part of the policy that this machine can't follow."""
         warnings = []
         if self._power.on_battery != "ignore" and platform.on_battery() is None:
-            warnings.append(f"this machine has no battery: --on-battery {self._power.on_battery} has no effect")
+            warnings.append(f"this machine has no battery: `on_battery={self._power.on_battery}` has no effect")
         if self._power.on_heat != "ignore" and platform.thermal_state() is None:
-            warnings.append(f"this machine reports no temperatures: --on-heat {self._power.on_heat} has no effect")
+            warnings.append(f"this machine reports no temperatures: `on_heat={self._power.on_heat}` has no effect")
         return warnings
 
     def between_steps(self, step: int, should_stop: Callable[[], bool]) -> Iterator[Paused | Throttled | Resumed]:

@@ -105,7 +105,7 @@ def _identity(run: Run, project: str) -> dict[str, Any]:
     known = read_json(file)
     if not isinstance(known.get("id"), str) or known.get("project") != project:
         there = known.get("project")
-        raise CheckpointError(f"{run.path} is in the W&B project {there}, not in {project}", f"--wandb {there}")
+        raise CheckpointError(f"{run.path} is in the W&B project {there}, not in {project}", f"`wandb={there}`")
     return known
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # Characters beyond ASCII's that control a terminal or are line ends for some readers, for a regular expression's class.
 CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
@@ -16,16 +16,24 @@ CONTROLS = "\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 _MAX_MESSAGE = 2000  # characters: a name from a file can have millions
 
 
+# An argument that a message or a hint names: `seed`, `seed=0`.
+_ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+
+
 class MlxlmError(Exception):
     """Base class of all errors of mlxlm.
 
-    `str(error)` is one line of printable characters, even if the message contains names from a file.
+    `str(error)` is one line of printable characters, even if the message contains names from a file. Messages and hints
+    name the arguments of a function in backticks, with or without a value; a command shows its options instead.
 
     Attributes:
         message: What was wrong.
         hint: What would work, shown as "(try: ...)", or None.
         is_operator_hint: Whether only the person who started the program can follow the hint; a server leaves it out.
+        show_argument: Set by a command: gets a name and a value, and returns the option, or None for another name.
     """
+
+    show_argument: ClassVar[Callable[[str, str | None], str | None] | None] = None
 
     def __init__(self, message: str, hint: str | None = None, *, is_operator_hint: bool = False):
         super().__init__(message)
@@ -34,7 +42,10 @@ class MlxlmError(Exception):
         self.is_operator_hint = is_operator_hint
 
     def __str__(self) -> str:
-        return f"{self.message} (try: {self.hint})" if self.hint else self.message
+        text = f"{self.message} (try: {self.hint})" if self.hint else self.message
+        if (show := MlxlmError.show_argument) is None:
+            return text
+        return _ARGUMENT.sub(lambda match: show(match[1], match[2]) or match[0], text)
 
     def prefixed(self, place: object, error_type: type[MlxlmError] | None = None) -> MlxlmError:
         """Return a copy of this error with `place`, such as the file that it is about, in front of its message.
@@ -75,10 +86,7 @@ class ConfigError(MlxlmError):
 
 
 class ArgumentError(ConfigError):
-    """Arguments of a function contradict each other, or one has no effect.
-
-    The message names arguments in backticks; the command line shows the options of these names instead.
-    """
+    """Arguments of a function contradict each other, or one has no effect."""
 
 
 class TokenizerError(MlxlmError):

@@ -120,7 +120,7 @@ def test_templates_in_session_files(lm, file, tmp_path):
     chat = Chat(lm, chat_template=str(own), **SAMPLED)
     chat.save(tmp_path / "other.jsonl")
     again = Chat.open(tmp_path / "other.jsonl", lm)  # a session file can't name a file to be read
-    assert again.chat_template == "model" and "own.jinja; files are used only with --chat-template" in again.notes[0]
+    assert again.chat_template == "model" and "own.jinja; files are used only with `chat_template`" in again.notes[0]
     assert Chat.open(tmp_path / "other.jsonl", lm, chat_template=str(own)).notes == []
 
 

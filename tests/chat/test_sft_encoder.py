@@ -217,7 +217,7 @@ def test_models_without_a_chat_template(tokens):
         SFTEncoder(tokens, frozenset(), "plain")
     chat = with_tokens(tokens, *CHAT_FORMATS["chatml"].tokens)
     with pytest.raises(
-        TokenizerError, match="this model has no assistant turns to train on .*--chat-template chatml or FILE"
+        TokenizerError, match="this model has no assistant turns to train on .*`chat_template`: chatml or a jinja file"
     ):
         SFTEncoder(chat, frozenset())
 

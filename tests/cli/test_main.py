@@ -78,6 +78,8 @@ def test_the_help_lists_every_command_on_one_line_of_80_columns(capsys):
         ("pretrain --max_iters 3", "(try: --steps)"),
         ("generate --model x", "(try: MODEL)"),
         ("evaluate --context_length 3", "(try: --context-length)"),
+        ("chat --modle x", "(try: MODEL)"),
+        ("convert a --quiet", "error: no option --quiet\n"),
         ("models --output x", "error: no option --output\n"),
     ],
 )

@@ -8,8 +8,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mlxlm.cli.main import COMMANDS, app
+from mlxlm.cli.main import COMMANDS, _run, app
 from mlxlm.cli.options import SHOW_ALL, SIZE, SectionedCommand, allow_sleep_option, option, reject_unused_options
+from mlxlm.utils.errors import GenerationError
 
 
 def leaf_commands():
@@ -28,10 +29,10 @@ def test_help_fits_a_terminal_and_every_option_is_explained(command):
     assert max(map(len, lines)) <= 80 and len(lines) <= 50
     context.meta[SHOW_ALL] = True
     text = command.get_help(context)
-    assert not [p.opts for p in command.params if isinstance(p, click.Option) and p.opts[-1] not in text]
-    for parameter in command.params:
-        if isinstance(parameter, click.Option) and not parameter.hidden:
-            assert re.search(r"[.\]:] ?$", parameter.help) or "  [default" in parameter.help, parameter.opts
+    shown = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    assert not [p.opts for p in shown if p.opts[-1] not in text]
+    for parameter in shown:
+        assert re.search(r"[.\]:] ?$", parameter.help) or "  [default" in parameter.help, parameter.opts
 
 
 def test_commands_that_take_long_keep_the_machine_awake(monkeypatch):
@@ -89,3 +90,21 @@ def test_unused_options_are_named_as_typed(command):
     assert result.exit_code == 2
     assert "--one and --two-parts would have no effect: --other is given" in " ".join(result.output.split())
     assert CliRunner().invoke(command, ["--two-parts", "1"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("hint", "shown"),
+    [
+        ("`key_bits=8`, or no `keep`", "--kv-bits 8, or no --kv-keep"),
+        ("`temp=0` or `learning_rate`", "`temp=0` or `learning_rate`"),
+        ("`deterministic=True`", "--deterministic"),
+    ],
+)
+def test_errors_name_options(hint, shown, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise GenerationError("no memory", hint)
+
+    monkeypatch.setattr("mlxlm.checkpoint.download.fetch", fail)
+    assert _run(["generate", "model", "--prompt", "Hello"]) == 1
+    assert capsys.readouterr().err == f"error: no memory (try: {shown})\n"
+    assert str(GenerationError("no memory", hint)) == f"no memory (try: {hint})"

@@ -22,7 +22,7 @@ def test_a_stop_in_the_last_step_of_a_run_ends_the_sweep(monkeypatch, capsys):
     runs = [(name, lambda name=name: made.append(name) or name) for name in ("one", "two")]
     sweep = SimpleNamespace(COMMAND="mlxlm scaling", path=Path("my grid"))
     assert training.train_sweep(sweep, runs) == ([], 143) and made == ["one"]
-    assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --out 'my grid'"]
+    assert capsys.readouterr().err.splitlines()[-2:] == ["Continue with:", "mlxlm scaling --resume 'my grid'"]
 
 
 @pytest.mark.parametrize("has_report", [True, False])

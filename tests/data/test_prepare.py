@@ -156,7 +156,7 @@ def test_bad_input_is_skipped_and_counted(byte_level, tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     bad = [b'{"text": \n', b'{"text": "\xff"}\n', b'{"messages": [{"role": "robot", "content": "a"}]}\n', b"[]\n"]
     path.write_bytes(b"".join([*lines[:7], *bad, *lines[7:]]))
-    with pytest.raises(DataError, match="a.jsonl, line 8 is not valid JSON.* or --on-bad-input skip"):
+    with pytest.raises(DataError, match="a.jsonl, line 8 is not valid JSON.* or `on_bad_input=skip`"):
         prepare(DataOptions([path]), byte_level, tmp_path / "out")
     manifest = prepare(DataOptions([path], on_bad_input="skip"), byte_level, tmp_path / "out")
     assert manifest.skipped == 4 and Manifest.read(tmp_path / "out") == manifest

@@ -68,7 +68,7 @@ def test_conversations_and_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert read(tmp_path / "a.jsonl", text_column="story") == [("yes", None)]
     assert read(tmp_path / "a.jsonl", text_column="talk") == expected[:1]
-    with pytest.raises(DataError, match="line 1 must have 'other' .*--text-column"):
+    with pytest.raises(DataError, match="line 1 must have 'other' .*`text_column"):
         read(tmp_path / "a.jsonl", text_column="other")
 
 
@@ -113,7 +113,7 @@ def test_folders_that_are_damaged(tmp_path, name, content, message):
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"txt": ["a"], "n": [1]}, {}, "either 'text' or 'messages'; its columns are 'txt', 'n' .*--text-column"),
+        ({"txt": ["a"], "n": [1]}, {}, "either 'text' or 'messages'; its columns are 'txt', 'n' .*`text_column"),
         ({"text": ["a"], "messages": CHAT[:1]}, {}, "must have one column either"),
         ({"text": ["a"]}, {"text_column": "story"}, "must have one column 'story'; its columns are 'text'"),
         ({"text": [1, 2]}, {}, "row 1: 'text' is not text but int"),

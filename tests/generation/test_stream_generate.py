@@ -119,7 +119,7 @@ def test_a_cancelled_text_is_what_was_iterated(lm):
         ([1] * 128, {}, "128 tokens.*context length is 128.*at most 127"),
         ([10**6], {}, "ids from 0 to"),
         ("x", {"max_tokens": 0}, "max_tokens is 0"),
-        ("x", {"stop": ["a", ""]}, "stop string is empty"),
+        ("x", {"stop": ["a", ""]}, "stop has '', it must be text"),
         ("x", {"temprature": 1}, "no option temprature.*temperature"),
         ("x", {"logit_bias": {300: 1}}, "logit_bias names the token 300"),
         ("x", {"json_schema": {"unheardOf": 1, "$ref": "#/nowhere"}}, "json_schema"),

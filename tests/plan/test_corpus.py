@@ -33,7 +33,7 @@ def test_compressed_text(tmp_path, make_text, monkeypatch):
     monkeypatch.setattr(corpus, "_SAMPLE_BYTES", 1 << 18)
     (tmp_path / "text").write_text(10 * text)
     assert corpus.count_corpus([tmp_path / "text"], 512).bytes == pytest.approx(10 * len(text), rel=0.3)  # by a part
-    with pytest.raises(DataError, match="--text-column NAME"):
+    with pytest.raises(DataError, match="`text_column=NAME`"):
         corpus.count_corpus([rows], 512)
 
 

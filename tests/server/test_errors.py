@@ -148,7 +148,7 @@ def test_errors_dont_repeat_huge_values(client):
 
 
 def test_hints_are_for_clients():
-    full = GenerationError("there is no memory", "--kv-bits 8", is_operator_hint=True)
+    full = GenerationError("there is no memory", "`key_bits=8`", is_operator_hint=True)
     assert to_api_error(full).message == "there is no memory"
     assert to_api_error(full.prefixed("prompt 2")).message == "prompt 2: there is no memory"
     assert to_api_error(GenerationError("the prompt is empty", "some text")).message.endswith("(try: some text)")

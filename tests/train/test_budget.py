@@ -1,6 +1,7 @@
 """Batch size, sequence length and validation by the available time, on a machine of known speed."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -70,21 +71,20 @@ def test_hint_has_a_preset_and_minutes_that_work(machine):
     with pytest.raises(ConfigError, match=r"in 2m00s a model of 1\.1B parameters") as refused:
         seconds_per_token(load_preset("1b"), 120.0, {})
     assert not machine  # the speed of large products says enough: no step of it is tried
-    preset, minutes = refused.value.hint.removeprefix("--preset ").split(", or --minutes ")
+    preset, minutes = re.findall(r"=(\S+)`", refused.value.hint)
     seconds_per_token(load_preset(preset), 120.0, {})
-    seconds_per_token(load_preset("1b"), 60.0 * int(minutes.replace(",", "")), {})
+    seconds_per_token(load_preset("1b"), 60.0 * int(minutes), {})
 
 
 def test_steps_that_are_too_long_for_the_time(machine):
     config = load_preset("1m")
     with pytest.raises(
-        ConfigError, match=r"of 262,144 tokens here.*try: a smaller --batch-size, or a smaller --max-seq"
+        ConfigError, match=r"of 262,144 tokens here.*try: a smaller `batch_size`, or a smaller `max_seq"
     ):
         seconds_per_token(config, 60.0, {"batch_size": 512, "max_seq_length": 512})
     for given, tokens in (({"max_seq_length": 16384}, "16,384"), ({"grad_accumulation_steps": 64}, "16,384")):
         [name] = given
-        flag = f"--{name.replace('_', '-')}"
-        with pytest.raises(ConfigError, match=f"steps of {tokens} tokens here.*try: a smaller {flag}, or --minutes"):
+        with pytest.raises(ConfigError, match=f"steps of {tokens} tokens here.*try: a smaller `{name}`, or `minutes"):
             seconds_per_token(config, 15.0, given)
     with pytest.raises(ConfigError, match="steps of 512 tokens here"):
         seconds_per_token(load_preset("1b"), 60.0, {"max_seq_length": 512}, finetuning=True)
@@ -131,7 +131,7 @@ def test_time_limit_settings(monkeypatch):
 
 
 def test_no_time_is_left_for_training(tmp_path, text_file, tokenizer_folder):
-    with pytest.raises(ConfigError, match="preparing the training took .* of 0s .try: --minutes 1"):
+    with pytest.raises(ConfigError, match="preparing the training took .* of 0s .try: `minutes=1`"):
         start_run(tmp_path / "run", [text_file], load_preset("0.3m"), tokenizer=tokenizer_folder, minutes=1e-9)
     assert not (tmp_path / "run").exists()
 

@@ -201,7 +201,7 @@ def test_start_errors(new_run, tmp_path, base, talks, monkeypatch):
         new_run("other", epochs=2.0)
     with pytest.raises(ConfigError, match="epochs is -1"):
         new_run("other", steps=None, epochs=-1.0)
-    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: --max-seq-length 128"):
+    with pytest.raises(ConfigError, match="200 tokens are longer than the model's context .try: `max_seq_length=128`"):
         new_run("other", max_seq_length=200)
     with monkeypatch.context() as patch:
         patch.setattr("mlxlm.backend.device.device_memory", lambda: 1000)
@@ -212,12 +212,12 @@ def test_start_errors(new_run, tmp_path, base, talks, monkeypatch):
     with pytest.raises(DataError, match="text.jsonl, line 1 is a text, not a conversation"):
         new_run("other", sources=[tmp_path / "text.jsonl"])
     (tmp_path / "one.jsonl").write_text(talks.read_text().splitlines()[0])
-    with pytest.raises(DataError, match="no answer is held out for validation .try: more answers, --val"):
+    with pytest.raises(DataError, match="no answer is held out for validation .try: more answers, `val"):
         new_run("other", sources=[tmp_path / "one.jsonl"])
     empty = rows_of(tmp_path / "empty.jsonl", [["?", ""]])
     with pytest.raises(DataError, match="no answer is held out for validation"):
         new_run("other", validation=[empty])
-    with pytest.raises(DataError, match="no answer is held out .*a larger --validation-fraction"):
+    with pytest.raises(DataError, match="no answer is held out .*a larger `validation_fraction`"):
         new_run("other", validation_fraction=0)
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".other*"))
 
@@ -236,7 +236,7 @@ def test_on_bad_input_skip(new_run, tmp_path, talks):
     bad = ['{"text": "no talk"}', '{"messages": [{"role": "user", "content": "a?"}]}', "not JSON"]
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([lines[0], *bad, *lines[1:]]))
-    with pytest.raises(DataError, match="bad.jsonl, line 2 is a text, not a conversation .*, or --on-bad-input skip"):
+    with pytest.raises(DataError, match="bad.jsonl, line 2 is a text, not a conversation .*, or `on_bad_input=skip`"):
         new_run("run", sources=[path])
     run, clean = new_run("run", sources=[path], on_bad_input="skip"), new_run("clean")
     found, wanted = Manifest.read(run.data), Manifest.read(clean.data)

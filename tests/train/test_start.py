@@ -23,14 +23,14 @@ from tests.train.training_runs import QUICK, read_log
 def test_existing_folder(new_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/mine.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="run already exists .*--resume .*another --out"):
+    with pytest.raises(CheckpointError, match="run already exists .*--resume .*another `out`"):
         new_run("run")
     assert (tmp_path / "run/mine.txt").read_text() == "precious"
 
 
 def test_text_shorter_than_a_sequence(tmp_path, tiny_config, tokenizer_folder):
     (tmp_path / "short.txt").write_text("the cat sat on a mat. " * 8)
-    with pytest.raises(DataError, match="less than one sequence of 64 .*--max-seq-length"):
+    with pytest.raises(DataError, match="less than one sequence of 64 .*`max_seq_length"):
         start_run(
             tmp_path / "run", [tmp_path / "short.txt"], tiny_config, tokenizer=tokenizer_folder,
             settings={**QUICK, "max_seq_length": 64},

@@ -95,7 +95,7 @@ def test_wandb_project_can_not_change(new_run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     run = new_run("run", steps=4)
     finish(run, stop_at=2, wandb="one")
-    with pytest.raises(CheckpointError, match="is in the W&B project one, not in two .*--wandb one"):
+    with pytest.raises(CheckpointError, match="is in the W&B project one, not in two .*`wandb=one`"):
         finish(run, resume=True, wandb="two")
 
 

@@ -200,7 +200,7 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "", "cut off")
     say(chat, "/tokens", r"user +/etc\?")
     say(chat, "/set temp 0.5", r"temperature +0\.5")
-    say(chat, "/set top-", r"error: top_ could be top_k or top_p \(try: more of its letters")
+    say(chat, "/set top-", r"error: top_ could be top_k, top_p or top_n_sigma \(try: more of its letters")
     say(chat, "/set top-p 0.9", r"top_p +0\.9")
     say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save, /sessions or /stats")
     say(chat, "/show set", r"temperature +0\.5")
