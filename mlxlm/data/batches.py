@@ -218,17 +218,15 @@ def validation_batches(
     else:
         starts = [row * max_seq_length for row in numbers]
         chosen = [[Span(start, min(start + max_seq_length + 1, len(data)))] for start in starts]
-    return _padded_batches(data, chosen, (batch_size, max_seq_length), document_mask, mask_prompt)
 
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(chosen), batch_size):
+            batch = _padding_batch((batch_size, max_seq_length), segment_ids=document_mask, loss_weights=True)
+            for row, spans in enumerate(chosen[first : first + batch_size]):
+                _fill_row(batch, row, data, spans, mask_prompt)
+            yield batch
 
-def _padded_batches(
-    data: TokenDataset, rows: list[list[Span]], shape: tuple[int, int], document_mask: bool, mask_prompt: bool
-) -> Iterator[Batch]:
-    for first in range(0, len(rows), shape[0]):
-        batch = _padding_batch(shape, segment_ids=document_mask, loss_weights=True)
-        for row, spans in enumerate(rows[first : first + shape[0]]):
-            _fill_row(batch, row, data, spans, mask_prompt)
-        yield batch
+    return batches()
 
 
 def _conversation_rows(data: TokenDataset, length: int) -> list[list[Span]]:
