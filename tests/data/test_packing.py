@@ -95,6 +95,23 @@ def test_rows_have_whole_documents_and_every_target_once(lengths, length, seed, 
         assert rows.padding == pytest.approx(1 - tokens / (rows.rows * (length + 1)))
 
 
+@pytest.mark.parametrize(("lengths", "rows"), [([4000], 20), ([1300, 2700, 150], 21), ([201] * 7, 7), ([202] * 2, 3)])
+def test_long_documents_are_complete(lengths, rows):
+    """Of a single one, too: in as many rows of 200 targets as it takes."""
+    data = Documents(lengths)
+    batches = TrainBatches(data, 1, 200, 0, packing="best-fit", document_mask=True)
+    assert batches.rows == rows and batches.dropped_fraction == 0
+    targets = []
+    for index in range(batches.rows):
+        tokens, segment_ids, weights = batches.batch(index)
+        targets += tokens[0, 1:][weights[0] > 0].tolist()
+        assert (np.diff(segment_ids[0]) >= 0).all()
+    begins = {int(first) for first in data.first}
+    assert sorted(set(targets) | begins) == list(range(len(data)))
+    others = [t for t in targets if t not in begins]
+    assert len(others) == len(set(others))
+
+
 @pytest.mark.parametrize("lengths", [np.random.default_rng(0).integers(3, 60, 200).tolist(), [40] * 50])
 def test_epochs_differ_in_order_and_grouping(lengths):
     data = Documents(lengths)
