@@ -35,7 +35,7 @@ class Serving:
     num_sequences: int = option(1, "Sequences that are generated at the same time.", low=1, high=_MAX_COUNT)
     context_length: int = option(4096, "Tokens of each sequence.", low=1, high=_MAX_COUNT)
     kv_bits: int = option(16, "Bits per element of the key-value cache.", choices=CACHE_BITS)
-    device: str = option("cuda", "Device.", choices=DEVICES)
+    device: str = option("cuda", "Device that generates.", choices=DEVICES)
 
     def __post_init__(self) -> None:
         if problems := list(range_problems(self)):

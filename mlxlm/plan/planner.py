@@ -188,20 +188,20 @@ class Plan:
             "parameters": {**self.parameters, "total": self.parameter_count},
             "training": asdict(self.training),
             "flops": {
-                **_with(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
+                **_as_dict(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
                 "total": flops.per_token * self.tokens,
             },
             "flops_by_length": [asdict(flops) for flops in self.flops_by_length],
-            "memory": _with(self.memory, "backward", "update", "total"),
+            "memory": _as_dict(self.memory, "backward", "update", "total"),
             "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),
-            "inference": _with(self.inference, "total"),
+            "inference": _as_dict(self.inference, "total"),
             "tokens": self.tokens,
             "optimal_tokens": self.optimal_tokens,
             "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
-            "duration": _with(self.duration, *times),
-            "measured_duration": self.measured_duration and _with(self.measured_duration, *times),
-            "disk": _with(self.disk, "total"),
+            "duration": _as_dict(self.duration, *times),
+            "measured_duration": self.measured_duration and _as_dict(self.measured_duration, *times),
+            "disk": _as_dict(self.disk, "total"),
             "fits": self.fits and asdict(self.fits),
             "change": self.change
             and {"text": self.change.text, "cost": self.change.cost, "peak_memory": self.change.peak_memory},
@@ -209,7 +209,7 @@ class Plan:
         }
 
 
-def _with(values: Any, *properties: str) -> dict[str, Any]:
+def _as_dict(values: Any, *properties: str) -> dict[str, Any]:
     """The fields of a dataclass, and some of its properties."""
     return {**asdict(values), **{name: getattr(values, name) for name in properties}}
 

@@ -49,7 +49,7 @@ class Training:
         "None: what training chooses on the device.",
         choices=ATTENTION,
     )
-    device: str | None = option(None, "None: this machine's.", choices=DEVICES)
+    device: str | None = option(None, "Device that trains. None: this machine's.", choices=DEVICES)
 
     def __post_init__(self) -> None:
         if problems := list(range_problems(self)):
