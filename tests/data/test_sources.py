@@ -77,7 +77,7 @@ def test_delimited_tables(tmp_path, name, delimiter):
     ("content", "problem"),
     [
         (b"", "a.csv is empty"),
-        (b"id,story\n1,x\n", "its columns are 'id', 'story' .*--text-column NAME"),
+        (b"id,story\n1,x\n", "its columns are 'id', 'story' .*`text_column=NAME`"),
         (b"text\n", "a.csv is empty"),
         (b'text\none\n"two', "damaged after row 1: unexpected end of data"),
         (b"text\none\ncaf\xe9\n", "row 2 is not UTF-8 text"),

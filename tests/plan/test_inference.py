@@ -34,6 +34,7 @@ def test_weights_on_a_cpu_are_float32_if_they_fit():
         assert planned.inference.weights == count * float_bits // 8
         planned = mlxlm.plan(config, machine=machine, bits=4)
         assert (planned.serving.bits, planned.serving.kv_bits) == (bits, 32)  # the scales have 32 bits there
+    assert mlxlm.plan(config, machine=machine, kv_bits=8).serving.kv_bits == 8
     gpu = mlxlm.plan(config, machine="a100", bits=4)
     assert gpu.serving.bits == 4 and gpu.inference.weights < planned.inference.weights  # scales of 16 and of 32 bits
 
