@@ -116,7 +116,7 @@ def change_losses(monkeypatch, loss_of):
 def test_nan_loss_stops_before_saving(new_run, monkeypatch):
     run = new_run("run", save_every=5, eval_every=5)
     change_losses(monkeypatch, lambda step, loss: loss * float("nan") if step == 8 else loss)
-    with pytest.raises(TrainingError, match="stopped at step 8: the loss is nan.*step-5.*learning-rate"):
+    with pytest.raises(TrainingError, match="stopped at step 8: the loss is nan.*step-5.*learning_rate"):
         finish(run)
     assert [c.name for c in run.checkpoints()] == ["step-5"]
 
