@@ -112,15 +112,6 @@ def test_errors_import_nothing_of_mlxlm():
     assert not IMPORTS["mlxlm.utils.errors"]
 
 
-# Circles inside packages that remain, counting imports for type checkers. Remove a line with its circle.
-KNOWN_CIRCLES = {
-    ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.editor"),
-    ("mlxlm.chat.terminal.commands", "mlxlm.chat.terminal.repl"),
-    ("mlxlm.chat.terminal.editor", "mlxlm.chat.terminal.repl"),
-    ("mlxlm.config.counts", "mlxlm.config.model_config"),
-}
-
-
 def test_modules_of_a_package_make_no_circle_even_for_type_checkers():
     graph: dict[str, set[str]] = {}
     for name, path in MODULES.items():
@@ -128,4 +119,4 @@ def test_modules_of_a_package_make_no_circle_even_for_type_checkers():
         found = {f"{n.module}.{alias.name}" for n in nodes for alias in n.names} | {n.module or "" for n in nodes}
         own = {target for target in found & MODULES.keys() if package(target) == package(name) and "." in target}
         graph[name] = {target for target in own - {name} if MODULES[target].name != "__init__.py"}
-    assert_no_cycle({name: {t for t in graph[name] if (name, t) not in KNOWN_CIRCLES} for name in graph})
+    assert_no_cycle(graph)

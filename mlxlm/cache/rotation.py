@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
-from mlxlm.config import counts
+from mlxlm.config.model_config import window_slack, window_spare
 
 ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], offset, cache) -> the keys, moved by `offset` positions
 
@@ -73,7 +73,7 @@ class SlidingWindow:
     @classmethod
     def of(cls, size: int) -> SlidingWindow:
         """Make one with enough slack to trim an answer without another prefill."""
-        return cls(size, counts.window_slack(size))
+        return cls(size, window_slack(size))
 
     @property
     def num_visible(self) -> int:
@@ -88,7 +88,7 @@ class SlidingWindow:
     @property
     def extra_capacity(self) -> int:
         """Further positions, so that the tokens rarely move to the front of the buffers."""
-        return counts.window_spare(self.size)
+        return window_spare(self.size)
 
     @property
     def min_tokens_to_trim(self) -> int:

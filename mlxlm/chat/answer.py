@@ -14,7 +14,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.chat.chat_encoder import answer_eos_token_ids, chat_encoder
 from mlxlm.chat.chat_template import PLAIN
-from mlxlm.chat.history import Conversation, Turn
+from mlxlm.chat.history import Turn
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import ReasoningParser
 from mlxlm.generation import (
@@ -206,35 +206,18 @@ class ChatModel:
             options = options.with_seed(options.seed)  # deterministic answers read the whole conversation again
         return self.engine.submit(Request(prompt, options, self.eos_token_ids, question), on_prefill=on_prefill)
 
+    def turn(self, question: str, prompt: Sequence[int], start: Message, result: GenerationResult) -> Turn:
+        """Return the turn of a question with its answer, which begins with `start`, the end of `prompt`.
 
-@dataclass(frozen=True)
-class PendingTurn:
-    """A question whose answer is being generated.
-
-    Attributes:
-        earlier: The conversation before it.
-        question: The question.
-        start: What its answer starts with: the template's "<think>", or the answer that the model continues.
-        prompt: The token ids that the model reads, up to the end of `start`.
-    """
-
-    earlier: Conversation
-    question: str
-    start: Message
-    prompt: Sequence[int]
-
-    def answered(self, result: GenerationResult, chat_model: ChatModel) -> Conversation:
-        """Return the conversation with this turn.
-
-        Its answer includes `start`: the model has read it, and a template that keeps reasoning renders it again.
+        The model has read that, and a template that keeps reasoning renders it again.
         """
-        generated = result.tokens[:-1] if result.tokens[-1] in chat_model.eos_token_ids else result.tokens
-        text, ids, start_ids = self.start.content + result.text, (*self.start.ids, *generated), self.start.ids
-        was_read = tuple(self.prompt[len(self.prompt) - len(start_ids) :]) == start_ids
-        if not was_read or not decodes_to(chat_model.lm.tokenizer, ids, text):
+        generated = result.tokens[:-1] if result.tokens[-1] in self.eos_token_ids else result.tokens
+        text, ids = start.content + result.text, (*start.ids, *generated)
+        was_read = tuple(prompt[len(prompt) - len(start.ids) :]) == start.ids
+        if not was_read or not decodes_to(self.lm.tokenizer, ids, text):
             ids = ()
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return self.earlier.with_turn(Turn(self.question, text, ids, result.seed, result.finish_reason, now))
+        return Turn(question, text, ids, result.seed, result.finish_reason, now)
 
 
 def edited_answer(answer: Message, text: str, tokenizer: Tokenizer) -> Message:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemplate
+from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemplate, RenderOptions
 from mlxlm.chat.messages import Message, check_final_message, parse_tools
 from mlxlm.chat.tool_calls import JSON_FORMAT, to_plain_messages
 from mlxlm.generation import LoadedModel
@@ -37,24 +37,17 @@ class PlainTextEncoder:
         self._tokenizer = tokenizer
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        max_length: int = sys.maxsize,
+        self, messages: Sequence[Message], *, max_length: int = sys.maxsize, **options: Unpack[RenderOptions]
     ) -> list[int]:
         """Return the ids of the conversation. See `ChatTemplate.encode`; an answer needs no generation prompt."""
-        if continue_final_message:
+        if options.get("continue_final_message"):
             check_final_message(messages)
-        if template_kwargs:
+        if template_kwargs := options.get("template_kwargs"):
             problem = f"this model has no chat template, which {', '.join(template_kwargs)} could be for"
             raise TokenizerError(problem, "no options of the template")
         ids: list[int] = []
         text, last = "", "\n"
-        for message in to_plain_messages(messages, parse_tools(tools or ()), system_role=True):
+        for message in to_plain_messages(messages, parse_tools(options.get("tools") or ()), system_role=True):
             if message.role != "assistant" and not last.endswith("\n"):
                 text += "\n"
             if message.ids:

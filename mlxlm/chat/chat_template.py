@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, cached_property, lru_cache, partial
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import jinja2
 import jinja2.ext
@@ -77,6 +77,15 @@ CHAT_FORMATS = {
     ),
 }
 NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
+
+
+class RenderOptions(TypedDict, total=False):
+    """The arguments of `ChatTemplate.render` besides the conversation."""
+
+    add_generation_prompt: bool
+    tools: Sequence[Any] | None
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] | None
 
 
 class ChatTemplate:
@@ -168,25 +177,16 @@ class ChatTemplate:
         return text.rpartition(end)[0] if end else text
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        max_length: int = sys.maxsize,
+        self, messages: Sequence[Message], *, max_length: int = sys.maxsize, **options: Unpack[RenderOptions]
     ) -> list[int]:
-        """Return the ids of the conversation. See `render`; and `Tokenizer.encode` for `max_length`."""
-        options = {"tools": list(tools or ()), "template_kwargs": dict(template_kwargs or {})}
-        placeholders, plain, options = self.escape_special_tokens(messages, options)
+        """Return the ids of the conversation. See `render` for `options`, `Tokenizer.encode` for `max_length`."""
+        placeholders, plain, escaped = self.escape_special_tokens(messages, options)
         answers = {n: placeholders.take(m.content, m.ids, answer=True) for n, m in enumerate(messages) if m.ids}
-        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
 
         @cache
         def rendered(spliced: tuple[int, ...]) -> str:
             shown = [replace(m, content=answers[n]) if n in spliced else m for n, m in enumerate(plain)]
-            return self.render(shown, **options)
+            return self.render(shown, **escaped)
 
         text = rendered(())
         expected = placeholders.restore(text) if answers else ""
@@ -203,7 +203,7 @@ class ChatTemplate:
         if spliced and placeholders.restore(spliced_text) == expected:
             text = spliced_text
         ids = self.encode_segments(list(placeholders.split(text)), placeholders, max_length=max_length)
-        if add_generation_prompt and not ids:
+        if not ids and options.get("add_generation_prompt", True):
             problem = f"{_describe(self.name)} renders this conversation as an empty text"
             raise TokenizerError(problem, _HINT, is_operator_hint=True)
         return ids
@@ -328,7 +328,7 @@ def _compile(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes <, > and & for HTML
     return environment.from_string(source)
 
 
@@ -340,11 +340,6 @@ def _strftime_now(form: str) -> str:
     if len(form) > _MAX_DATE_FORMAT or re.search(r"%[\W_]*\d", form):  # %99999Y is a width
         raise jinja2.TemplateError(f"strftime_now of {form[:_MAX_DATE_FORMAT]!r} has a long or padded format")
     return datetime.now().strftime(form)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    """Serialize as transformers does: jinja's own filter escapes <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 _HINT = f"another template: {', '.join([*CHAT_FORMATS, PLAIN])}, or a jinja file"

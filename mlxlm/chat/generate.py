@@ -115,25 +115,17 @@ def batch(
     _check_one_of("prompts", prompts, messages, chat_template)
     eos_token_ids = None
     if messages is not None:
-        prompts, eos_token_ids = _encode_all(lm, messages, chat_template)
+        prompts, encode = [], message_encoder(lm, chat_template, compile_now=True)
+        for number, conversation in enumerate(messages, 1):
+            try:
+                ids, eos_token_ids = encode(conversation)
+            except MlxlmError as error:
+                raise error.prefixed(f"conversation {number}") from error
+            prompts.append(ids)
     assert prompts is not None
     return generation.batch(
         lm, prompts, eos_token_ids=eos_token_ids, num_samples=num_samples, kv=kv, batch_size=batch_size, **options
     )
-
-
-def _encode_all(
-    lm: LoadedModel, conversations: Sequence[Messages], chat_template: str | None
-) -> tuple[list[Prompt], frozenset[int] | None]:
-    prompts: list[Prompt] = []
-    encode, eos_token_ids = message_encoder(lm, chat_template, compile_now=True), None
-    for number, messages in enumerate(conversations, 1):
-        try:
-            ids, eos_token_ids = encode(messages)
-        except MlxlmError as error:
-            raise error.prefixed(f"conversation {number}") from error
-        prompts.append(ids)
-    return prompts, eos_token_ids
 
 
 def _check_one_of(name: str, prompt: object, messages: object, chat_template: str | None) -> None:

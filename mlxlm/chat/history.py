@@ -63,10 +63,6 @@ class Conversation:
         *turns, last = self.turns
         return Conversation(tuple(turns), min(self.dropped, len(turns))), last
 
-    def with_turn(self, turn: Turn) -> Conversation:
-        """Return a copy with one more turn."""
-        return Conversation((*self.turns, turn), self.dropped)
-
     def without_oldest(self, n: int) -> Conversation:
         """Return a copy with the `n` oldest visible turns dropped."""
         return Conversation(self.turns, self.dropped + n)

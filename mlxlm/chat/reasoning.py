@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from typing import Literal
 
 OPEN, CLOSE = "<think>", "</think>"
 _OPEN_AT_END = re.compile(rf"{OPEN}\s*\Z")
@@ -22,13 +22,6 @@ def split(text: str) -> tuple[str, str]:
     return "".join(t for t, reasoning in pieces if reasoning), "".join(t for t, reasoning in pieces if not reasoning)
 
 
-class _State(Enum):
-    START = "the text may start with a block"
-    REASONING = "inside the block"
-    GAP = "after the block, before the answer"
-    ANSWER = "the answer"
-
-
 class ReasoningParser:
     """Separates reasoning from the answer in a streamed text, however it is split into chunks.
 
@@ -39,27 +32,27 @@ class ReasoningParser:
     """
 
     def __init__(self) -> None:
-        self._state = _State.START
+        self._state: Literal["start", "reasoning", "gap", "answer"] = "start"
         self._pending = ""
         self._has_reasoning = False  # whitespace before the first reasoning is dropped
 
     @property
     def reasoning(self) -> bool:
         """Whether the parser is inside the block."""
-        return self._state is _State.REASONING
+        return self._state == "reasoning"
 
     def push(self, text: str) -> list[tuple[str, bool]]:
         """Add text and return the pairs that are decided."""
         self._pending += text
         pieces: list[tuple[str, bool]] = []
-        if self._state is _State.START:
+        if self._state == "start":
             self._parse_start()
-        if self._state is _State.REASONING:
+        if self.reasoning:
             pieces += self._parse_reasoning()
-        if self._state is _State.GAP:
+        if self._state == "gap":
             self._pending = self._pending.lstrip()
-            self._state = _State.ANSWER if self._pending else _State.GAP
-        if self._state is _State.ANSWER and self._pending:
+            self._state = "answer" if self._pending else "gap"
+        if self._state == "answer" and self._pending:
             pieces.append((self._pending, False))
             self._pending = ""
         return pieces
@@ -72,16 +65,16 @@ class ReasoningParser:
     def _parse_start(self) -> None:
         text = self._pending.lstrip()
         if text.startswith(OPEN):
-            self._state, self._pending = _State.REASONING, text.removeprefix(OPEN)
+            self._state, self._pending = "reasoning", text.removeprefix(OPEN)
         elif not OPEN.startswith(text):
-            self._state = _State.ANSWER
+            self._state = "answer"
 
     def _parse_reasoning(self) -> list[tuple[str, bool]]:
         if not self._has_reasoning:
             self._pending = self._pending.lstrip()
         text, tag, rest = self._pending.partition(CLOSE)
         if tag:
-            self._state = _State.GAP
+            self._state = "gap"
             text, self._pending = text.rstrip(), rest
         else:
             decided = len(text[: len(text) - _partial_tag_length(text)].rstrip())

@@ -16,7 +16,6 @@ from mlxlm.chat.answer import (
     ChatChunk,
     ChatModel,
     ChatStats,
-    PendingTurn,
     chat_chunks,
     edited_answer,
 )
@@ -424,37 +423,40 @@ class Chat:
         conversation, prompt = fit_to_context(conversation, prompt_of, limit, policy, max_tokens)
         self._branches.current = replace(self._branches.current, dropped=conversation.dropped)
         self.prompt_tokens = len(prompt)
-        turn = PendingTurn(conversation, question, answer or self._chat_model.answer_start, prompt)
-        cancellation = Cancellation()
-        answering = Answer(self._answer(turn, on_prefill, cancellation), cancellation)
+        cancellation, start = Cancellation(), answer or self._chat_model.answer_start
+        chunks = self._answer(conversation, question, prompt, start, on_prefill, cancellation)
+        answering = Answer(chunks, cancellation)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
-        self, turn: PendingTurn, on_prefill: OnPrefill | None, cancellation: Cancellation
+        self,
+        conversation: Conversation,
+        question: str,
+        prompt: Sequence[int],
+        start: Message,
+        on_prefill: OnPrefill | None,
+        cancellation: Cancellation,
     ) -> Generator[ChatChunk, None, None]:
-        earlier = self._messages(turn.earlier.visible_turns)
-        stream = self._chat_model.answer(earlier, turn.prompt, self._options, on_prefill)
+        earlier = self._messages(conversation.visible_turns)
+        stream = self._chat_model.answer(earlier, prompt, self._options, on_prefill)
         cancellation.attach(stream)
         ended = self._ended = threading.Event()
         try:
-            yield from chat_chunks(stream, turn.start.content)
+            yield from chat_chunks(stream, start.content)
         finally:
             try:
                 stream.cancel()
-                self._record(turn, stream.partial_result())
+                if (result := stream.partial_result()).tokens:
+                    turn = self._chat_model.turn(question, prompt, start, result)
+                    self._branches.current = replace(conversation, turns=(*conversation.turns, turn))
+                    if self._options.seed == result.seed:  # it was not set during the answer
+                        self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
+                    self._answers += 1
+                    self._generated_tokens += len(result.tokens)
+                    self._last = result
             finally:
                 ended.set()
-
-    def _record(self, turn: PendingTurn, result: GenerationResult) -> None:
-        if not result.tokens:
-            return
-        self._branches.current = turn.answered(result, self._chat_model)
-        if self._options.seed == result.seed:  # it was not set during the answer
-            self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
-        self._answers += 1
-        self._generated_tokens += len(result.tokens)
-        self._last = result
 
     def _end_answer(self) -> None:
         """End an answer that is being generated, also one that another thread is iterating."""

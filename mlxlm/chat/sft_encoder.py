@@ -18,7 +18,7 @@ from mlxlm.data.tokenize import check_role
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError
 
-_CHAT_TEMPLATE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_CHAT_TEMPLATE_TOKENS = {"<|system|>", "<|user|>", "<|assistant|>", "<|end|>"}
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _CHARACTERS_PER_TOKEN = 4  # roughly
 _ROW_HINT = 'rows such as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -44,27 +44,21 @@ class SFTEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], chat_template: str | None = None):
-        self._tokenizer = tokenizer
-        self._template = self._choose_template(tokenizer, eos_token_ids, chat_template)
+        template = chat_encoder(tokenizer, eos_token_ids, chat_template)
+        if not isinstance(template, ChatTemplate):
+            if chat_template is not None or not tokenizer.special_tokens.keys() >= _CHAT_TEMPLATE_TOKENS:
+                matching = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
+                names = " or ".join([*matching, "a jinja file with tokens that the model has"])
+                raise TokenizerError(
+                    f"{'plain text' if chat_template else 'this model'} has no assistant turns to train on",
+                    f"`chat_template`: {names}",
+                )
+            template = ChatTemplate(tokenizer, CHAT_TEMPLATE)
+        self._tokenizer, self._template = tokenizer, template
         self.chat_template, self.eos_token_ids = self._template.source, self._template.eos_token_ids
         if not self.eos_token_ids:
             problem = "puts no special token after an answer, so that a model can't learn where it ends"
             raise TokenizerError(f"the chat template {self._template.name} {problem}", "a jinja file that does")
-
-    @staticmethod
-    def _choose_template(
-        tokenizer: Tokenizer, eos_token_ids: frozenset[int], chat_template: str | None
-    ) -> ChatTemplate:
-        template = chat_encoder(tokenizer, eos_token_ids, chat_template)
-        if isinstance(template, ChatTemplate):
-            return template
-        if chat_template is None and all(token in tokenizer.special_tokens for token in _CHAT_TEMPLATE_TOKENS):
-            return ChatTemplate(tokenizer, CHAT_TEMPLATE)
-        matching = [name for name, format in CHAT_FORMATS.items() if format.has_tokens(tokenizer)]
-        hint = "`chat_template`: " + " or ".join([*matching, "a jinja file with tokens that the model has"])
-        raise TokenizerError(
-            f"{'plain text' if chat_template else 'this model'} has no assistant turns to train on", hint
-        )
 
     def __call__(self, document: Document, max_tokens: int) -> Iterator[Chunk]:
         """Encode a conversation as chunks of at most `max_tokens` tokens.
@@ -123,13 +117,14 @@ class SFTEncoder:
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[list[int], list[int]]:
         """Return the ids of a conversation and its loss mask (1: trained on, 0: not). Raise TokenizerError."""
         placeholders, plain, plain_tools = self._template.escape_special_tokens(messages, list(tools or ()))
-        render = partial(self._render, tools=plain_tools)
-        text = placeholders.restore(render(plain))
+        render = partial(self._template.render, tools=plain_tools)
+        text = placeholders.restore(render(plain, add_generation_prompt=False))
+        original = self._template.render(messages, tools=tools, add_generation_prompt=False)
         reasoning = (m.reasoning_content or "" for m in messages if _is_learned(m))
-        if text != self._render(messages, tools=tools) or not all(r.strip() in text for r in reasoning):
+        if text != original or not all(r.strip() in text for r in reasoning):
             raise self._changes_answers()  # it looks for text that the placeholders hide, such as <think>
         messages, contents = self._with_placeholders(plain, placeholders, render)
-        text = render(messages)
+        text = render(messages, add_generation_prompt=False)
         ids: list[int] = []
         loss_mask: list[int] = []
 
@@ -147,14 +142,11 @@ class SFTEncoder:
         add(text[position:], 0)
         return ids, loss_mask
 
-    def _render(self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] | None = None) -> str:
-        return self._template.render(messages, add_generation_prompt=prompt, tools=tools)
-
     def _with_placeholders(
         self, plain: list[Message], placeholders: Placeholders, render: Callable[..., str]
     ) -> tuple[list[Message], dict[int, str]]:
         """Replace the texts to learn with placeholders; return the messages and the text of each placeholder's code."""
-        expected = render(plain)
+        expected = render(plain, add_generation_prompt=False)
         for trimmed in (False, True):  # many templates trim
             contents: dict[int, str] = {}
             shown = list(plain)
@@ -163,7 +155,7 @@ class SFTEncoder:
                     content = message.content.strip() if trimmed else message.content
                     placeholder = placeholders.take(content, (), answer=True)
                     contents[ord(placeholder)], shown[n] = content, replace(message, content=placeholder)
-            text = render(shown)
+            text = render(shown, add_generation_prompt=False)
             if text.translate(contents) == expected and all(text.count(chr(code)) == 1 for code in contents):
                 return shown, contents
         raise self._changes_answers()
@@ -179,7 +171,7 @@ class SFTEncoder:
         for n, message in enumerate(shown):
             if not _is_learned(message):
                 continue
-            prompt = render(shown[:n], prompt=True)
+            prompt = render(shown[:n])
             at = text.index(message.content) if message.content else len(prompt)
             if not text.startswith(prompt) or at < len(prompt):
                 problem = f"changes earlier messages depending on later ones (at message {n + 1})"

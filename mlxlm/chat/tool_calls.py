@@ -75,13 +75,6 @@ To call a function, write its name and its arguments as JSON between <tool_call>
 Then end your answer. The results follow between <tool_response> tags."""
 
 
-def describe_tools(tools: Sequence[Tool]) -> str:
-    """Return the instructions for a model whose template shows no tools."""
-    lines = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
-    example = JSON_FORMAT.render([ToolCall("", "FUNCTION", '{"ARGUMENT": "VALUE"}')])
-    return _INSTRUCTIONS.format(tools=lines, example=example)
-
-
 def to_plain_messages(messages: Sequence[Message], tools: Sequence[Tool], system_role: bool) -> list[Message]:
     """Rewrite calls, results and tools for a template that doesn't know them: as text, in `JSON_FORMAT`.
 
@@ -104,17 +97,14 @@ def to_plain_messages(messages: Sequence[Message], tools: Sequence[Tool], system
             plain.append(message)
         previous = message.role
     if tools:
-        _add_instructions(plain, describe_tools(tools), "system" if system_role else "user")
+        lines = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+        example = JSON_FORMAT.render([ToolCall("", "FUNCTION", '{"ARGUMENT": "VALUE"}')])
+        text, role = _INSTRUCTIONS.format(tools=lines, example=example), "system" if system_role else "user"
+        if not plain or plain[0].role != role:
+            plain.insert(0, Message(role, ""))
+        parts = (plain[0].content, text) if system_role else (text, plain[0].content)
+        plain[0] = replace(plain[0], content="\n\n".join(filter(None, parts)))
     return plain
-
-
-def _add_instructions(messages: list[Message], text: str, role: str) -> None:
-    first = messages[0] if messages and messages[0].role == role else None
-    if first is None:
-        messages.insert(0, Message(role, text))
-    else:
-        parts = (first.content, text) if role == "system" else (text, first.content)
-        messages[0] = replace(first, content="\n\n".join(filter(None, parts)))
 
 
 _SHORT_ID = 9  # characters: Mistral's templates refuse others
@@ -196,7 +186,9 @@ def derive_format(render: _Render) -> tuple[ToolFormat, MessageStyle] | None:
         if format is None:
             continue
         try:
-            separator = _separator(answer, render([question, two], tools, style), two)
+            text = _after_header(answer, render([question, two], tools, style))
+            spans = _call_spans(text)
+            separator = _without_id(text[spans[0][2] : spans[1][0]], two) if len(spans) == 2 else None
         except TokenizerError:  # such as Llama 3's: "only supports single tool-calls"
             separator = None
         return replace(format, separator=separator), style
@@ -224,13 +216,6 @@ def _single_call_format(answer: str, text: str, message: Message) -> ToolFormat 
     if not prefix:
         return None
     return ToolFormat(prefix.lstrip(), between, suffix.rstrip(), None)
-
-
-def _separator(answer: str, text: str, message: Message) -> str | None:
-    """Return the text between two calls, if the rendering has both."""
-    text = _after_header(answer, text)
-    spans = _call_spans(text)
-    return _without_id(text[spans[0][2] : spans[1][0]], message) if len(spans) == 2 else None
 
 
 def _after_header(answer: str, text: str) -> str:
@@ -284,37 +269,22 @@ class ToolCallStart:
     """A call begins.
 
     Attributes:
-        index: The number of the call, from 0.
         id: A new id.
         name: The function.
     """
 
-    index: int
     id: str
     name: str
 
 
 @dataclass(frozen=True)
 class ArgumentsDelta:
-    """A piece of the arguments of call `index`, as generated: the pieces join to a JSON object."""
+    """A piece of the arguments of the call, as generated: the pieces join to a JSON object."""
 
-    index: int
     text: str
 
 
-@dataclass(frozen=True)
-class ToolCallEnd:
-    """The arguments of call `index` are complete."""
-
-    index: int
-
-
-ToolEvent = TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
-
-
-def new_call_id() -> str:
-    """Return a random id."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
+ToolEvent = TextDelta | ToolCallStart | ArgumentsDelta
 
 
 class _IncompleteError(Exception):
@@ -328,10 +298,10 @@ class ToolCallParser:
     reasoning, push only the text of the answer.
     """
 
-    def __init__(self, format: ToolFormat, new_id: Callable[[], str] = new_call_id):
-        self._format, self._new_id = format, new_id
+    def __init__(self, format: ToolFormat):
+        self._format = format
         self._pending = ""
-        self._calls = 0
+        self._has_calls = False
         self._arguments: _ObjectEnd | None = None  # inside arguments
         self._after_arguments = False
         self._text_only = False  # no call can follow
@@ -364,7 +334,7 @@ class ToolCallParser:
         start = self._call_start(text)
         if cut_off and start < len(text):
             text = text[:start].rstrip()
-        return [TextDelta(text)] if text and (text.strip() or not self._calls) else []
+        return [TextDelta(text)] if text and (text.strip() or not self._has_calls) else []
 
     def _call_start(self, text: str) -> int:
         """Return where a call begins in `text`, or may begin when more text comes; its length if nowhere."""
@@ -405,18 +375,18 @@ class ToolCallParser:
         brace = self._match(self._format.between + "{", name.end()) if name else None
         if name is None or brace is None:
             return False
-        events.append(ToolCallStart(self._calls, self._new_id(), name[1]))
+        new_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_SHORT_ID))
+        events.append(ToolCallStart(new_id, name[1]))
         self._pending = self._pending[brace - 1 :]
         self._arguments, self._after_arguments = _ObjectEnd(), False
-        self._calls += 1
+        self._has_calls = True
         return True
 
     def _parse_arguments(self, arguments: _ObjectEnd, events: list[ToolEvent]) -> None:
         end = arguments.find(self._pending)
-        events.append(ArgumentsDelta(self._calls - 1, self._pending[:end]))
+        events.append(ArgumentsDelta(self._pending[:end]))
         self._pending = "" if end is None else self._pending[end:]
         if end is not None:
-            events.append(ToolCallEnd(self._calls - 1))
             self._arguments, self._after_arguments = None, True
 
     def _parse_after_arguments(self, events: list[ToolEvent]) -> None:

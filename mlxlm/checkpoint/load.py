@@ -138,11 +138,6 @@ class LayerwiseModel:
         self._tensors = checkpoint.tensors
         self._top_tensors = {n: t for n, t in checkpoint.tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return self.config.num_hidden_layers
-
     def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
         """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""
         model = Decoder(self.config, layers=0).model

@@ -57,7 +57,9 @@ def find_entry(entry: CatalogEntry) -> LocalModel | None:
     if own is not None and _has_size(own, entry.bytes):
         return LocalModel(entry.name, own, entry.bytes, OWN)
     for source in entry.sources:
-        if isinstance(source, HubSource) and (path := _in_hub_cache(source, entry.sha256)) is not None:
+        path = hub.find_source(source) if isinstance(source, HubSource) else None
+        # The cache names large files by their digest.
+        if path is not None and entry.sha256 in (None, path.resolve().name):
             return LocalModel(entry.name, path, folder_size(path), HUB)
     return None if entry.sha256 is None else _same_file(entry, entry.sha256)
 
@@ -88,7 +90,7 @@ def find_ollama(name: str) -> Path | None:
     if _ADAPTER_LAYER in blobs:
         hint = "its base model, or llama-export-lora of llama.cpp, which merges both into one file"
         raise CheckpointError(f"{OLLAMA_PREFIX}{name} is a model with an adapter, which mlxlm doesn't apply", hint)
-    return _existing(blobs.get(_MODEL_LAYER))
+    return blobs.get(_MODEL_LAYER)
 
 
 def local_models() -> list[LocalModel]:
@@ -99,12 +101,6 @@ def local_models() -> list[LocalModel]:
 def hub_ids() -> list[str]:
     """The hub ids of models in Hugging Face's cache."""
     return sorted("/".join(folder.name.split("--")[1:]) for folder in platform.model_cache().glob("models--*--*"))
-
-
-def _in_hub_cache(source: HubSource, sha256: str | None) -> Path | None:
-    path = hub.find_source(source)
-    # The cache names large files by their digest.
-    return path if path is None or sha256 is None or path.resolve().name == sha256 else None
 
 
 def _hub_models() -> Iterator[LocalModel]:
@@ -120,40 +116,37 @@ def _hub_models() -> Iterator[LocalModel]:
 def _ollama_folders() -> list[Path]:
     if os.environ.get("OLLAMA_MODELS"):
         return [Path(os.environ["OLLAMA_MODELS"])]
-    return [_home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]  # the second of a Linux service
+    return [Path.home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]  # the second of a Linux service
 
 
 def _ollama_models() -> Iterator[LocalModel]:
     for name, blobs in _ollama_blobs():
-        blob = _existing(blobs.get(_MODEL_LAYER))
+        blob = blobs.get(_MODEL_LAYER)
         if blob is not None and _ADAPTER_LAYER not in blobs:
             yield LocalModel(name, blob, folder_size(blob), OLLAMA)
 
 
-def _existing(blob: Path | None) -> Path | None:
-    return blob if blob is not None and blob.is_file() else None
-
-
 def _ollama_blobs() -> Iterator[tuple[str, dict[str, Path | None]]]:
-    """Yield the models of ollama: `ollama:NAME`, and by media type their files, which may not exist."""
+    """Yield the models of ollama: `ollama:NAME`, and by media type their files; None for a missing one."""
     for folder in _ollama_folders():
         for manifest in sorted(folder.glob("manifests/*/*/*/*")):
             host, namespace, model, tag = manifest.parts[-4:]
             layers = None
             with suppress(CheckpointError, OSError):  # files of another program, in whatever state
                 layers = read_json_object(manifest, _MAX_MANIFEST, CheckpointError).get("layers")
-            blobs = {}
+            blobs: dict[str, Path | None] = {}
             for layer in layers if isinstance(layers, list) else ():
                 if isinstance(layer, dict):
                     digest = _DIGEST.fullmatch(str(layer.get("digest")))
-                    blobs[str(layer.get("mediaType"))] = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
+                    blob = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
+                    blobs[str(layer.get("mediaType"))] = blob if blob and blob.is_file() else None
             owner = "" if namespace == "library" else f"{namespace}/"
             server = "" if host == "registry.ollama.ai" else f"{host}/{namespace}/"
             yield f"{OLLAMA_PREFIX}{server or owner}{model}:{tag}", blobs
 
 
 def _lm_studio_folders() -> list[Path]:
-    return [_home() / ".lmstudio/models", _home() / ".cache/lm-studio/models"]
+    return [Path.home() / ".lmstudio/models", Path.home() / ".cache/lm-studio/models"]
 
 
 def _lm_studio_models() -> Iterator[LocalModel]:
@@ -166,9 +159,8 @@ def _lm_studio_models() -> Iterator[LocalModel]:
 def _models_in(folder: Path, name: str, location: str) -> Iterator[LocalModel]:
     """The model of a folder with safetensors, or each of its GGUF files."""
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        yield LocalModel(
-            name, folder, folder_size(folder), location + ("" if has_all_safetensors(folder) else INCOMPLETE)
-        )
+        location += "" if has_all_safetensors(folder) else INCOMPLETE
+        yield LocalModel(name, folder, folder_size(folder), location)
         return
     for files in gguf_models(folder):
         yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location)
@@ -180,30 +172,17 @@ def _has_size(path: Path, size: int) -> bool:
 
 def folder_size(path: Path) -> int:
     """Bytes of a file, or of the weights in a folder."""
-    files = (
-        [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _WEIGHTS and file.is_file()]
-    )
-    return sum(file.stat().st_size for file in files)
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _WEIGHTS]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _home() -> Path:
-    return Path(os.path.expanduser("~"))
+def remove(model: LocalModel) -> None:
+    """Remove what `find_removable` found."""
+    with os_errors_as(CheckpointError, "remove", model.path):
+        shutil.rmtree(model.path) if model.path.is_dir() else model.path.unlink()
 
 
-@dataclass(frozen=True)
-class Removal:
-    """What will be removed: a file or folder, and its size."""
-
-    path: Path
-    bytes: int
-
-    def execute(self) -> None:
-        """Remove it."""
-        with os_errors_as(CheckpointError, "remove", self.path):
-            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
-
-
-def plan_removal(name: str) -> Removal:
+def find_removable(name: str) -> LocalModel:
     """Find what to remove for a name of the catalog or a hub id, without removing it.
 
     Raises:
@@ -224,12 +203,12 @@ def plan_removal(name: str) -> Removal:
         raise CheckpointError(f"{name} isn't on this machine", "mlxlm models, which shows where models are")
     if local.location != OWN:
         raise CheckpointError(f"{local.path} belongs to {local.location}", f"{local.location} itself")
-    return Removal(local.path, local.bytes)
+    return local
 
 
-def _hub_removal(id: str) -> Removal:
-    """Remove a whole repository from Hugging Face's cache, or what an interrupted download left of it."""
+def _hub_removal(id: str) -> LocalModel:
+    """A whole repository in Hugging Face's cache, or what an interrupted download left of it."""
     folder = platform.cached_repository(id)
     if not hub.is_id(id) or not folder.is_dir():
         raise CheckpointError(f"{id} isn't in Hugging Face's cache", "mlxlm models, which shows where models are")
-    return Removal(folder, hub.cached_bytes(id))
+    return LocalModel(id, folder, hub.cached_bytes(id), HUB)

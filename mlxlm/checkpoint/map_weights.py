@@ -53,11 +53,7 @@ def to_decoder_weights(
 
 
 def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTensors) -> dict[str, LazyTensor]:
-    """Convert the decoder's tensors to a file's: the inverse of `to_decoder_weights`.
-
-    Raises:
-        CheckpointError: A fused tensor lacks a part, or its parts are quantized differently.
-    """
+    """Convert the decoder's tensors to a file's: the inverse of `to_decoder_weights`."""
     by_module = {module: mapping for mapping in weight_mappings for module in mapping.modules}
     result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
@@ -69,12 +65,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         target = f"{mapping.name}.{parameter}"
         if target in result:
             continue
-        parts = [tensors[part] for module in mapping.modules if (part := f"{module}.{parameter}") in tensors]
-        alike = all(part.shape[1:] == tensor.shape[1:] and part.dtype == tensor.dtype for part in parts)
-        if len(parts) < len(mapping.modules) or not alike:
-            raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which have different shapes or dtypes")
-        if len(parts) > 1 and tuple(part.shape[0] for part in parts) != mapping.rows:
-            raise CheckpointError(f"{target} joins {', '.join(mapping.modules)}, which need {mapping.rows} rows")
+        parts = [tensors[f"{module}.{parameter}"] for module in mapping.modules]
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, shape=(mapping.interleaved, 2, -1)))

@@ -24,16 +24,17 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, read_array
 from mlxlm.checkpoint.locations import PYTORCH_INDEX, pytorch_files
-from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
+from mlxlm.checkpoint.sharded import sharded_tensors
 from mlxlm.utils.bounded_reads import open_regular
-from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.errors import CheckpointError
 
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 writes pickles, the first of a large number
 _NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights in files of training scripts
 _MAX_DIRECTORY = 4_000_000  # bytes of a ZIP file's directory, about 100 for each storage
 _MAX_PICKLE = 4_000_000
+_AGAIN = "copy or download it again"
 
 # Storage -> NumPy's type, the dtype of the array, and safetensors' name. MLX has float64 on a CPU only.
 _STORAGE_TYPES = {
@@ -71,9 +72,7 @@ def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: Names the file and the tensor.
     """
-    if (folder / PYTORCH_INDEX).exists():
-        return indexed_tensors(folder / PYTORCH_INDEX, file_tensors)
-    return joined_tensors(pytorch_files(folder), file_tensors)
+    return sharded_tensors(folder / PYTORCH_INDEX, pytorch_files(folder), file_tensors)
 
 
 def file_tensors(path: Path) -> dict[str, LazyTensor]:
@@ -91,11 +90,13 @@ def file_tensors(path: Path) -> dict[str, LazyTensor]:
                 f"{path} has the format of PyTorch before 1.6", "torch.load and torch.save with a newer PyTorch"
             )
         if start != _ZIP:
-            raise CheckpointError(f"{path} is not a PyTorch file: it is not a ZIP archive", "copy or download it again")
+            raise CheckpointError(f"{path} is not a PyTorch file: it is not a ZIP archive", _AGAIN)
         archive = _Archive(path, file)
-        content = archive.read_pickle()
+        byte_order = f"{archive.root}byteorder"
+        if byte_order in archive.sizes and archive.read(byte_order) == b"big":
+            raise CheckpointError(f"{path} has big-endian numbers", "a file saved on a little-endian machine")
         try:
-            state = _state(read_pickle(content))
+            state = _state(read_pickle(archive.read(f"{archive.root}data.pkl")))
         except PickleError as error:
             hint = "the model in safetensors, or torch.save(model.state_dict(), ...)"
             raise CheckpointError(f"{path}: unsupported pickle: {error}", hint) from None
@@ -126,8 +127,7 @@ class _Archive:
             with zipfile.ZipFile(_BoundedFile(file)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OSError) as error:
-            hint = "copy or download it again"
-            raise CheckpointError(f"{path} is not a complete PyTorch file: {error}", hint) from None
+            raise CheckpointError(f"{path} is not a complete PyTorch file: {error}", _AGAIN) from None
         compressed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1]
         if compressed:
             raise CheckpointError(f"{path}: record {compressed[0].filename} is compressed, PyTorch doesn't compress")
@@ -137,45 +137,29 @@ class _Archive:
         if len(pickles) != 1:
             raise CheckpointError(f"{path} is not a PyTorch file: it has no data.pkl")
         self.root = pickles[0].removesuffix("data.pkl")  # "archive/"
-        self._starts: dict[str, int] = {}
 
-    def read_pickle(self) -> bytes:
-        byte_order = f"{self.root}byteorder"
-        if self.sizes.get(byte_order, 17) <= 16 and self._read(byte_order) == b"big":
-            raise CheckpointError(f"{self.path} has big-endian numbers", "a file saved on a little-endian machine")
-        name = f"{self.root}data.pkl"
+    def read(self, name: str) -> bytes:
         if self.sizes[name] > _MAX_PICKLE:
             raise CheckpointError(f"{self.path}: {name} has {self.sizes[name]} bytes, more than any model's")
-        return self._read(name)
-
-    def _read(self, name: str) -> bytes:
         self.file.seek(self.start(name))
         return self.file.read(self.sizes[name])
 
     def start(self, name: str) -> int:
         """Offset of a record's data, after its local header, which PyTorch pads. Checks that all of it is there."""
-        if name not in self._starts:  # several tensors may share a record
-            self.file.seek(self.headers[name])
-            header = self.file.read(30)
-            if len(header) < 30 or header[:4] != _ZIP:
-                raise CheckpointError(f"{self.path}: record {name} has no header", "copy or download it again")
-            start = self.headers[name] + 30 + sum(struct.unpack_from("<HH", header, 26))
-            if start + self.sizes[name] > self.path.stat().st_size:
-                raise CheckpointError(
-                    f"{self.path} is truncated: record {name} is cut off", "copy or download it again"
-                )
-            self._starts[name] = start
-        return self._starts[name]
+        self.file.seek(self.headers[name])
+        header = self.file.read(30)
+        complete = len(header) == 30 and header[:4] == _ZIP
+        start = self.headers[name] + 30 + sum(struct.unpack_from("<HH", header, 26)) if complete else math.inf
+        if start + self.sizes[name] > self.path.stat().st_size:
+            raise CheckpointError(f"{self.path} is truncated: record {name} is cut off", _AGAIN)
+        return int(start)
 
 
 def _state(content: Any) -> dict[str, TensorView]:
     """The dictionary of tensors, without other values in it."""
-    for key in _NESTED:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    state = content if isinstance(content, dict) else {}
-    state = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, TensorView)}
+    content = content if isinstance(content, dict) else {}
+    content = next((content[key] for key in _NESTED if isinstance(content.get(key), dict)), content)
+    state = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, TensorView)}
     if not state:
         raise PickleError("it has no dictionary of tensors")
     return state
@@ -189,7 +173,7 @@ def _tensor(archive: _Archive, name: str, view: TensorView) -> LazyTensor:
     if record not in archive.sizes:
         raise CheckpointError(f"{path}: tensor {name} is in record {record}, which is missing")
     shape, strides, offset = view.shape, view.strides, view.offset
-    if not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides) or not _are_counts((offset,)):
+    if not all(map(_are_counts, (shape, strides, (offset,)))) or len(shape) != len(strides):
         raise CheckpointError(f"{path}: tensor {name} has impossible shape and strides")
     size = math.prod(shape)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if size else 0
@@ -201,10 +185,7 @@ def _tensor(archive: _Archive, name: str, view: TensorView) -> LazyTensor:
     begin = archive.start(record) + offset * itemsize
 
     def read() -> mx.array:
-        with os_errors_as(CheckpointError, "read", path):
-            flat: np.ndarray = np.fromfile(path, source, extent, offset=begin)
-        if flat.size != extent:
-            raise CheckpointError(f"{path} is truncated: record {record} is cut off")
+        flat = read_array(path, source, extent, begin)
         values = np.lib.stride_tricks.as_strided(flat, shape, [stride * itemsize for stride in strides])
         if dtype == mx.bfloat16:  # NumPy lacks it
             return mx.array(values).view(mx.bfloat16)

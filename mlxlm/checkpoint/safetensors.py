@@ -10,21 +10,21 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import bits_of, max_abs
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, lazy_tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, bits_of, lazy_tensor, max_abs
 from mlxlm.checkpoint.locations import MODEL_FILE, SAFETENSORS_INDEX
-from mlxlm.checkpoint.sharded import indexed_tensors, joined_tensors
+from mlxlm.checkpoint.sharded import sharded_tensors
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.digests import HashingWriter
-from mlxlm.utils.errors import CheckpointError, os_errors_as, short_repr
+from mlxlm.utils.errors import CheckpointError, short_repr
+from mlxlm.utils.files import atomic_write
 from mlxlm.utils.json_files import write_json
 
 SHARD_BYTES = 5_000_000_000
@@ -79,7 +79,8 @@ def file_header(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
             )
         if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 2**31:
             raise CheckpointError(f"{path}: tensor {name} has an impossible shape: {short_repr(list(shape))}")
-        tensors[name] = LazyTensor(shape, dtype, stored_dtype, math.prod(shape) * dtype.size, arrays.reader(name))
+        nbytes = math.prod(shape) * dtype.size
+        tensors[name] = LazyTensor(shape, dtype, stored_dtype, nbytes, partial(arrays.read, name))
     return tensors, metadata
 
 
@@ -92,11 +93,9 @@ def folder_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: Names the file and the tensor.
     """
-    if (folder / SAFETENSORS_INDEX).exists():
-        return indexed_tensors(folder / SAFETENSORS_INDEX, file_tensors)
-    if (folder / MODEL_FILE).exists():  # others are variants of it: model.fp16.safetensors
-        return joined_tensors([folder / MODEL_FILE], file_tensors)
-    return joined_tensors(sorted(folder.glob("model*.safetensors")), file_tensors)
+    whole = folder / MODEL_FILE  # others are variants of it: model.fp16.safetensors
+    files = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
+    return sharded_tensors(folder / SAFETENSORS_INDEX, files, file_tensors)
 
 
 def load_weights(folder: Path) -> dict[str, mx.array]:
@@ -107,11 +106,6 @@ def load_weights(folder: Path) -> dict[str, mx.array]:
 def save_weights(folder: Path, weights: Mapping[str, mx.array], shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model's arrays to a folder; see `write_shards`."""
     write_shards(folder, {name: lazy_tensor(value) for name, value in weights.items()}, shard_bytes)
-
-
-def save_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
-    """Write arrays to one safetensors file; see `write_file`."""
-    write_file(path, {name: lazy_tensor(value) for name, value in tensors.items()})
 
 
 def write_shards(
@@ -144,33 +138,20 @@ def write_shards(
 
 
 def write_file(path: Path, tensors: LazyTensors, finite: bool = False, format: str = "mlx") -> None:
-    """Write one safetensors file atomically; only one process may write it at a time.
+    """Write one safetensors file atomically: lazy values may still be read from the file that it replaces.
 
     See `write_tensors` for the arguments. Raises CheckpointError also if the disk is full.
     """
-    with _replace_when_done(path) as file:
+    with atomic_write(path) as file:
         write_tensors(file, path, tensors, finite, format)
 
 
 def write_hashed(path: Path, tensors: LazyTensors, format: str = "mlx") -> str:
     """As `write_file`; returns the file's SHA-256."""
-    with _replace_when_done(path) as file:
+    with atomic_write(path) as file:
         hashing = HashingWriter(file)
         write_tensors(hashing, path, tensors, format=format)
     return hashing.hexdigest()
-
-
-@contextmanager
-def _replace_when_done(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes `path` at the end. Raises CheckpointError if the disk is full."""
-    partial = path.with_name(f".{path.name}.partial")  # lazy values may still be read from `path`
-    with os_errors_as(CheckpointError, "write", path):
-        try:
-            with partial.open("wb") as file:
-                yield file
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def write_tensors(
@@ -239,19 +220,13 @@ class _LazyArrays:
         self.path = path
         self.unread: dict[str, mx.array] = {}
 
-    def reader(self, name: str) -> Callable[[], mx.array]:
-        return lambda: self.read(name)
-
     def read(self, name: str) -> mx.array:
-        if name not in self.unread:
-            try:
-                self.unread = mx.load(str(self.path), format="safetensors")
-            except (RuntimeError, ValueError) as error:
-                raise CheckpointError(f"{self.path} can't be read: {error}") from None
         try:
+            if name not in self.unread:
+                self.unread = mx.load(str(self.path), format="safetensors")
             return self.unread.pop(name)
-        except KeyError:
-            raise CheckpointError(f"{self.path} has changed: tensor {name} is gone") from None
+        except (RuntimeError, ValueError, KeyError) as error:  # it has changed since its header was read
+            raise CheckpointError(f"{self.path}: tensor {name} can't be read: {error}") from None
 
 
 def _nbytes(tensor: LazyTensor) -> int:
@@ -260,8 +235,7 @@ def _nbytes(tensor: LazyTensor) -> int:
 
 def _bytes_of(tensor: LazyTensor, name: str, path: Path, finite: bool) -> bytes | memoryview:
     value = tensor.read()
-    if tuple(value.shape) != tuple(tensor.shape) or value.dtype != tensor.dtype:
-        raise CheckpointError(f"{path}: tensor {name} was described wrongly, it is {value.dtype} {list(value.shape)}")
+    assert (tuple(value.shape), value.dtype) == (tuple(tensor.shape), tensor.dtype), name
     if value.size == 0:
         return b""
     try:

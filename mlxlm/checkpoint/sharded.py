@@ -14,14 +14,22 @@ from mlxlm.utils.json_files import parse_json_object
 _MAX_VALUES = 250_000
 
 
-def joined_tensors(
-    files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
+def sharded_tensors(
+    index: Path, files: Sequence[Path], read_file: Callable[[Path], Mapping[str, LazyTensor]]
 ) -> dict[str, LazyTensor]:
-    """Join the tensors of several files, each read by `read_file`.
+    """Describe the tensors of several files: those that `index` lists, if it exists, else all of `files`.
+
+    Args:
+        index: A Hugging Face index.
+        files: The files of a model without an index.
+        read_file: Describes the tensors of one file.
 
     Raises:
-        CheckpointError: A tensor is in two files.
+        CheckpointError: A tensor is in two files; or a listed file is missing, outside of the index's folder, or lacks
+            one of its tensors.
     """
+    if index.exists():
+        return _indexed_tensors(index, read_file)
     tensors: dict[str, LazyTensor] = {}
     for file in files:
         for name, tensor in read_file(file).items():
@@ -31,12 +39,7 @@ def joined_tensors(
     return tensors
 
 
-def indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
-    """Return the tensors that a Hugging Face index lists, each from the file it names, read by `read_file`.
-
-    Raises:
-        CheckpointError: A file is missing or outside of the index's folder, or lacks one of its tensors.
-    """
+def _indexed_tensors(index: Path, read_file: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
     raw = read_bytes(index, MAX_INDEX, CheckpointError)
     if raw.count(b",") > _MAX_VALUES:
         raise CheckpointError(f"{index} has more than {_MAX_VALUES} values, more than any model has")

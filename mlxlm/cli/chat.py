@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mlxlm.cli.generation_options import given_options, kv_options, load_model, sampling_options, speculation_options
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, given_values, is_given, option, reject_unused_options
+from mlxlm.cache.options import KVOptions
+from mlxlm.cli.generation_options import (
+    Speculation,
+    given_options,
+    kv_options,
+    load_model,
+    sampling_options,
+    speculation_options,
+)
+from mlxlm.cli.options import (
+    MODEL,
+    SectionedCommand,
+    given_values,
+    is_given,
+    offline_option,
+    option,
+    reject_unused_options,
+)
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import GenerationError
-
-if TYPE_CHECKING:
-    from mlxlm.cache import KVOptions
-    from mlxlm.generation import GenerationOptions
-    from mlxlm.generation.speculative import SpeculativeDecoder
 
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _CONTEXT_OVERFLOW = (
@@ -62,7 +72,7 @@ def chat(
     prompt: str | None,
     options: GenerationOptions,
     kv: KVOptions,
-    speculation: Callable[[], SpeculativeDecoder] | None,
+    speculation: Speculation,
     **flags: Any,
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import EXISTING_PATH, SectionedCommand, json_option
+from mlxlm.cli.options import EXISTING_PATH, MODEL, SectionedCommand, json_option, offline_option
+from mlxlm.data.builtin import python_reference
+from mlxlm.data.sources import read_documents
+from mlxlm.data.text import Document, conversation_as_text, split_pieces
+from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mlxlm.convert.compare import Comparison, TensorDiff
-    from mlxlm.data import Document
 
 _MAX_LISTED = 5
 _TOKENS = "Number of tokens of the text to use."
@@ -37,12 +39,10 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
     A and B are names of mlxlm models, folders, runs, hub ids, .gguf or .bin files with the same tokenizer. Layers are
     read one at a time, so models larger than memory can be compared.
     """
-    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.compare import compare as run_compare
     from mlxlm.convert.compare import tensor_diff, tokenize_for_both
-    from mlxlm.utils.errors import one_line
 
-    first, second = open_checkpoint(a), open_checkpoint(b)
+    first, second = checkpoint.open_checkpoint(a), checkpoint.open_checkpoint(b)
     ids, text_bytes = tokenize_for_both(first, second, lambda: _documents(eval_text), tokens)
     with render.phases_progress() as progress:
         layers, tensors = partial(progress, "comparing layers"), partial(progress, "comparing weights")
@@ -53,7 +53,12 @@ def compare(a: str, b: str, eval_text: Path | None, tokens: int, as_json: bool) 
         render.emit_json({**names, **outputs.to_dict(), "weights": weights.to_dict()})
         return
     render.result(summarize(outputs, weights))
-    render.print_table(_totals(outputs, weights), ("", "A", "B"))
+    totals = [("loss, nats per token", f"{outputs.loss_a:.4f}", f"{outputs.loss_b:.4f}")]
+    if outputs.bits_per_byte_a is not None:
+        totals.append(("bits per byte", f"{outputs.bits_per_byte_a:.4f}", f"{outputs.bits_per_byte_b:.4f}"))
+    totals.append(("weights", human_bytes(weights.nbytes_a), human_bytes(weights.nbytes_b)))
+    totals.append(("bits per weight", f"{weights.bits_per_weight_a:.2f}", f"{weights.bits_per_weight_b:.2f}"))
+    render.print_table(totals, ("", "A", "B"))
     windows = render.windows(outputs.context_length, outputs.stride)
     render.result(f"evaluated on: {eval_text or _BUILT_IN}, {outputs.tokens} tokens {windows}")
     for title, errors in (("hidden states", outputs.layers), ("weights", weights.tensors)):
@@ -78,15 +83,6 @@ def summarize(outputs: Comparison, weights: TensorDiff | None = None) -> str:
     return numbers + (f"; worst layers {', '.join(worst_layers)}" if worst_layers else "")
 
 
-def _totals(outputs: Comparison, weights: TensorDiff) -> list[tuple[str, str, str]]:
-    rows = [("loss, nats per token", f"{outputs.loss_a:.4f}", f"{outputs.loss_b:.4f}")]
-    if outputs.bits_per_byte_a is not None:
-        rows.append(("bits per byte", f"{outputs.bits_per_byte_a:.4f}", f"{outputs.bits_per_byte_b:.4f}"))
-    rows.append(("weights", human_bytes(weights.nbytes_a), human_bytes(weights.nbytes_b)))
-    rows.append(("bits per weight", f"{weights.bits_per_weight_a:.2f}", f"{weights.bits_per_weight_b:.2f}"))
-    return rows
-
-
 def _differences(weights: TensorDiff) -> Iterator[str]:
     for side, names in (("A", weights.only_a), ("B", weights.only_b)):
         if names:
@@ -101,10 +97,6 @@ def _differences(weights: TensorDiff) -> Iterator[str]:
 
 
 def _documents(path: Path | None) -> Iterator[Document]:
-    from mlxlm.data import Document, read_documents
-    from mlxlm.data.builtin import python_reference
-    from mlxlm.data.text import conversation_as_text, split_pieces
-
     if path is not None:
         return map(conversation_as_text, read_documents([path]))
     text = "\n\n".join(message["content"] for messages in python_reference() for message in messages)

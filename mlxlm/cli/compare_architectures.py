@@ -10,22 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.cli import render
+from mlxlm import train
+from mlxlm.cli import render, training_options
 from mlxlm.cli.options import SectionedCommand, given_flags, json_option, option
 from mlxlm.cli.run_options import command_arguments, pop_runtime_options, runtime_options, sweep_folder, sweep_options
-from mlxlm.cli.training_options import (
-    DEFAULT_MAX_SEQ_LENGTH,
-    chosen_config,
-    data_options,
-    data_settings,
-    given_settings,
-    given_tokenizer,
-    model_options,
-    print_skipped,
-    reject_unused_settings,
-    setting_options,
-    unused_data_rules,
-)
+from mlxlm.cli.training import phase, train_sweep
+from mlxlm.data.options import DataOptions, parse_weighted_sources
+from mlxlm.families import compatibility_warning
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -44,12 +35,12 @@ _MINUTES = "Minutes for the slowest variant; the others get as many tokens."
 @click.argument("data", nargs=-1)
 @sweep_options("Comparison")
 @option("Comparison", "--variant variants", str, _VARIANT, multiple=True, metavar="NAME: PART=VALUE, ...")
-@model_options("Comparison", "Base model of the variants; see mlxlm models presets.  [default: 1m]")
+@training_options.model_options("Comparison", "Base model of the variants; see mlxlm models presets.  [default: 1m]")
 @option("Training length", "--steps", int, "Number of steps of each variant.")
 @option("Training length", "--tokens", float, _TOKENS)
 @option("Training length", "--minutes", float, _MINUTES)
-@data_options()
-@setting_options()
+@training_options.data_options()
+@training_options.setting_options()
 @runtime_options
 @json_option
 def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -58,8 +49,6 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
     All variants share one tokenizer and see the same tokens. Each is an ordinary run in its own folder. Ctrl-C finishes
     the step and saves; the same command, or --resume FOLDER, continues what is unfinished.
     """
-    from mlxlm.cli.training import phase, train_sweep
-
     runtime = pop_runtime_options(options)
     out = sweep_folder(data, options)
     comparison = _comparison(data, out, options, runtime["power"].duty_cycle)
@@ -80,10 +69,7 @@ def compare_architectures(data: tuple[str, ...], as_json: bool, **options: Any) 
 
 
 def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_cycle: float) -> Comparison:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
     from mlxlm.experiments.architecture_comparison import Comparison, Variant, start_comparison
-    from mlxlm.train import Budget
 
     if not data:
         if flags := given_flags(options):
@@ -91,21 +77,21 @@ def _comparison(data: tuple[str, ...], out: Path, options: dict[str, Any], duty_
             raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Comparison.open(out)
     sources, weights = parse_weighted_sources(data)
-    reject_unused_settings(options, *unused_data_rules(options, sources))
-    config = chosen_config(options)
-    settings = given_settings(options)
-    settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
+    training_options.reject_unused_settings(options, sources)
+    config = training_options.chosen_config(options)
+    settings = training_options.given_settings(options)
+    settings.setdefault("max_seq_length", training_options.default_max_seq_length(config))
     comparison = start_comparison(
         out,
-        DataOptions(sources, weights, **data_settings(options)),
+        DataOptions(sources, weights, **training_options.data_settings(options)),
         config,
         [Variant.parse(text) for text in options["variants"]],
-        tokenizer=given_tokenizer(options),
-        budget=Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
+        tokenizer=training_options.given_tokenizer(options),
+        budget=train.Budget(tokens=options["tokens"], minutes=options["minutes"], duty_cycle=duty_cycle),
         settings=settings,
         phase=phase,
     )
-    print_skipped(Manifest.read(comparison.data).skipped)
+    training_options.print_skipped(comparison.data)
     return comparison
 
 
@@ -128,8 +114,6 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _notes(comparison: Comparison, results: list[Result]) -> Iterator[str]:
     """What to keep in mind when reading the table."""
-    from mlxlm.families import compatibility_warning
-
     sizes = sorted(results, key=lambda result: result.parameters)
     if sizes and sizes[-1].parameters > (1 + _SIZE_TOLERANCE) * sizes[0].parameters:
         more = 100 * (sizes[-1].parameters / sizes[0].parameters - 1)

@@ -37,6 +37,8 @@ def install(cli: click.Command, shell: str | None = None) -> None:
     Raises:
         PlatformError: It is another shell, a file can't be written, or another one has its name.
     """
+    from mlxlm.cli.render import say  # rich takes a while to import, and answers must be quick
+
     shell = shell or Path(os.environ.get("SHELL", "")).name
     if shell not in SHELLS:
         raise PlatformError(f"there is no completion for the shell {shell!r}", f"one of {', '.join(SHELLS)}")
@@ -44,13 +46,10 @@ def install(cli: click.Command, shell: str | None = None) -> None:
     assert completion is not None
     script = _HEADER + completion(cli, {}, "mlxlm", COMPLETION_VARIABLE).source()
     path, settings, line = _places(shell)
-    changed = _write_script(path, script)
-    if settings is not None:
-        changed |= _add_line(settings, line)
-    if changed:
-        _say(f"It works in new {shell} terminals; in this one after: exec {shell}")
-    else:
-        _say("nothing to do: it is installed already")
+    changes = _write_script(path, script) + (_add_line(settings, line) if settings else [])
+    ending = f"It works in new {shell} terminals; in this one after: exec {shell}"
+    for message in [*changes, ending] if changes else ["nothing to do: it is installed already"]:
+        say(message)
 
 
 def _places(shell: str) -> tuple[Path, Path | None, str]:
@@ -62,11 +61,8 @@ def _places(shell: str) -> tuple[Path, Path | None, str]:
     if shell == "zsh":
         path = data / "mlxlm/completion.zsh"
         settings = Path(os.environ.get("ZDOTDIR") or home) / ".zshrc"
-        return (
-            path,
-            settings,
-            f"(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit; }}; {_source(path)}",
-        )
+        line = f"(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit; }}; {_source(path)}"
+        return path, settings, line
     folder = Path(os.environ.get("BASH_COMPLETION_USER_DIR") or data / "bash-completion") / "completions"
     path = folder / "mlxlm"
     if any(map(os.path.exists, _BASH_COMPLETION)):
@@ -80,36 +76,29 @@ def _source(path: Path) -> str:
     return f"[ -f {quoted} ] && source {quoted}"
 
 
-def _say(message: str) -> None:
-    from mlxlm.cli.render import say  # rich takes a while to import, and answers must be quick
-
-    say(message)
-
-
-def _write_script(path: Path, script: str) -> bool:
+def _write_script(path: Path, script: str) -> list[str]:
+    """Write the script. Returns what that changed."""
     with os_errors_as(PlatformError, "write", path):
         old = path.read_text(encoding="utf-8") if path.exists() else None
         if old == script:
-            return False
+            return []
         if old is not None and not old.startswith(_HEADER):
             raise PlatformError(f"{path} was not written by mlxlm", "move it away, then install the completion again")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, script.encode("utf-8"), PlatformError)
-    _say(f"wrote {path}")
-    return True
+    return [f"wrote {path}"]
 
 
-def _add_line(path: Path, line: str) -> bool:
-    """Append a line to a settings file, unless it has one of mlxlm."""
+def _add_line(path: Path, line: str) -> list[str]:
+    """Append a line to a settings file, unless it has one of mlxlm. Returns what that changed."""
     with os_errors_as(PlatformError, "write", path):
         old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         if _MARK in old:
-            return False
+            return []
         separator = "" if not old or old.endswith("\n") else "\n"
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{separator}{line}  {_MARK}\n")
-    _say(f"added a line to {path}")
-    return True
+    return [f"added a line to {path}"]
 
 
 def install_option() -> click.Option:

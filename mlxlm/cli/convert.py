@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, json_option, renamed
+from mlxlm.cli.options import MODEL, SectionedCommand, json_option, offline_option, renamed
+from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
 _OUTTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # in GGUF files
@@ -38,7 +38,6 @@ def convert(
     """
     dtype = renamed("--outtype", outtype and _OLD_NAMES.get(outtype, outtype), "--dtype", dtype)
     from mlxlm.convert.conversion import convert as run_convert
-    from mlxlm.utils.errors import one_line
 
     if not source or not out:
         raise click.UsageError("SOURCE and --out need a name")

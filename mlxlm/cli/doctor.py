@@ -57,8 +57,7 @@ def _check(out: Path | None, as_json: bool) -> None:
     if as_json:
         render.emit_json(report.to_dict())
     else:
-        rows = [(s.section, s.name, s.outcome, f"{s.seconds:.1f} s", s.values) for s in summarize(report.results)]
-        render.print_table(rows, ("part", "check", "result", "time", ""))
+        render.print_table(summarize(report.results), ("part", "check", "result", "time", ""))
     for result in report.failed:
         render.say(one_line(f"failed: {result.section}, {result.title}: {result.reason}"), style="red")
     render.say(f"{report.headline}; the report is in {out}")

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import generation
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
+    MODEL,
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    data_option,
     given_values,
     json_option,
-    on_bad_input_option,
+    offline_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data.sources import read_documents, total_bytes
+from mlxlm.data.text import BadInput
+from mlxlm.utils.errors import DataError, os_errors_as
+from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_seconds
+from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
+    from mlxlm.evaluate.small_world import KindScore
     from mlxlm.evaluate.text import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
@@ -41,8 +50,8 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
     "Text", "--context-length", click.IntRange(1), "Tokens per window.  [default: the model's context, at most 2048]"
 )
 @option("Text", "--stride", click.IntRange(1), _STRIDE)
-@text_column_option("Text", default="text")
-@on_bad_input_option("Text")
+@data_option("text_column", "Text", default="text")
+@data_option("on_bad_input", "Text")
 @option("Multiple choice", "--multiple-choice", PATH, "Questions as JSON lines.", metavar="FILE")
 @option("Multiple choice", "--out", PATH, "New file for the answers, one JSON line per question.")
 @option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")
@@ -72,7 +81,12 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
         (not small_world, _SMALL_WORLD_OPTIONS, "--small-world is not given"),
     )
     if small_world:
-        _evaluate_small_world(model, options, as_json)
+        limits = given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS})
+        scores = small_world_scores(generation.load(model), "Asking", **limits)
+        if as_json:
+            render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
+        else:
+            render.print_small_world(scores)
     elif multiple_choice:
         _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
     else:
@@ -80,61 +94,46 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from mlxlm.data import BadInput, read_documents, total_bytes
     from mlxlm.evaluate.loss import window_lengths
     from mlxlm.evaluate.text import TextLoss, evaluate_text
-    from mlxlm.generation import load
 
     total = total_bytes(texts)
-    lm = load(model)
-    stdin = sys.stdin.buffer
-    context_length, stride = window_lengths(
-        lm.config.max_position_embeddings, options["context_length"], options["stride"]
-    )
+    lm = generation.load(model)
+    given = options["context_length"], options["stride"]
+    windows = window_lengths(lm.config.max_position_embeddings, *given)
+    lengths = dict(zip(("context_length", "stride"), windows, strict=True))
     losses: dict[str, TextLoss] = {}
     bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
     with render.bytes_progress("Evaluating", total) as advance:
         for text in dict.fromkeys(texts):
-            source = read_documents(
-                [text], stdin=stdin, advance=advance, text_column=options["text_column"], on_bad=bad
-            )
-            losses["stdin" if text == "-" else text] = evaluate_text(
-                lm, source, context_length=context_length, stride=stride
-            )
+            how = {"text_column": options["text_column"], "on_bad": bad}
+            source = read_documents([text], stdin=sys.stdin.buffer, advance=advance, **how)
+            losses["stdin" if text == "-" else text] = evaluate_text(lm, source, **lengths)
     print_skipped(bad.skipped)
     total_loss = sum(losses.values(), TextLoss())
     if as_json:
         parts = {"texts": {name: loss.to_dict() for name, loss in losses.items()}} if len(losses) > 1 else {}
-        lengths = {"context_length": context_length, "stride": stride}
         render.emit_json({"model": model, **total_loss.to_dict(), **lengths, "skipped": bad.skipped, **parts})
         return
     rows = {**losses, "all": total_loss} if len(losses) > 1 else losses
     header = ("text", "tokens", "loss", "perplexity", "bits per byte", "bits per character")
-    render.print_table([(name, *_row(loss)) for name, loss in rows.items()], header)
-    render.result(render.windows(context_length, stride))
+    table: list[tuple[Any, ...]] = []
+    for name, x in rows.items():
+        bits = f"{x.bits_per_byte:.4f}", f"{x.bits_per_character:.4f}"
+        table.append((name, x.tokens, f"{x.loss:.4f}", f"{x.perplexity:.4g}", *bits))
+    render.print_table(table, header)
+    render.result(render.windows(**lengths))
     seconds = time.perf_counter() - start
     render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
 
 
-def _row(loss: TextLoss) -> tuple[str, ...]:
-    numbers = (f"{loss.perplexity:.4g}", f"{loss.bits_per_byte:.4f}", f"{loss.bits_per_character:.4f}")
-    return (str(loss.tokens), f"{loss.loss:.4f}", *numbers)
-
-
 def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
-    from contextlib import nullcontext
-    from dataclasses import asdict
-
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
-    from mlxlm.generation import load
-    from mlxlm.utils.errors import DataError, os_errors_as
-    from mlxlm.utils.files import atomic_new_file
-    from mlxlm.utils.json_files import json_line
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size
-    lm = load(model)
+    lm = generation.load(model)
     answers = []
     with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:
@@ -146,28 +145,15 @@ def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json:
     if as_json:
         render.emit_json({"model": model, **asdict(accuracy), "results": [asdict(a) for a in answers]})
         return
-    rows = [
-        (name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}")
-        for name, share in (("accuracy", accuracy.accuracy), ("accuracy by bytes", accuracy.accuracy_by_bytes))
-    ]
+    shares = {"accuracy": accuracy.accuracy, "accuracy by bytes": accuracy.accuracy_by_bytes}
+    rows = [(name, f"{share:.1%}", f"± {accuracy.stderr(share):.1%}") for name, share in shares.items()]
     rows.append(("chance", f"{accuracy.random_accuracy:.1%}", ""))
     render.print_table(rows, (f"{accuracy.questions} questions", "", ""))
 
 
-def _evaluate_small_world(model: str, options: dict[str, Any], as_json: bool) -> None:
-    from dataclasses import asdict
-
+def small_world_scores(lm: generation.LoadedModel, label: str, *args: Any, **options: Any) -> list[KindScore]:
+    """Ask held-out questions about small-world. The arguments are those of `evaluate_small_world`."""
     from mlxlm.evaluate.small_world import evaluate_small_world
-    from mlxlm.generation import load
 
-    lm = load(model)
     with render.phases_progress() as progress:
-        scores = evaluate_small_world(
-            lm,
-            **given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS}),
-            progress=lambda done, total: progress("Asking", done, total),
-        )
-    if as_json:
-        render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
-    else:
-        render.print_small_world(scores)
+        return evaluate_small_world(lm, *args, progress=lambda done, total: progress(label, done, total), **options)

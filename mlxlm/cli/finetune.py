@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, on_bad_input_option, option
+from mlxlm import train
+from mlxlm.cli import render, training_options
+from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
 from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
-from mlxlm.cli.training_options import (
-    data_settings,
-    given_settings,
-    print_skipped,
-    reject_unused_settings,
-    setting_options,
-    steps_option,
-    validation_options,
-)
-
-if TYPE_CHECKING:
-    from mlxlm.train import Run
+from mlxlm.cli.training import phase, run_and_summarize
+from mlxlm.data.options import DataOptions
 
 # Samples of text would show no conversation, and fine-tuning has its own packing.
 _UNUSED_SETTINGS = ("packing", "document_mask", "sample_every", "sample_prompt", "sample_tokens")
@@ -42,7 +32,7 @@ _HELP_TEXTS = {
 @offline_option
 @click.argument("data", nargs=-1)
 @run_options
-@steps_option
+@training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
 @option("Training length", "--minutes", float, "Wall-clock budget.")
 @option(
@@ -53,9 +43,9 @@ _HELP_TEXTS = {
     metavar="NAME|FILE",
     advanced=True,
 )
-@validation_options("Conversations for validation, instead of a part of DATA.")
-@on_bad_input_option("Data")
-@setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
+@training_options.validation_options("Conversations for validation, instead of a part of DATA.")
+@data_option("on_bad_input", "Data")
+@training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     """Fine-tune MODEL on DATA, .jsonl files of conversations.
@@ -76,8 +66,6 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
     A chat template that rewrites answers, such as those of reasoning models with <think>, needs answers without it. The
     context of a chat is that of MODEL.
     """  # noqa: D301 - \b keeps click from wrapping the example, and --help ends at \f
-    from mlxlm.cli.training import run_and_summarize
-
     runtime = pop_runtime_options(options)
     run = resumed_run((model, data), options)
     if run is None:
@@ -91,22 +79,21 @@ def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
 
 def _new_run(
     model: str | None, data: tuple[str, ...], out: Path | None, options: dict[str, Any], duty_cycle: float
-) -> Run:
+) -> train.Run:
     from mlxlm.chat.sft_encoder import SFTEncoder
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest
-    from mlxlm.train import Budget, open_base_model, start_finetune
 
     if model is None or not data or out is None:
         raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
-    reject_unused_settings(options)
-    base, tokenizer = open_base_model(model)
+    training_options.reject_unused_settings(options, ())
+    base, tokenizer = train.open_base_model(model)
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})
     encoder = SFTEncoder(tokenizer, eos_ids, options["chat_template"])
-    conversations = DataOptions(data, stdin=sys.stdin.buffer, **data_settings(options))
+    conversations = DataOptions(data, stdin=sys.stdin.buffer, **training_options.data_settings(options))
     limits = {"epochs": options["epochs"], "minutes": options["minutes"]}
-    budget = Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
-    settings = given_settings(options)
-    run = start_finetune(out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase)
-    print_skipped(Manifest.read(run.data).skipped)
+    budget = train.Budget(**limits, duty_cycle=duty_cycle, start_time=command_start_time())
+    settings = training_options.given_settings(options)
+    run = train.start_finetune(
+        out, base, tokenizer, encoder, conversations, budget=budget, settings=settings, phase=phase
+    )
+    training_options.print_skipped(run.data)
     return run

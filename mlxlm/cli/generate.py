@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+import time
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import generation
+from mlxlm.cache.options import KVOptions
+from mlxlm.cli import render
 from mlxlm.cli.generation_options import (
     CONSTRAINT_HINTS,
+    Speculation,
     given_options,
     kv_options,
     load_model,
     sampling_options,
     speculation_options,
 )
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, flag, option
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.options import MODEL, SectionedCommand, flag, given_values, offline_option, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
+from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.formatting import human_bytes
-
-if TYPE_CHECKING:
-    from mlxlm.cache import KVOptions
-    from mlxlm.chat.chat_encoder import MessageEncoder
-    from mlxlm.generation import Engine, GenerationOptions, GenerationResult, LoadedModel, Request
-    from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
 Examples:
@@ -72,7 +70,7 @@ def generate(
     jsonl: str | None,
     options: GenerationOptions,
     kv: KVOptions,
-    speculation: Callable[[], SpeculativeDecoder] | None,
+    speculation: Speculation,
     **flags: Any,
 ) -> None:
     """Continue a prompt with MODEL: a name, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
@@ -89,16 +87,16 @@ def generate(
     "max_tokens": 50. See docs/scripting.md for all fields, and for the Python API.
     """  # noqa: D301 - click's form feed: --help ends there
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
-    make_encoder = partial(_message_encoder, flags["chat_template"], flags["chat"])
-    if jsonl is not None:
-        from mlxlm.cli.jsonl import JsonlSettings, run
-
-        names = {f.name for f in fields(JsonlSettings)} & flags.keys()
-        settings = JsonlSettings(options, kv, **{name: flags[name] for name in names})
-        run(jsonl, partial(load_model, model), make_encoder, settings)
-        return
+    from mlxlm.chat.chat_encoder import message_encoder
     from mlxlm.generation.request import encode_prompt
 
+    compile_now = flags["chat"] or flags["chat_template"] is not None
+    make_encoder = partial(message_encoder, chat_template=flags["chat_template"], compile_now=compile_now)
+    if jsonl is not None:
+        from mlxlm.cli.jsonl import run
+
+        run(jsonl, partial(load_model, model), make_encoder, options, kv, flags)
+        return
     text = _prompt_text(prompt)
     lm = load_model(model)
     if prompt not in (None, "-"):
@@ -110,24 +108,19 @@ def generate(
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
-    from mlxlm.generation import Engine, Request
-    from mlxlm.generation.engine import BATCH_SIZE
-
     options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
     if options.seed is not None and (speculation is not None or cache_file is not None):
         options = options.with_seed(options.seed)  # neither is used for a deterministic text
-    request = Request(ids, options, eos_token_ids)
-    engine = Engine(
+    request = generation.Request(ids, options, eos_token_ids)
+    engine = generation.Engine(
         lm,
         kv=kv,
-        batch_size=flags["batch_size"] or BATCH_SIZE,
         prefix_cache_bytes=None if cache_file is None else sys.maxsize,
         speculation=speculation and speculation(),
+        **given_values({"batch_size": flags["batch_size"]}),
     )
     if flags["num_samples"] > 1:
-        from mlxlm.cli.generate_samples import print_samples
-
-        print_samples(engine, request, flags["num_samples"], flags["as_json"], flags["verbose"])
+        _print_samples(engine, request, flags["num_samples"], flags["as_json"], flags["verbose"])
         return
     if cache_file is not None and Path(cache_file).exists():
         engine.load_prefix(cache_file)
@@ -142,16 +135,12 @@ def _check_flags(
     flags: dict[str, Any], prompt: str | None, jsonl: str | None, options: GenerationOptions, speculative: bool
 ) -> None:
     """Raise UsageError for options that contradict each other."""
-    one_text = jsonl is None and flags["num_samples"] == 1
-    if jsonl is not None and (prompt is not None or flags["as_json"]):
-        raise click.UsageError("--jsonl has its own prompts and always prints JSON: no --prompt, no --json")
-    for name in ("resume", "prompt_cache_file"):
-        if flags[name] == "" or name == "resume" and flags[name] == "-":
-            raise click.UsageError(f"{flag(name)} takes the name of a file")
-    if flags["ordered"] and flags["resume"] is not None:
-        raise click.UsageError(
-            "either --ordered or --resume: results that an interrupted run lacks are added at the end"
-        )
+    one_text, cache_file, resume = (
+        jsonl is None and flags["num_samples"] == 1,
+        flags["prompt_cache_file"],
+        flags["resume"],
+    )
+    names: tuple[str, ...]
     for names, needed, met in (
         (("ordered", "resume"), "--jsonl", jsonl is not None),
         (("system_prompt", "chat_template"), "--chat or --jsonl", flags["chat"] or jsonl is not None),
@@ -161,12 +150,21 @@ def _check_flags(
         for name in names:
             if not met and flags[name] not in (None, False):
                 raise click.UsageError(f"{flag(name)} needs {needed}")
-    if speculative and not one_text:
-        raise click.UsageError("--draft-model or --prompt-lookup needs a single text, not --jsonl or --num-samples")
-    if options.deterministic and (speculative or flags["prompt_cache_file"] is not None):
-        raise click.UsageError("--deterministic excludes --draft-model, --prompt-lookup and --prompt-cache-file")
-    if options.logprobs is not None and not (flags["as_json"] or jsonl is not None):
-        raise click.UsageError("--logprobs needs --json or --jsonl")
+    for problem, is_wrong in {
+        "--jsonl has its own prompts and always prints JSON: no --prompt, no --json": jsonl is not None
+        and (prompt is not None or flags["as_json"]),
+        "--resume takes the name of a file": resume in ("", "-"),
+        "--prompt-cache-file takes the name of a file": cache_file == "",
+        "either --ordered or --resume: results that an interrupted run lacks are added at the end": flags["ordered"]
+        and resume is not None,
+        "--draft-model or --prompt-lookup needs a single text, not --jsonl or --num-samples": speculative
+        and not one_text,
+        "--deterministic excludes --draft-model, --prompt-lookup and --prompt-cache-file": options.deterministic
+        and (speculative or cache_file is not None),
+        "--logprobs needs --json or --jsonl": options.logprobs is not None and not flags["as_json"] and jsonl is None,
+    }.items():
+        if is_wrong:
+            raise click.UsageError(problem)
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -180,20 +178,15 @@ def _prompt_text(prompt: str | None) -> str:
     return text
 
 
-def _message_encoder(chat_template: str | None, as_chat: bool, lm: LoadedModel) -> MessageEncoder:
-    from mlxlm.chat.chat_encoder import message_encoder
-
-    return message_encoder(lm, chat_template, compile_now=as_chat or chat_template is not None)
-
-
-def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str | None) -> GenerationResult:
+def _print_one(
+    engine: generation.Engine, request: generation.Request, as_json: bool, cache_file: str | None
+) -> generation.GenerationResult:
     """Generate and print one text; save the prompt's key-value cache to `cache_file`."""
     from mlxlm.chat.terminal.output import write
-    from mlxlm.cli import render
     from mlxlm.generation.jsonl.results import full_result_fields
 
     prompt_tokens = len(request.prompt)
-    with spinner(f"reading the prompt, {prompt_tokens} tokens") as update:
+    with render.spinner(f"reading the prompt, {prompt_tokens} tokens") as update:
         on_prefill = lambda done: update(f"reading the prompt, {done} of {prompt_tokens} tokens")  # noqa: E731
         stream = engine.submit(request, on_prefill=on_prefill)
         first = next(stream, None)
@@ -215,13 +208,11 @@ def _print_one(engine: Engine, request: Request, as_json: bool, cache_file: str 
     return stream.result()
 
 
-def _print_statistics(result: GenerationResult) -> None:
-    from mlxlm.cli.render import say
-
+def _print_statistics(result: generation.GenerationResult) -> None:
     t = result.timings
     decode = f"{t.tokens_per_second:.1f} tokens/s" if t.tokens_per_second else "one token"
     cached = f" ({result.cached_tokens} cached)" if result.cached_tokens else ""
-    say(
+    render.say(
         f"prompt {result.prompt_tokens} tokens{cached}, {t.prompt_tokens_per_second:.1f} tokens/s; "
         f"first token after {t.time_to_first_token:.2f} s; answer {len(result.tokens)} tokens, {decode}; "
         f"finish reason {result.finish_reason}; seed {result.seed}; "
@@ -231,4 +222,44 @@ def _print_statistics(result: GenerationResult) -> None:
     if (stats := result.speculation) is not None:
         rate = "" if stats.acceptance_rate is None else f" ({stats.acceptance_rate:.0%})"
         why = f"; {stats.reason}" if stats.reason else ""
-        say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}", style="dim")
+        render.say(f"{stats.accepted} of {stats.proposed} proposed tokens accepted{rate}{why}", style="dim")
+
+
+def _print_samples(
+    engine: generation.Engine, request: generation.Request, count: int, as_json: bool, verbose: bool
+) -> None:
+    """Print `count` texts with an empty line between them, or one JSON object each.
+
+    Raises GenerationError at the end if a constrained text is incomplete.
+    """
+    from mlxlm.chat.terminal.output import write
+    from mlxlm.generation.gumbel_noise import random_seed
+    from mlxlm.generation.jsonl.results import full_result_fields
+    from mlxlm.generation.text_generation import ordered_results
+
+    if request.options.seed is None:
+        request = replace(request, options=replace(request.options, seed=random_seed()))
+    requests = (request.sample("1", number) for number in range(count))
+    start, tokens, peak, incomplete = time.monotonic(), 0, 0, None
+    with closing(generation.run_batch(engine, requests)) as batch:
+        results = ordered_results(batch)
+        for number in range(count):
+            with render.spinner(f"printed {number} of {count} texts"):
+                result = next(results)
+            tokens, peak = tokens + len(result.tokens), max(peak, result.timings.peak_memory_bytes)
+            incomplete = incomplete or (result if result.constraint_error is not None else None)
+            if as_json:
+                render.emit_json({"sample": number} | full_result_fields(result, engine.lm.tokenizer))
+            else:
+                write(("\n" if number else "") + result.text + "\n")
+    if verbose:
+        seconds = time.monotonic() - start
+        render.say(
+            f"prompt {len(request.prompt)} tokens; {count} texts, {tokens} tokens in {seconds:.1f} s, "
+            f"{tokens / seconds:.1f} tokens/s; peak memory of MLX's arrays {human_bytes(peak)}",
+            style="dim",
+        )
+    if incomplete is not None:
+        raise GenerationError(
+            f"not every text is complete: {incomplete.constraint_error}", CONSTRAINT_HINTS.get(incomplete.finish_reason)
+        )

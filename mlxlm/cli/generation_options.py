@@ -9,21 +9,25 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from mlxlm import generation
 from mlxlm.cache.options import KVOptions
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import add_options, field_option, is_given, option
-from mlxlm.cli.spinner import spinner
+from mlxlm.checkpoint.download import fetch
+from mlxlm.cli.options import MODEL, add_options, field_option, is_given, option
+from mlxlm.cli.render import spinner
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import MAX_SCHEMA_CHARS, GenerationOptions
+from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import GenerationError, one_line
 
 if TYPE_CHECKING:
-    from mlxlm.generation import LoadedModel
     from mlxlm.generation.speculative import SpeculativeDecoder
+
+# None without speculative decoding, else a function that loads the draft model, if there is one.
+Speculation: TypeAlias = "Callable[[], SpeculativeDecoder] | None"
 
 _SECTIONS = ("Stopping", "Sampling", "Repetition penalties", "Constrained output", "Output")
 _memory = functools.partial(option, "Memory and speed")
@@ -40,17 +44,14 @@ CONSTRAINT_HINTS: dict[str | None, str] = {
 }
 
 
-def load_model(model: str) -> LoadedModel:
+def load_model(model: str) -> generation.LoadedModel:
     """Load a model by path, catalog name or hub id, with a spinner.
 
     A path is made absolute, because sessions and caches store it and may be used from another folder.
     """
-    from mlxlm.checkpoint.download import fetch
-    from mlxlm.generation import load
-
     fetch(model)  # before the spinner, since it has a progress bar
     with spinner(f"loading {one_line(model)}"):
-        return load(os.path.abspath(model) if os.path.exists(model) else model)
+        return generation.load(os.path.abspath(model) if os.path.exists(model) else model)
 
 
 def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:
@@ -111,8 +112,7 @@ def _as_usage_errors() -> Iterator[None]:
 def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of speculative decoding to a command.
 
-    The command gets `speculation`: None without speculative decoding, else a function that loads the draft model if
-    there is one and returns a SpeculativeDecoder.
+    The command gets `speculation`, a Speculation.
     """
 
     @functools.wraps(command)
@@ -140,7 +140,5 @@ def _is_json(schema: str) -> bool:
 
 def _read(path: str, expected: str) -> str:
     """Return the content of a file with a constraint."""
-    from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
-
     content = read_bytes(Path(path), MAX_SCHEMA_CHARS, GenerationError)
     return decode_utf8(content, path, GenerationError, expected, "utf-8-sig")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import checkpoint
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
-from mlxlm.cli.options import SectionedCommand, json_option
-from mlxlm.utils.formatting import human_bytes, human_count
+from mlxlm.cli.options import MODEL, SectionedCommand, json_option, offline_option
+from mlxlm.utils.errors import one_line
+from mlxlm.utils.formatting import group_layers_by_value, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mlxlm.convert.inspect import Description
 
 
@@ -27,13 +27,11 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
     SOURCE is a name of mlxlm models, a folder, a run, a hub id, or a .gguf or .bin file. Only headers are read.
     """
-    from mlxlm.checkpoint.open import open_checkpoint
     from mlxlm.convert.inspect import describe
-    from mlxlm.utils.errors import one_line
 
-    checkpoint = open_checkpoint(source)
-    description = describe(checkpoint)
-    tensors = checkpoint.tensors.items()
+    source_checkpoint = checkpoint.open_checkpoint(source)
+    description = describe(source_checkpoint)
+    tensors = source_checkpoint.tensors.items()
     rows = [(one_line(name), t.stored_dtype, "x".join(map(str, t.shape)), t.nbytes) for name, t in tensors]
     if as_json:
         listed = [dict(zip(("name", "type", "shape", "bytes"), row, strict=True)) for row in rows]
@@ -48,8 +46,6 @@ def inspect(source: str, list_tensors: bool, as_json: bool) -> None:
 
 def lines(description: Description) -> Iterator[tuple[str, str]]:
     """(heading, text) of each line to print."""
-    from mlxlm.utils.formatting import group_layers_by_value
-
     yield "path", description.path
     yield "format", description.format
     run = f"run by {description.runtime}" if description.problem is None else f"can't be run: {description.problem}"

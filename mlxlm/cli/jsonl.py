@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from mlxlm.cache import KVOptions
 from mlxlm.cli import render
 from mlxlm.cli.generation_options import given_options
+from mlxlm.cli.options import given_values
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
-from mlxlm.generation.engine import BATCH_SIZE
 from mlxlm.generation.jsonl.requests import (
     MAX_LINE_BYTES,
     BadRequest,
@@ -39,29 +40,14 @@ _GATHER_SECONDS = 0.02
 _SECONDS_BETWEEN_LINES = 60.0  # if stderr is not a terminal
 _BLOCK = 2**18  # bytes that are read at once
 
-Write = Callable[[int, dict[str, Any]], None]  # gets the position of a result in the order of requests, and its fields
-
-
-@dataclass(frozen=True)
-class JsonlSettings:
-    """What the command line sets for all requests. Fields are named as the options."""
-
-    options: GenerationOptions
-    kv: KVOptions
-    chat: bool = False
-    system_prompt: str | None = None
-    num_samples: int = 1
-    batch_size: int | None = None
-    ordered: bool = False
-    resume: str | None = None
-    verbose: bool = False
-
 
 def run(
     source: str,
     load: Callable[[], LoadedModel],
     make_encoder: Callable[[LoadedModel], Callable[[Messages], EncodedPrompt]],
-    settings: JsonlSettings,
+    options: GenerationOptions,
+    kv: KVOptions,
+    flags: Mapping[str, Any],
 ) -> None:
     """Serve every request of a file.
 
@@ -69,47 +55,38 @@ def run(
         source: The path of the requests, or - for standard input.
         load: Loads the model.
         make_encoder: Returns the function that encodes the messages of a request, for a model.
-        settings: Options of the command line.
+        options: The options of all requests.
+        kv: The key-value cache.
+        flags: Further options of the command, by name.
 
     Raises:
         GenerationError: At the end, if some requests failed.
     """
-    job_progress = JobProgress(settings.num_samples)
-    with _summary(job_progress, settings), ExitStack() as stack:
+    resume, num_samples = flags["resume"], flags["num_samples"]
+    with ExitStack() as stack:
         descriptor = stack.enter_context(_open(source))
-        file = None if settings.resume is None else stack.enter_context(ResultFile(settings.resume))
+        file = None if resume is None else stack.enter_context(ResultFile(resume))
         lm = load()
-        reader = RequestReader(
-            lm,
-            lm.generation_options(**given_options(settings.options)),
-            PromptEncoder(lm, make_encoder(lm), as_chat=settings.chat, system_prompt=settings.system_prompt),
-            kv=settings.kv,
-            num_samples=settings.num_samples,
-            **({"done": file.done} if file else {}),
-        )
-        job_progress.begin(_count_lines(descriptor))
-        show = stack.enter_context(progress(job_progress))
-        write_line = render.write_line if file is None else file.write
-        write = _write_in_order(write_line) if settings.ordered else _write_as_finished(write_line)
-        server = _Server(LineReader(descriptor, MAX_LINE_BYTES), reader, write, job_progress, show)
-        server.serve(Engine(lm, kv=settings.kv, batch_size=settings.batch_size or BATCH_SIZE))
-
-
-@contextmanager
-def _summary(job_progress: JobProgress, settings: JsonlSettings) -> Iterator[None]:
-    """At the end, print a summary, how to resume, or raise GenerationError for failed requests."""
-    resume = settings.resume
-    try:
-        yield
-    except MlxlmError:
-        raise
-    except BaseException:
-        if resume is not None and job_progress.results:
-            render.say(f"finished results are in {resume}; the same command continues from there", style="dim")
-        raise
-    finally:
-        if settings.verbose and job_progress.seconds:
-            render.say(job_progress.summary(), style="dim")
+        encoder = PromptEncoder(lm, make_encoder(lm), as_chat=flags["chat"], system_prompt=flags["system_prompt"])
+        defaults = lm.generation_options(**given_options(options))
+        done = {"done": file.done} if file else {}
+        reader = RequestReader(lm, defaults, encoder, kv=kv, num_samples=num_samples, **done)
+        engine = Engine(lm, kv=kv, **given_values({"batch_size": flags["batch_size"]}))
+        job_progress = JobProgress(num_samples, _count_lines(descriptor))
+        write = render.write_line if file is None else file.write
+        try:
+            with progress(job_progress) as show:
+                lines = LineReader(descriptor, MAX_LINE_BYTES)
+                _Server(lines, reader, write, flags["ordered"], job_progress, show).serve(engine)
+        except MlxlmError:
+            raise
+        except BaseException:
+            if resume is not None and job_progress.results:
+                render.say(f"finished results are in {resume}; the same command continues from there", style="dim")
+            raise
+        finally:
+            if flags["verbose"]:
+                render.say(job_progress.summary(), style="dim")
     if job_progress.failed:
         raise GenerationError(
             f"{job_progress.failed} of {job_progress.results} results failed; the reason is in their lines",
@@ -118,52 +95,48 @@ def _summary(job_progress: JobProgress, settings: JsonlSettings) -> Iterator[Non
         )
 
 
+@dataclass
 class _Server:
-    """Passes requests to the batch as they arrive, and writes results as they finish."""
+    """Passes requests to the batch as they arrive, and writes results as they finish, or in the order of requests."""
 
-    def __init__(
-        self,
-        lines: LineReader,
-        reader: RequestReader,
-        write: Write,
-        job_progress: JobProgress,
-        show: Callable[[], None],
-    ):
-        self._lines = lines
-        self._reader = reader
-        self._write = write
-        self._progress = job_progress
-        self._show = show
+    lines: LineReader
+    reader: RequestReader
+    write: Callable[[bytes], None]
+    ordered: bool
+    progress: JobProgress
+    show: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._running: dict[int, tuple[int, Sample]] = {}  # (position, sample) by number in the batch
-        self._num_positions = 0
+        self._positions = itertools.count()  # of results, in the order of requests
+        self._waiting: dict[int, bytes] = {}  # results by position, until all those before them are written
+        self._next = 0  # the position to write
 
     def serve(self, engine: Engine) -> None:
         """Serve all requests, to the end of the input."""
-        with closing(run_batch(engine, self._requests(), self._note_progress)) as batch:
+        with closing(run_batch(engine, self._requests(), self._note_tokens)) as batch:
             for number, result in batch:
                 position, sample = self._running.pop(number)
                 if not isinstance(result, MlxlmError):
-                    self._progress.peak_memory = max(self._progress.peak_memory, result.timings.peak_memory_bytes)
+                    self.progress.peak_memory = max(self.progress.peak_memory, result.timings.peak_memory_bytes)
                 self._finish(position, sample_fields(sample, result, engine.lm.tokenizer))
 
-    def _note_progress(self, tokens: int) -> None:
-        self._progress.tokens = tokens
-        self._show()
+    def _note_tokens(self, tokens: int) -> None:
+        self.progress.tokens = tokens
+        self.show()
 
     def _requests(self) -> Iterator[Request | None]:
         """The requests that have arrived; None if there is none at the moment while others are running."""
-        timeout, number = 0.0, 0
+        timeout, number = 0.0, itertools.count()
         while True:
-            if not self._running:
-                line, timeout = self._lines.read_line(None), _GATHER_SECONDS
-            else:
-                line = self._lines.read_line(timeout)
+            is_idle = not self._running
+            line = self.lines.read_line(None if is_idle else timeout)
             if line is not None:
+                timeout = _GATHER_SECONDS if is_idle else timeout
                 for sample in self._samples(*line):
-                    self._running[number] = self._next_position(), sample
-                    number += 1
+                    self._running[next(number)] = next(self._positions), sample
                     yield sample.request
-            elif self._lines.ended:
+            elif self.lines.ended:
                 return
             else:
                 timeout = 0.0
@@ -171,46 +144,29 @@ class _Server:
 
     def _samples(self, number: int, line: bytes) -> Iterator[Sample]:
         if not line.strip():
-            self._progress.expect(0)
+            self.progress.expect(0)
             return
         try:
-            task = self._reader.read(number, line)
+            task = self.reader.read(number, line)
         except BadRequest as error:
-            self._progress.expect(1)
-            self._finish(self._next_position(), bad_request_fields(error))
+            self.progress.expect(1)
+            self._finish(next(self._positions), bad_request_fields(error))
             return
-        self._progress.expect(task.num_samples)
-        self._progress.skipped += task.num_samples - len(task.pending)
+        self.progress.expect(task.num_samples)
+        self.progress.skipped += task.num_samples - len(task.pending)
         yield from task.pending_samples()
 
-    def _next_position(self) -> int:
-        self._num_positions += 1
-        return self._num_positions - 1
-
     def _finish(self, position: int, fields: dict[str, Any]) -> None:
-        self._progress.results += 1
-        self._progress.failed += has_failed(fields)
-        self._write(position, fields)
-        self._show()
-
-
-def _write_as_finished(write: Callable[[bytes], None]) -> Write:
-    return lambda position, fields: write(json_line(fields))
-
-
-def _write_in_order(write: Callable[[bytes], None]) -> Write:
-    """Hold every result back until all those before it are written."""
-    waiting: dict[int, bytes] = {}
-    next_position = 0
-
-    def write_in_order(position: int, fields: dict[str, Any]) -> None:
-        nonlocal next_position
-        waiting[position] = json_line(fields)
-        while next_position in waiting:
-            write(waiting.pop(next_position))
-            next_position += 1
-
-    return write_in_order
+        self.progress.results += 1
+        self.progress.failed += has_failed(fields)
+        if self.ordered:
+            self._waiting[position] = json_line(fields)
+            while self._next in self._waiting:
+                self.write(self._waiting.pop(self._next))
+                self._next += 1
+        else:
+            self.write(json_line(fields))
+        self.show()
 
 
 @contextmanager
@@ -294,18 +250,18 @@ class LineReader:
 
 
 class JobProgress:
-    """Counts of results so far. `expected` is the total, None for a pipe; wrong lines may change it."""
+    """Counts of results so far. `expected` is the total, None for a pipe; wrong lines may change it.
 
-    def __init__(self, num_samples: int):
+    Args:
+        num_samples: Results of a request, by default.
+        lines: The number of requests; None if unknown.
+    """
+
+    def __init__(self, num_samples: int, lines: int | None):
         self.num_samples = num_samples
-        self.expected: int | None = None
+        self.expected = None if lines is None else lines * num_samples
         self.results = self.failed = self.skipped = self.tokens = self.peak_memory = 0
-        self._start: float | None = None
-
-    def begin(self, lines: int | None) -> None:
-        """Start the clock. `lines` is the number of requests, None if unknown."""
         self._start = time.monotonic()
-        self.expected = None if lines is None else lines * self.num_samples
 
     def expect(self, rows: int) -> None:
         """Correct the total: a line has `rows` results."""
@@ -319,8 +275,8 @@ class JobProgress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since `begin`; 0 before it."""
-        return 0.0 if self._start is None else max(time.monotonic() - self._start, 1e-9)
+        """Seconds since the beginning."""
+        return max(time.monotonic() - self._start, 1e-9)
 
     def summary(self) -> str:
         """The line at the end."""
@@ -345,7 +301,15 @@ class JobProgress:
 def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
     """Show a progress bar if only stderr is a terminal; a line per minute if it isn't one."""
     if not sys.stderr.isatty():
-        yield _print_lines(job_progress)
+        last = time.monotonic()
+
+        def show() -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                render.say(job_progress.line(), style="dim")
+
+        yield show
         return
     if sys.stdout.isatty():
         yield lambda: None
@@ -356,15 +320,3 @@ def progress(job_progress: JobProgress) -> Iterator[Callable[[], None]]:
         yield lambda: bar.update(
             task, completed=job_progress.done, total=job_progress.expected, description=job_progress.line()
         )
-
-
-def _print_lines(job_progress: JobProgress) -> Callable[[], None]:
-    last = time.monotonic()
-
-    def show() -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            render.say(job_progress.line(), style="dim")
-
-    return show

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlxlm import checkpoint, plan
+from mlxlm.checkpoint.download import find
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import DTYPES, json_option
+from mlxlm.cli.options import DTYPES, MODEL, json_option
 from mlxlm.utils.errors import MlxlmError, PlatformError
 from mlxlm.utils.formatting import human_bytes
 
@@ -44,7 +45,12 @@ def list_(model: str, dtype: str | None, as_json: bool) -> None:
     """
     from mlxlm.kernels import dispatch, measurements
 
-    choices = [(case, *_choice(operation, case)) for operation, case in _cases(model, dtype)]
+    choices: list[tuple[Case, str | None, str]] = []
+    for operation, case in _cases(model, dtype):
+        try:
+            choices.append((case, *dispatch.choose_path(operation, case)))
+        except PlatformError as problem:
+            choices.append((case, None, problem.message))
     if as_json:
         operations = [{"case": str(case), "path": path, "why": why} for case, path, why in choices]
         render.emit_json({"machine": measurements.device_key(), "mode": dispatch.mode(), "operations": operations})
@@ -95,34 +101,21 @@ def bench(model: str, dtype: str | None, repeats: int, as_json: bool) -> None:
 def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
     """The operations of MODEL on this device, in generation and in training."""
     from mlxlm.plan.kernel_cases import cases_of
-    from mlxlm.plan.model_lookup import find_config
     from mlxlm.train.start import DEVICE_DTYPE
 
-    return cases_of(find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
+    return cases_of(plan.find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
 
 
 def _stored_dtype(model: str) -> str | None:
     """The dtype that a model folder generates in; None without weights, and on a CPU, which uses float32."""
     from mlxlm.backend.mlx import ON_CPU, mx
-    from mlxlm.checkpoint import load_checkpoint, open_checkpoint
-    from mlxlm.checkpoint.download import find
     from mlxlm.kernels.dispatch import DTYPE_NAMES
 
     path = find(model)
     if ON_CPU or path is None or not any(path.glob("*.safetensors")):
         return None
-    loaded, _ = load_checkpoint(open_checkpoint(model))
+    loaded, _ = checkpoint.load_checkpoint(checkpoint.open_checkpoint(model))
     return DTYPE_NAMES[loaded.model.embed(mx.zeros((1, 1), mx.int32)).dtype]
-
-
-def _choice(operation: Operation, case: Case) -> tuple[str | None, str]:
-    """The path of an operation, or None, and why."""
-    from mlxlm.kernels import dispatch
-
-    try:
-        return dispatch.choose_path(operation, case)
-    except PlatformError as problem:
-        return None, problem.message
 
 
 def _rows(m: Measurement) -> Iterator[tuple[str, ...]]:

@@ -10,9 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem
@@ -22,10 +20,8 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.checkpoint import download
 from mlxlm.cli.completion import COMPLETION_VARIABLE, answer, install_option
 from mlxlm.cli.restart import Restart
+from mlxlm.cli.suggestions import suggest_command, suggest_option
 from mlxlm.utils.errors import MlxlmError, one_line
-
-if TYPE_CHECKING:
-    from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource
 
 # The command and its module have the same name. The help is here so that `mlxlm --help` imports no command.
 GROUPS = {
@@ -190,7 +186,8 @@ def _run(args: list[str] | None) -> int:
         with app.make_context("mlxlm", list(args)) as context:
             context.meta["mlxlm.start_time"] = start_time  # for commands with a time limit
             context.meta["mlxlm.arguments"] = args
-            download.show_progress = _show_download
+            # rich, which takes a while to import, is needed for a download only
+            download.show_progress = lambda *args: importlib.import_module("mlxlm.cli.render").show_download(*args)
             app.invoke(context)
         sys.stdout.flush()
         return 0
@@ -223,12 +220,8 @@ def _show_usage_error(error: click.ClickException) -> None:
     if context is not None:
         print(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", file=sys.stderr)
         if isinstance(error, click.NoSuchOption):
-            from mlxlm.cli.suggestions import suggest_option
-
             message, hint = f"no option {error.option_name}", suggest_option(error.option_name, context.command)
         elif isinstance(error, click.NoSuchCommand):
-            from mlxlm.cli.suggestions import suggest_command
-
             names = context.command.list_commands(context)
             hint = suggest_command(error.command_name, context.command_path, names)
             message = f"no command {error.command_name}"
@@ -256,14 +249,6 @@ def _reraise_signal(unraisable: sys.UnraisableHookArgs) -> None:
         return
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
     signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds: by then the callback has returned
-
-
-def _show_download(
-    entry: CatalogEntry, source: HubSource | PyPISource
-) -> AbstractContextManager[Callable[[int], None]]:
-    from mlxlm.cli.render import show_download
-
-    return show_download(entry, source)
 
 
 def _show_warning(message: Warning | str, *_: Any, **_options: Any) -> None:

@@ -5,24 +5,34 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import generation, plan
+from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog, default_entry
-from mlxlm.checkpoint.local_models import HUB, INCOMPLETE, LocalModel, find_entry, folder_size, local_models
+from mlxlm.checkpoint.download import check_files, download, find, find_catalog_entry, no_such_model, resolve
+from mlxlm.checkpoint.local_models import (
+    HUB,
+    INCOMPLETE,
+    LocalModel,
+    find_entry,
+    find_removable,
+    folder_size,
+    local_models,
+    remove,
+)
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL
-from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, json_option, option
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.options import MODEL, PATH, SectionedCommand, allow_sleep_option, json_option, option
+from mlxlm.cli.render import spinner
+from mlxlm.cli.training import phase, run_training, stop_on_signal
+from mlxlm.families import config_to_hf, load_config, load_preset, preset_names
+from mlxlm.train.events import Step, Stopped
 from mlxlm.utils.errors import MlxlmError
 from mlxlm.utils.formatting import human_bytes, human_count
-
-if TYPE_CHECKING:
-    from mlxlm.generation import LoadedModel
-    from mlxlm.plan.machines import Machine
-    from mlxlm.train import Step
 
 _COLUMNS = {
     "name": "name",
@@ -66,9 +76,6 @@ def list_models(as_json: bool) -> None:
 @click.argument("name", shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)])
 def pull(name: str) -> None:
     """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
-    from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import check_files, download, no_such_model
-
     entry = catalog().get(name)
     if entry is None:
         if not hub.is_id(name):
@@ -90,15 +97,13 @@ def rm(name: str, yes: bool) -> None:
 
     Models in the folders of ollama and LM Studio are not removed.
     """
-    from mlxlm.checkpoint.local_models import plan_removal
-
-    removal = plan_removal(name)
-    what = f"{removal.path}, {human_bytes(removal.bytes)}"
+    model = find_removable(name)
+    what = f"{model.path}, {human_bytes(model.bytes)}"
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(f"--yes is needed without a terminal, to remove {what}")
     if not yes:
         click.confirm(f"Remove {what}?", abort=True, err=True)
-    removal.execute()
+    remove(model)
     render.say(f"removed {what}")
 
 
@@ -106,8 +111,6 @@ def rm(name: str, yes: bool) -> None:
 @json_option
 def presets(as_json: bool) -> None:
     """List the model sizes that ship with mlxlm, for pretrain --preset."""
-    from mlxlm.families import config_to_hf, load_preset, preset_names
-
     configs = {name: load_preset(name) for name in preset_names()}
     if as_json:
         counts = {name: {**config_to_hf(c), "parameters": c.parameter_count()} for name, c in configs.items()}
@@ -145,10 +148,7 @@ def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
     sums are rounded differently: losses are close if they differ by at most 0.001 nats up to step 20 and by 0.1 after
     it, and weights if their bits per byte differ by at most 25%. If anything is different, the exit code is 1.
     """
-    from mlxlm.checkpoint.download import resolve
-    from mlxlm.cli.training import phase, run_training, stop_on_signal
     from mlxlm.experiments.receipt import FILE_NAME, Receipt, environment
-    from mlxlm.train import Stopped
 
     receipt = Receipt.read(resolve(model) / FILE_NAME)
     there, here = receipt.results["environment"], environment()
@@ -159,7 +159,7 @@ def verify(model: str, steps: int, out: Path | None, **flags: bool) -> None:
         run = receipt.recipe.start(out or Path(temporary), phase)
         stop = stop_on_signal()
 
-        def stop_after(step: Step, _lm: LoadedModel) -> None:
+        def stop_after(step: Step, _lm: generation.LoadedModel) -> None:
             if step.step >= steps and not flags["all"]:
                 stop.requested = True
 
@@ -193,44 +193,27 @@ def choose_model(yes: bool) -> str:
             f"MODEL is missing (try: --yes for {default.name}, {human_bytes(default.bytes)}; a name of mlxlm models; "
             "or --continue)"
         )
+    choices = [(default, f"small, {'on this machine already' if find_entry(default) else 'downloaded in seconds'}")]
     with spinner("measuring this machine"):
-        choices = _choices(default)
+        machine, best = plan.this_machine(measure=False), plan.best_entry()
+    if best is not None and best.parameters > default.parameters:
+        choices.append((best, "the largest that leaves half of the memory free"))
     render.say("Which model?\n")
     for number, (entry, why) in enumerate(choices, start=1):
+        memory = human_bytes(plan.entry_fit(entry, machine).memory)
+        size = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
+        tested = "" if entry.tested else ", untested"
+        facts = f"{size}, {memory} of memory, {render.license_text(entry)}{tested}"
         render.say(f"  {number}  {entry.name:<13} {why}")
-        render.say(f"     {'':<13} {_facts(entry)}\n", style="dim")
+        render.say(f"     {'':<13} {facts}\n", style="dim")
     render.say("Enter takes the first. A name of mlxlm models, a path and a hub id work too.", style="dim")
     names = [entry.name for entry, _ in choices]
     answer: str = click.prompt("Model", default="1", err=True, value_proc=lambda text: _chosen(text, names))
     return answer
 
 
-def _choices(default: CatalogEntry) -> list[tuple[CatalogEntry, str]]:
-    from mlxlm.plan.advice import best_entry
-
-    ready = "on this machine already" if find_entry(default) else "downloaded in seconds"
-    choices = [(default, f"small, {ready}")]
-    best = best_entry()
-    if best is not None and best.parameters > default.parameters:
-        choices.append((best, "the largest that leaves half of the memory free"))
-    return choices
-
-
-def _facts(entry: CatalogEntry) -> str:
-    from mlxlm.plan.advice import entry_fit
-    from mlxlm.plan.machines import this_machine
-
-    memory = human_bytes(entry_fit(entry, this_machine(measure=False)).memory)
-    download = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
-    tested = "" if entry.tested else ", untested"
-    return f"{download}, {memory} of memory, {render.license_text(entry)}{tested}"
-
-
 def _chosen(text: str, names: list[str]) -> str:
     """Return the name that the answer stands for, or raise UsageError, after which click asks again."""
-    from mlxlm.checkpoint import hub
-    from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
-
     text = text.strip()
     if text.isdecimal() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
@@ -240,9 +223,7 @@ def _chosen(text: str, names: list[str]) -> str:
 
 
 def _print_models(as_json: bool) -> None:
-    from mlxlm.plan.machines import this_machine
-
-    machine = this_machine(measure=False)
+    machine = plan.this_machine(measure=False)
     known = [_bundled(name, folder, machine) for name, folder in bundled_models().items()]
     known += [_entry(entry, machine) for entry in catalog().values() if entry.name not in bundled_models()]
     paths = {model["path"] for model in known}
@@ -270,11 +251,8 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
     render.print_table(rows, list(columns.values()))
 
 
-def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
-    from mlxlm.checkpoint import hub
-    from mlxlm.plan.advice import entry_fit
-
-    fit, local = entry_fit(entry, machine), find_entry(entry)
+def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
+    fit, local = plan.entry_fit(entry, machine), find_entry(entry)
     source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
     location = local and local.location
     if source and not local and hub.cached_bytes(source.repository):
@@ -289,12 +267,9 @@ def _entry(entry: CatalogEntry, machine: Machine) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
 
-def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
-    from mlxlm.families import load_config
-    from mlxlm.plan.advice import chat_fit
-
+def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
     config = load_config(folder)
-    fit = chat_fit(config, machine)
+    fit = plan.chat_fit(config, machine)
     return {
         "name": name,
         "description": "Ships with mlxlm.",
@@ -313,16 +288,12 @@ def _bundled(name: str, folder: Path, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _local(model: LocalModel, machine: Machine) -> dict[str, Any]:
-    from mlxlm.plan.advice import chat_fit
-    from mlxlm.plan.model_lookup import find_config
-
+def _local(model: LocalModel, machine: plan.Machine) -> dict[str, Any]:
+    fit = None
+    with suppress(MlxlmError):  # the planner knows the architectures of mlxlm's own decoder only
+        fit = plan.chat_fit(plan.find_config(model.path), machine)
     facts = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "location": model.location}
-    try:
-        fit = chat_fit(find_config(model.path), machine)
-    except MlxlmError:  # the planner knows the architectures of mlxlm's own decoder only
-        return {**facts, "memory": None, "fits": None}
-    return {**facts, "memory": fit.memory, "fits": fit.fits}
+    return {**facts, "memory": fit and fit.memory, "fits": fit and fit.fits}
 
 
 def _cell(field: str, value: Any) -> str:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.checkpoint.catalog import bundled_models, catalog
+from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.config.option import declaration, default_text, options_of, types_of
 from mlxlm.data.options import DataOptions
 from mlxlm.utils.errors import ArgumentError, MlxlmError
@@ -79,7 +83,7 @@ def field_option(
     declared, types = declaration(field), types_of(field)
     is_list = types[0].startswith(("tuple", "Mapping", "Sequence"))
     if kind is None and declared.choices:
-        kind = _IntChoice(declared.choices) if "int" in types else list(declared.choices)
+        kind = list(declared.choices)
     kind = kind or next((k for name, k in _TYPES.items() if name in types), str)
     kind = bool if types[0] == "bool" else kind
     if text is None or is_list:
@@ -101,14 +105,6 @@ def flags_of(field: Field[Any]) -> list[str]:
     flag = "--" + field.name.replace("_", "-")
     can_be_off = types_of(field)[0] == "bool" and field.default is not False
     return [f"{flag}/--no-{flag[2:]}" if can_be_off else flag]
-
-
-class _IntChoice(click.Choice):  # type: ignore[type-arg]  # generic in newer versions
-    def __init__(self, choices: Sequence[int]):
-        super().__init__([str(choice) for choice in choices])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return int(super().convert(str(value), param, ctx))
 
 
 class _SectionOption(click.Option):
@@ -222,14 +218,9 @@ def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep
         context.with_resource(prevent_sleep())
 
 
-def text_column_option(section: str, default: str | None = None) -> Callable[..., Any]:
-    """`--text-column`, with another default than that of DataOptions if one is given."""
-    return field_option(options_of(DataOptions)["text_column"], section=section, default=default)
-
-
-def on_bad_input_option(section: str) -> Callable[..., Any]:
-    """`--on-bad-input`; the value is None if it isn't given."""
-    return field_option(options_of(DataOptions)["on_bad_input"], section=section)
+def data_option(name: str, section: str, **settings: Any) -> Callable[..., Any]:
+    """The option of a field of DataOptions, under a heading of this command. `settings`: see `field_option`."""
+    return field_option(options_of(DataOptions)[name], section=section, **settings)
 
 
 def flag(name: str) -> str:
@@ -277,3 +268,32 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
         unused = [name for name, value in values.items() if value not in (None, ()) and value is not False]
         if condition and unused:
             raise click.UsageError(f"{' and '.join(map(flag, unused))} would have no effect: {reason}")
+
+
+class _ModelName(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
+    """A name of the catalog, a path, or a hub id."""
+
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete names of the catalog, hub ids of downloaded models, and files."""
+        names = dict.fromkeys(bundled_models(), "ships with mlxlm")
+        names |= {name: entry.description for name, entry in catalog().items()}
+        names |= dict.fromkeys(hub_ids(), "in Hugging Face's cache")
+        items = [CompletionItem(name, help=text) for name, text in names.items() if name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file"), *items]  # in this order, bash shows files if there is no name
+
+
+MODEL = _ModelName()
+
+
+def offline_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--offline` to a command."""
+    text = "Download nothing; HF_HUB_OFFLINE=1 and MLXLM_OFFLINE=1 do the same."
+    add = click.option("--offline", is_flag=True, expose_value=False, is_eager=True, help=text, callback=_set_offline)
+    return add(command)
+
+
+def _set_offline(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub, which reads it when it is imported, obeys it too

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import plan as planner
+from mlxlm import train
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
+    MODEL,
     PATH,
     SIZE,
     SectionedCommand,
     add_options,
+    data_option,
     given_values,
     json_option,
+    offline_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.run_options import override_option, with_overrides
-from mlxlm.cli.training_options import DEFAULT_MAX_SEQ_LENGTH, FLAGS, setting_options
-
-if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
-    from mlxlm.plan import Machine, Plan
+from mlxlm.cli.training import phase
+from mlxlm.cli.training_options import FLAGS, default_max_seq_length, setting_options
+from mlxlm.config import ModelConfig
+from mlxlm.train.settings import TrainSettings
 
 _TRAINING = (
     *("batch_size", "max_seq_length", "grad_accumulation_steps", "optimizer", "ema_decay", "dtype"),
@@ -77,7 +79,7 @@ _inference = partial(option, "Inference")
 @_batches("--attention", ["plain", "blockwise", "fused"], _ATTENTION, advanced=True)
 @_data("--tokens", float, "Training tokens, such as 1.4e12.  [default: 20 per parameter]")
 @_data("--data", str, "Text or prepared shards, to count epochs. Repeatable.", multiple=True)
-@text_column_option("Training data")
+@data_option("text_column", "Training data")
 @_machine_option("--machine", str, _MACHINE)
 @_machine_option("--memory", SIZE, "Memory of the machine, such as 36GB.  [default: the machine's, if known]")
 @_machine_option("--flops", float, "FLOP/s of a machine, such as 312e12, instead of --machine.", advanced=True)
@@ -99,16 +101,13 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
     MODEL is a preset, a published model, a name of mlxlm models, a folder, a run, a config.json, a .gguf file or a hub
     id. Without MODEL, give its sizes.
     """
-    from mlxlm import plan as planner
-    from mlxlm.plan.inference import quantized_bits
-
     _check_options(model, with_probe, options)
     config = _config(model, options)
-    if options["group_size"] is not None and (options["bits"] or quantized_bits(config) or 16) >= 16:
+    if options["group_size"] is not None and (options["bits"] or planner.quantized_bits(config) or 16) >= 16:
         raise click.UsageError("--group-size would have no effect: the weights aren't quantized; give --bits")
     names = (*_TRAINING, *_INFERENCE, "attention")
     settings = given_values({name: options[name] for name in names})
-    settings.setdefault("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
+    settings.setdefault("max_seq_length", default_max_seq_length(config))
     if with_probe:
         from mlxlm.train.start import set_default_dtype
 
@@ -136,7 +135,7 @@ def plan(model: str | None, with_probe: bool, plot: Path | None, as_json: bool, 
         from mlxlm.cli.plan_tables import print_plan
 
         print_plan(result)
-    if (bits := settings.get("bits") or quantized_bits(config) or result.serving.bits) != result.serving.bits:
+    if (bits := settings.get("bits") or planner.quantized_bits(config) or result.serving.bits) != result.serving.bits:
         render.say(f"on a CPU, {bits}-bit weights become {result.serving.bits}-bit weights when they are loaded")
     if (bits := settings.get("kv_bits", result.serving.kv_bits)) != result.serving.kv_bits:
         render.say(f"on a CPU, a key-value cache of {bits} bits has {result.serving.kv_bits} bits with these weights")
@@ -162,38 +161,31 @@ def _check_options(model: str | None, with_probe: bool, options: dict[str, Any])
 
 
 def _config(model: str | None, options: dict[str, Any]) -> ModelConfig:
-    from mlxlm.config import ModelConfig
-    from mlxlm.plan import find_config
-
     if model is None:
         hidden = options["hidden_size"]
         sizes = {field: options[field] for _, field, _ in _SIZES if options[field] is not None}
         defaults = {"intermediate_size": -(-8 * hidden // 3 // 64) * 64, "vocab_size": 32000}
         config = ModelConfig(**{**defaults, **sizes}, tie_word_embeddings=options["tie_word_embeddings"])
     else:
-        config = find_config(model)
+        config = planner.find_config(model)
     return with_overrides(config, options["overrides"], {})
 
 
-def _machine(options: dict[str, Any]) -> Machine | str:
-    from mlxlm.plan.machines import custom_machine
-
+def _machine(options: dict[str, Any]) -> planner.Machine | str:
     if options["flops"] is None:
         return options["machine"] or "here"
-    return custom_machine(options["flops"], options["dtype"] or "bfloat16")
+    return planner.custom_machine(options["flops"], options["dtype"] or "bfloat16")
 
 
-def _probe(plan: Plan) -> Plan:
+def _probe(plan: planner.Plan) -> planner.Plan:
     """Add the measured time and memory of three training steps."""
-    from mlxlm.cli.training import phase
-    from mlxlm.train import TrainSettings
     from mlxlm.train.memory_limits import check_memory
-    from mlxlm.train.step_benchmark import BENCHMARK_LABEL, probe
+    from mlxlm.train.step_benchmark import BENCHMARK_LABEL
 
     settings = TrainSettings.provisional({name: getattr(plan.training, name) for name in _TRAINING})
     length = plan.training.max_seq_length
     config = plan.config.with_changes(max_position_embeddings=length, quantization=None)
     check_memory(config, settings, preset="preset")
     with phase(BENCHMARK_LABEL, None):
-        measured = probe(config, settings)
+        measured = train.probe(config, settings)
     return plan.with_measurement(measured.step, measured.memory)

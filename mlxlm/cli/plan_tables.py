@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mlxlm.cli import render
-from mlxlm.plan import Duration, Fits, Plan, bits_that_fit, training_memory
+from mlxlm.plan import Fits, Plan, bits_that_fit, training_memory
 from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
 
 _BAR = 32  # characters of the longest bar
@@ -21,14 +22,24 @@ def print_plan(plan: Plan) -> None:
         render.result(line)
     render.result(_summary(plan))
     render.result("")
-    _table("parameters", [(name, human_count(n), _percent(n, plan.parameter_count)) for name, n in _parts(plan)])
+    counts = {**plan.parameters, "total": plan.parameter_count}
+    percent = partial(_percent, whole=plan.parameter_count)
+    _table("parameters", [(_spaced(name), human_count(n), percent(n)) for name, n in counts.items() if n])
     _table("FLOPs (forward, per token)", _flops(plan))
     header = ("tokens", *(_SHORT_NAMES.get(part, part) for part in plan.flops.forward), "total")
-    _table("forward FLOPs by sequence length", _flops_by_length(plan), header)
+    shares = [
+        (row.length, *(f"{share:.1%}" for share in row.shares.values()), _operations(row.flops))
+        for row in plan.flops_by_length
+        if row.length in _LENGTHS
+    ]
+    _table("forward FLOPs by sequence length", shares, header)
     _table(_memory_title(plan), _memory(plan))
     _table(_inference_title(plan), _inference(plan))
     _table("time", _time(plan))
-    _table("disk", _disk(plan))
+    disk = plan.disk
+    checkpoints = ("checkpoints", human_bytes(disk.checkpoints), f"{human_bytes(disk.checkpoint)} each")
+    rest = (("shards", human_bytes(disk.shards), "tokens"), ("model", human_bytes(disk.model), "in 16 bits"))
+    _table("disk", (checkpoints, *rest))
     _table("textbook formulas", _textbook(plan))
     if plan.duration.mfu_source == "assumed" and plan.measured_duration is None:
         mfu = f"{100 * plan.duration.mfu:.0f}%"
@@ -50,18 +61,11 @@ def _table(title: str, rows: Iterable[tuple[Any, ...]], header: tuple[str, ...] 
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%"
+    return f"{part / whole:.1%}"
 
 
 def _spaced(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _parts(plan: Plan) -> Iterator[tuple[str, int]]:
-    for name, count in plan.parameters.items():
-        if count:
-            yield _spaced(name), count
-    yield "total", plan.parameter_count
 
 
 def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -76,12 +80,6 @@ def _flops(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "per token", human_count(flops.per_token), f"rule of thumb: {human_count(flops.rule_of_thumb)}"
     yield "per step", _operations(flops.per_step), f"{flops.tokens_per_step:,} tokens"
     yield "causal", human_count(flops.causal), "attention without the masked half of the scores"
-
-
-def _flops_by_length(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for row in plan.flops_by_length:
-        if row.length in _LENGTHS:
-            yield str(row.length), *(f"{100 * share:.1f}%" for share in row.shares.values()), _operations(row.flops)
 
 
 def _operations(count: float) -> str:
@@ -154,25 +152,15 @@ def _time(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if (m := plan.measured_duration) is not None:
         yield "per step", f"{m.seconds_per_step:.3g} s", f"measured: {_off(d.seconds_per_step, m.seconds_per_step)}"
         yield "training", long_time(m.seconds), f"from measured steps, {m.tokens_per_second:,.0f} tokens/s"
-        yield "mfu", f"{100 * m.mfu:.1f}%", _measured_mfu(m)
-
-
-def _measured_mfu(measured: Duration) -> str:
-    if measured.mfu > 1:
-        return "measured: not meaningful, other work slowed the machine when its speed was measured"
-    return "measured, of the FLOPs that are computed"
+        meaning = "measured, of the FLOPs that are computed"
+        if m.mfu > 1:
+            meaning = "measured: not meaningful, other work slowed the machine when its speed was measured"
+        yield "mfu", f"{100 * m.mfu:.1f}%", meaning
 
 
 def long_time(seconds: float) -> str:
     """A duration as text, in days if it takes more than two."""
     return f"{seconds / 86_400:.1f} days" if seconds > 2 * 86_400 else human_seconds(seconds)
-
-
-def _disk(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    disk = plan.disk
-    yield "checkpoints", human_bytes(disk.checkpoints), f"{human_bytes(disk.checkpoint)} each"
-    yield "shards", human_bytes(disk.shards), "tokens"
-    yield "model", human_bytes(disk.model), "in 16 bits"
 
 
 def _textbook(plan: Plan) -> Iterator[tuple[str, str, str]]:

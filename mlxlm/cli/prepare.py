@@ -6,41 +6,39 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import checkpoint
 from mlxlm.cli import render
 from mlxlm.cli.options import (
     PATH,
     SIZE,
     SOURCES_HELP,
     SectionedCommand,
-    field_option,
+    data_option,
     given_flags,
     given_values,
     json_option,
-    on_bad_input_option,
     option,
     reject_unused_options,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
-from mlxlm.config.option import options_of
-from mlxlm.data.options import DataOptions
+from mlxlm.data.builtin import write_python_reference
+from mlxlm.data.manifest import Manifest
+from mlxlm.data.options import DataOptions, parse_weighted_sources
+from mlxlm.data.small_world.corpus import write_small_world
+from mlxlm.data.sources import total_bytes
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import check_not_exists
 from mlxlm.utils.formatting import human_bytes, human_seconds
-
-if TYPE_CHECKING:
-    from mlxlm.data import Manifest
 
 SMALL_WORLD = "small-world"
 CORPORA = [SMALL_WORLD, "python-reference"]
 _SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
 _BUILTIN = "Tokenize nothing; write this corpus to --out, a new .jsonl file of conversations."
 _SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
-_DATA = options_of(DataOptions)
 _VALIDATION_FRACTION = (
     "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
 )
@@ -50,9 +48,9 @@ _VALIDATION_FRACTION = (
 @click.argument("sources", nargs=-1, metavar="[SOURCES]...")
 @option("Output", "--tokenizer", str, "Path or model name of a tokenizer.", metavar="PATH")
 @option("Output", "--out", PATH, "New folder for the shards.", required=True)
-@text_column_option("Text")
-@on_bad_input_option("Text")
-@field_option(_DATA["dedup"], section="Text", kind=click.FloatRange(0, 1, min_open=True))
+@data_option("text_column", "Text")
+@data_option("on_bad_input", "Text")
+@data_option("dedup", "Text", kind=click.FloatRange(0, 1, min_open=True))
 @option("Validation", "--validation-fraction", click.FloatRange(0, 1, max_open=True), _VALIDATION_FRACTION)
 @option("Validation", "--validation", str, "Hold out this source instead. Repeatable.", multiple=True, metavar="FILE")
 @option("Validation", "--seed", int, _SEED)
@@ -86,15 +84,13 @@ def prepare(
     if not sources or tokenizer is None:
         raise click.UsageError("give SOURCES and --tokenizer, or --builtin")
     reject_unused_options({"size": size}, (True, ["size"], "--builtin is not given"))
-    from mlxlm.checkpoint import open_tokenizer
-    from mlxlm.data import parse_weighted_sources, total_bytes
     from mlxlm.data import prepare as prepare_data
 
     validation = options.pop("validation")
     reject_unused_options(options, (validation, ["validation_fraction", "seed"], "--validation says what is held out"))
     seed = options.pop("seed")
     paths, weights = parse_weighted_sources(sources)
-    loaded = open_tokenizer(tokenizer)
+    loaded = checkpoint.open_tokenizer(tokenizer)
     start = time.perf_counter()
     with render.bytes_progress("Preparing", total_bytes([*paths, *validation])) as advance:
         data = DataOptions(paths, weights, validation=validation, stdin=sys.stdin.buffer, **given_values(options))
@@ -129,9 +125,6 @@ def write_corpus(
     progress: Callable[[int], None] = lambda _num_bytes: None,
 ) -> None:
     """Write one of CORPORA to a new file; `size` (5 MB by default) and `seed` are for small-world."""
-    from mlxlm.data.builtin import write_python_reference
-    from mlxlm.data.small_world.corpus import write_small_world
-
     if name == SMALL_WORLD:
         write_small_world(out, size or _SMALL_WORLD_BYTES, seed, progress)
     else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import train
+from mlxlm.cli import training_options
+from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
 from mlxlm.cli.run_options import (
     command_start_time,
@@ -18,26 +21,11 @@ from mlxlm.cli.run_options import (
     runtime_options,
     with_overrides,
 )
-from mlxlm.cli.training_options import (
-    DEFAULT_MAX_SEQ_LENGTH,
-    FLAGS,
-    chosen_config,
-    data_options,
-    data_settings,
-    given_settings,
-    given_tokenizer,
-    model_options,
-    print_skipped,
-    reject_unused_settings,
-    setting_options,
-    steps_option,
-    unused_data_rules,
-)
+from mlxlm.cli.stop_signals import StopRequest
+from mlxlm.cli.training import phase, run_and_summarize
+from mlxlm.data.options import DataOptions, parse_weighted_sources
 
-if TYPE_CHECKING:
-    from mlxlm.train import Run
-    from mlxlm.train.distributed import ProcessGroup
-
+_PRESET = "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]"
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
 _HOURS = "Wall-clock budget; also picks the model size unless --preset or --config is given."
 _LAW = "Pick the model size by the law that mlxlm scaling fitted in FOLDER."
@@ -48,15 +36,15 @@ _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 @click.argument("data", nargs=-1)
 @run_options
 @option("Run", "--repeat", PATH, _REPEAT, metavar="RUN", advanced=True)
-@model_options("Model", "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]")
+@training_options.model_options("Model", _PRESET)
 @override_option
-@steps_option
+@training_options.steps_option
 @option("Training length", "--tokens", float, "Number of tokens, such as 2e7.  [default: 20 per parameter]")
 @option("Training length", "--hours", float, _HOURS)
 @option("Training length", "--minutes", float, "The same in minutes.")
 @option("Training length", "--scaling-law", PATH, _LAW, metavar="FOLDER", advanced=True)
-@data_options()
-@setting_options()
+@training_options.data_options()
+@training_options.setting_options()
 @runtime_options
 @option("Distributed", "--hosts", str, _HOSTS, metavar="A,B,...", advanced=True)
 @option("Distributed", "--num-processes", click.IntRange(2), "Train in N processes on this machine.", advanced=True)
@@ -77,26 +65,19 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
     if num_processes is not None and hosts is not None:
         problem = "--num-processes would have no effect: --hosts lists all processes, also on one machine"
         raise click.UsageError(problem)
-    from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
 
     if processes := hosts or num_processes:
         raise click.exceptions.Exit(launch(processes, strip_options(sys.argv[1:], ("--hosts", "--num-processes"))))
-    from mlxlm.cli.stop_signals import StopRequest
-    from mlxlm.train.distributed import join_process_group
-    from mlxlm.train.worker import run_worker
 
-    with join_process_group() as process_group, finish_before_sigterm(process_group.size):
+    with train.join_process_group() as process_group, finish_before_sigterm(process_group.size):
         if process_group.rank == 0:
             _train(process_group, data, options)
         else:
             with StopRequest().catch_signals() as stop:
-                run_worker(process_group, stop)
+                train.run_worker(process_group, stop)
 
 
-def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:
-    from mlxlm.cli.training import run_and_summarize
-    from mlxlm.train import Run, repeat_run
-
+def _train(process_group: train.ProcessGroup, data: tuple[str, ...], options: dict[str, Any]) -> None:
     runtime = pop_runtime_options(options)
     run = resumed_run(data, options)
     resume = run is not None
@@ -104,7 +85,7 @@ def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str
     if run is None and repeat is not None:
         if out is None or data or given_flags(options):
             raise click.UsageError("--repeat takes --out RUN, and the data and settings of the run that it repeats")
-        run = repeat_run(out, Run.open(repeat))
+        run = train.repeat_run(out, train.Run.open(repeat))
     if run is None:
         run = _new_run(data, out, options, process_group.size, runtime["power"].duty_cycle)
     run_and_summarize(run, resume=resume, process_group=process_group, **runtime)
@@ -112,11 +93,8 @@ def _train(process_group: ProcessGroup, data: tuple[str, ...], options: dict[str
 
 def _new_run(
     data: tuple[str, ...], out: Path | None, options: dict[str, Any], num_processes: int, duty_cycle: float
-) -> Run:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest, parse_weighted_sources
+) -> train.Run:
     from mlxlm.experiments.scaling_analysis import read_law
-    from mlxlm.train import Budget, start_run
     from mlxlm.train.budget import check_duration
 
     if not data or out is None:
@@ -124,25 +102,25 @@ def _new_run(
     sources, weights = parse_weighted_sources(data)
     has_time_limit = options["minutes"] is not None or options["hours"] is not None
     picks_size = has_time_limit and not options["preset"] and not options["config"]
-    reject_unused_settings(
+    training_options.reject_unused_settings(
         options,
+        sources,
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (not picks_size, ["scaling_law"], "the model size is picked only with --hours and without --preset"),
         (picks_size, ["overrides"], "the model size is picked for the time; give --preset to change a part"),
-        *unused_data_rules(options, sources),
     )
     if num_processes > 1 and "-" in sources:
         raise click.UsageError("several processes can't read stdin: give DATA as files")
     check_duration(hours=options["hours"])
-    settings, config = given_settings(options), None
+    settings, config = training_options.given_settings(options), None
     if not picks_size:
-        config = chosen_config(options)
-        reserved = {**FLAGS, "vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
-        length = settings.get("max_seq_length", min(DEFAULT_MAX_SEQ_LENGTH, config.max_position_embeddings))
+        config = training_options.chosen_config(options)
+        names = {"vocab_size": "--vocab-size", "max_position_embeddings": "--max-seq-length"}
+        length = settings.get("max_seq_length", training_options.default_max_seq_length(config))
         if not has_time_limit:  # which fits the length to the time
             settings["max_seq_length"] = length
-        config = with_overrides(config, options["overrides"], reserved, length)
-    budget = Budget(
+        config = with_overrides(config, options["overrides"], training_options.FLAGS | names, length)
+    budget = train.Budget(
         tokens=options["tokens"],
         minutes=options["minutes"] if options["hours"] is None else 60 * options["hours"],
         duty_cycle=duty_cycle,
@@ -150,8 +128,8 @@ def _new_run(
         num_processes=num_processes,
         scaling_law=options["scaling_law"] and read_law(options["scaling_law"]),
     )
-    text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **data_settings(options))
-    tokenizer = given_tokenizer(options)
-    run = start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
-    print_skipped(Manifest.read(run.data).skipped)
+    text = DataOptions(sources, weights, stdin=sys.stdin.buffer, **training_options.data_settings(options))
+    tokenizer = training_options.given_tokenizer(options)
+    run = train.start_run(out, text, config, tokenizer=tokenizer, budget=budget, settings=settings, phase=phase)
+    training_options.print_skipped(run.data)
     return run

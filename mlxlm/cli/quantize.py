@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.model_options import MODEL, offline_option
 from mlxlm.cli.options import (
     EXISTING_PATH,
+    MODEL,
     PATH,
     SIZE,
     SectionedCommand,
@@ -21,11 +21,12 @@ from mlxlm.cli.options import (
     field_option,
     given_values,
     json_option,
+    offline_option,
     option,
 )
 from mlxlm.config.option import options_of
 from mlxlm.quantize.settings import QuantizationSettings
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import group_layers_by_value, human_bytes
 
 if TYPE_CHECKING:
     from mlxlm.quantize import QuantizationReport
@@ -95,8 +96,6 @@ def _rows(report: QuantizationReport) -> Iterator[tuple[str, str, str]]:
 
 def notes(report: QuantizationReport) -> Iterator[str]:
     """What differs from the requested settings, and which texts were used."""
-    from mlxlm.utils.formatting import group_layers_by_value
-
     mixed = Counter(16 if chosen is None else chosen["bits"] for chosen in report.formats.values())
     if len(mixed) > 1:
         counted = (f"{n} {'matrix' if n == 1 else 'matrices'} in {bits} bits" for bits, n in sorted(mixed.items()))

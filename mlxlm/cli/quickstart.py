@@ -7,29 +7,42 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import click
 from rich.table import Table
 from rich.text import Text
 
+from mlxlm import generation, train
 from mlxlm.cli import render
+from mlxlm.cli.evaluate import small_world_scores
 from mlxlm.cli.generation_options import load_model
-from mlxlm.cli.options import PATH, SectionedCommand, allow_sleep_option, is_given, on_bad_input_option, option
+from mlxlm.cli.options import (
+    PATH,
+    SectionedCommand,
+    allow_sleep_option,
+    data_option,
+    is_given,
+    option,
+    reject_unused_options,
+)
 from mlxlm.cli.prepare import CORPORA, SMALL_WORLD, write_corpus
+from mlxlm.cli.training import phase, print_summary, run_training, stop_on_signal
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data.options import DataOptions
+from mlxlm.data.small_world.corpus import held_out_questions
+from mlxlm.data.sources import read_documents
+from mlxlm.data.text import BadInput
+from mlxlm.families import load_preset
+from mlxlm.generation.generation_config import GenerationConfig
+from mlxlm.train.events import Step
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import unused_path
 from mlxlm.utils.formatting import human_bytes, human_seconds, printable
-
-if TYPE_CHECKING:
-    from mlxlm.data.text import Document
-    from mlxlm.generation import LoadedModel
-    from mlxlm.train import Run, Step
 
 # In the same time on two CPU cores, two wide layers learn more than three narrow ones. With Qwen 3's norms of queries
 # and keys, a model of this size learns to copy names much sooner: it answered 60% of new questions, without them 30%.
@@ -76,7 +89,7 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
 )
 @option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
 @option("Training", "--minutes", float, "Time for tokenizer, data and training.", default=2.0)
-@on_bad_input_option("Training")
+@data_option("on_bad_input", "Training")
 @allow_sleep_option("Training")
 @option("Chat", "--no-chat", bool, "Don't start a chat.")
 def quickstart(
@@ -92,15 +105,11 @@ def quickstart(
     It trains on FILE, texts or conversations of a few kB or more, or on a built-in corpus. While it trains, it answers
     the same three prompts again and again; at the end you see how the answers changed. No network is needed.
     """
-    from mlxlm.cli.training import print_summary, run_training, stop_on_signal
-    from mlxlm.generation import load
-    from mlxlm.generation.generation_config import GenerationConfig
     from mlxlm.quantize import quantize
 
-    if files and is_given("corpus"):
-        raise click.UsageError("--corpus would have no effect: there is a FILE")
-    if on_bad_input and not files:
-        raise click.UsageError("--on-bad-input would have no effect: there is no FILE")
+    given = {"corpus": is_given("corpus"), "on_bad_input": on_bad_input}
+    reject_unused_options(given, (files, ["corpus"], "there is a FILE"))
+    reject_unused_options(given, (not files, ["on_bad_input"], "there is no FILE"))
     is_small_world = not files and corpus == SMALL_WORLD
     out = out or unused_path(Path("mlxlm-quickstart"))
     with tempfile.TemporaryDirectory() as folder:
@@ -123,60 +132,36 @@ def quickstart(
     report = quantize(run.path, small, bits=4)
     agreement = report.metrics and f", top-1 agreement {report.metrics.top1_agreement:.1%}"
     render.say(f"{human_bytes(report.bytes)}, {report.bits_per_weight:.2f} bits per weight{agreement or ''}")
-    lm = load(small)
+    lm = generation.load(small)
     answers.finish(lm)
     render.say("4. What it learned")
     answers.print()
     if is_small_world:
-        _print_scores(lm)
+        label = "Asking new questions"
+        render.print_small_world(small_world_scores(lm, label, _QUESTIONS_PER_KIND, temperature=TEMPERATURE))
     if sys.stdin.isatty() and sys.stdout.isatty() and not no_chat:
         _chat(lm)
     _print_commands(small, prompts[1], lm.tokenizer.chat_template is not None)
 
 
-def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, on_bad_input: str) -> Run:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest
-    from mlxlm.families import load_preset
-    from mlxlm.train import start_run
+def _new_run(sources: Sequence[str], text: Preview, out: Path, minutes: float, on_bad_input: str) -> train.Run:
     from mlxlm.train.start import TooFewTokensError
 
     # The vocabulary and the rows are smaller for a short text, which has few examples of each token, and few rows.
     sizes = ((100_000, 1024, 256), (20_000, 512, 128), (0, 320, 64))
-    vocab_size, length = next(
-        (vocab_size, length) for characters, vocab_size, length in sizes if text.size >= characters
-    )
+    vocab_size, length = next(chosen for characters, *chosen in sizes if text.size >= characters)
     config = load_preset(PRESET, vocab_size=vocab_size, **MODEL)
     settings = {"max_seq_length": length, **(CONVERSATION_SETTINGS if text.has_conversations else {})}
     try:
-        run = start_run(
-            out,
-            DataOptions(sources, on_bad_input=on_bad_input),
-            config,
-            minutes=minutes,
-            settings=settings,
-            phase=phase,
-        )
+        data = DataOptions(sources, on_bad_input=on_bad_input)
+        run = train.start_run(out, data, config, minutes=minutes, settings=settings, phase=phase)
     except TooFewTokensError as error:  # its hint is an option of pretrain
         raise DataError(error.message, "more text, or text that repeats itself less") from error
-    print_skipped(Manifest.read(run.data).skipped)
+    print_skipped(run.data)
     return run
 
 
-def _print_scores(lm: LoadedModel) -> None:
-    from mlxlm.evaluate.small_world import evaluate_small_world
-
-    with render.phases_progress() as progress:
-        scores = evaluate_small_world(
-            lm,
-            _QUESTIONS_PER_KIND,
-            temperature=TEMPERATURE,
-            progress=lambda done, total: progress("Asking new questions", done, total),
-        )
-    render.print_small_world(scores)
-
-
-def _chat(lm: LoadedModel) -> None:
+def _chat(lm: generation.LoadedModel) -> None:
     from mlxlm.chat.terminal.about import first_screen
     from mlxlm.chat.terminal.autosave import Autosave
     from mlxlm.chat.terminal.repl import open_repl
@@ -213,11 +198,10 @@ class Preview(NamedTuple):
     @classmethod
     def read(cls, sources: Sequence[str], on_bad_input: str) -> Self:
         """Read the beginning of `sources`. Raises DataError if it can't be read, or is too short to learn from."""
-        from mlxlm.data import BadInput, read_documents
-
         size, questions, words = 0, [], []
         for document in read_documents(sources, on_bad=BadInput(on_bad_input)):
-            for piece in _pieces(document):
+            is_chat = document.messages is not None
+            for piece in document.contents if is_chat else islice(document.pieces, _PREVIEW_PIECES):
                 size += len(piece)
                 words += piece.split()
             questions += [m["content"] for m in document.messages or () if m["role"] == "user"][:1]
@@ -227,25 +211,14 @@ class Preview(NamedTuple):
             problem = f"{', '.join(sources)}: {size} characters are too few to learn from"
             raise DataError(problem, f"at least {_MIN_CHARACTERS:,}")
         passages = questions or [" ".join(words[i : i + 4]) for i in range(len(words))] or [""]
-        prompts = [_printable(passages[i * len(passages) // 3]) or "The" for i in range(3)]
-        return cls(size, bool(questions), prompts)
+        prompts = [" ".join(passages[i * len(passages) // 3].split()) for i in range(3)]
+        shown = ["".join(filter(str.isprintable, prompt))[:_MAX_PROMPT] or "The" for prompt in prompts]
+        return cls(size, bool(questions), shown)
 
 
 def held_out_prompts() -> list[str]:
     """Return questions of the small world whose combination of words isn't trained on."""
-    from mlxlm.data.small_world.corpus import held_out_questions
-
     return [next(held_out_questions(kind)).question for kind in _KINDS_SHOWN]
-
-
-def _pieces(document: Document) -> Iterable[str]:
-    if document.messages is not None:
-        return document.contents
-    return islice(document.pieces, _PREVIEW_PIECES)
-
-
-def _printable(text: str) -> str:
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:_MAX_PROMPT]
 
 
 class Answers:
@@ -261,14 +234,14 @@ class Answers:
         self._due = [fraction * seconds for fraction in _FRACTIONS]
         self._columns: list[tuple[str, list[str]]] = []
 
-    def after_step(self, step: Step, lm: LoadedModel) -> None:
+    def after_step(self, step: Step, lm: generation.LoadedModel) -> None:
         """Answer the prompts if it is time: a callback of `train`."""
         if self._due and step.step < step.steps and time.monotonic() - self._start >= self._due[0]:
             seconds = time.monotonic() - self._start
             self._due = [due for due in self._due if due > seconds]
             self._columns.append((f"after {human_seconds(seconds)}", self._answer(lm)))
 
-    def finish(self, lm: LoadedModel) -> None:
+    def finish(self, lm: generation.LoadedModel) -> None:
         """Answer the prompts with the finished model."""
         self._columns.append(("at the end", self._answer(lm)))
 
@@ -282,7 +255,7 @@ class Answers:
             table.add_row(Text(prompt), *(Text(printable(answers[i]).strip()) for _, answers in self._columns))
         render.stdout_console(width=None if sys.stdout.isatty() else 120).print(table)
 
-    def _answer(self, lm: LoadedModel) -> list[str]:
+    def _answer(self, lm: generation.LoadedModel) -> list[str]:
         from mlxlm.chat.generate import batch
 
         prompts, is_chat = self._prompts, lm.tokenizer.chat_template is not None

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -122,7 +123,15 @@ def bytes_progress(label: str, total: int | None) -> Iterator[Callable[[int], No
     If stderr is not a terminal, prints the label once after two seconds.
     """
     if not console.is_terminal:
-        yield _say_once_after(2.0, label)
+        start, printed = time.monotonic(), False
+
+        def advance(_n: int) -> None:
+            nonlocal printed
+            if not printed and time.monotonic() - start > 2.0:
+                printed = True
+                say(label)
+
+        yield advance
         return
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
@@ -165,16 +174,28 @@ def phases_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
-def _say_once_after(seconds: float, label: str) -> Callable[[int], None]:
-    start, printed = time.monotonic(), False
+_DELAY = 1.0  # seconds before a spinner appears
 
-    def advance(_n: int) -> None:
-        nonlocal printed
-        if not printed and time.monotonic() - start > seconds:
-            printed = True
-            say(label)
 
-    return advance
+@contextmanager
+def spinner(label: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner after one second; yields `update(label)`. Does nothing if stderr is not a terminal.
+
+    Nothing else may be written to the terminal until the end.
+    """
+    if not sys.stderr.isatty():
+        yield lambda label: None
+        return
+    status = console.status(Text(one_line(label)))
+    timer = Timer(_DELAY, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda label: status.update(Text(one_line(label)))
+    finally:
+        timer.cancel()
+        timer.join()  # it may be starting at this moment
+        status.stop()
 
 
 @contextmanager

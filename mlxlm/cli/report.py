@@ -9,6 +9,8 @@ import click
 
 from mlxlm.cli import render
 from mlxlm.cli.options import SectionedCommand
+from mlxlm.report import REPORT_FILE, read_run, write_report
+from mlxlm.train.settings import TrainSettings
 
 
 @click.command(cls=SectionedCommand)
@@ -20,9 +22,6 @@ def report(runs: tuple[Path, ...], out: Path | None, show: bool) -> None:
 
     You can write it at any time, also while a run is training. A run writes its own report when it ends.
     """
-    from mlxlm.report import REPORT_FILE, read_run, write_report
-    from mlxlm.train import TrainSettings
-
     if out is None:
         if len(runs) > 1:
             raise click.UsageError("several runs need --out FILE")

@@ -55,7 +55,7 @@ def restart_after(
         The restart, after a message about it; None if nothing is left to try. A run without progress ends after
         log2(batch size) + 3 restarts.
     """
-    from mlxlm.cli.render import say
+    from mlxlm.cli.render import say  # rich; the main module of the command line imports this one
 
     limits, parts = {name: int(os.environ.get(name, _DEFAULT_LIMIT)) for name in _LIMITS}, micro_batches
     if not error.out_of_memory and max(limits.values()) > _MIN_LIMIT:

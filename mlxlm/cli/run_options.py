@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, add_options, allow_sleep_option, flag, given_flags, is_given, option
-
-if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
-    from mlxlm.train import Run
+from mlxlm.config import ModelConfig
+from mlxlm.config.overrides import apply_overrides, parse_overrides
+from mlxlm.families import compatibility_warning, resolve_model_type
+from mlxlm.train.throttle import PowerPolicy
 
 _MOVED_DATA = "With --resume: the new place of the run's prepared data."
 run_options = add_options(
@@ -23,15 +24,13 @@ run_options = add_options(
 )
 
 
-def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> Run | None:
+def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> train.Run | None:
     """Open the run of --resume, with its data at --data; None without --resume.
 
     Args:
         arguments: Values that exclude --resume.
         options: The options, which exclude --resume too, because the run has its own. --resume and --data are removed.
     """
-    from mlxlm.train import Run
-
     path, moved_data = options.pop("resume"), options.pop("moved_data")
     if path is None:
         if moved_data is not None:
@@ -39,7 +38,7 @@ def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> Run | None
         return None
     if any(arguments) or given_flags(options):
         raise click.UsageError("--resume uses the run's own data and settings: give nothing else")
-    run = Run.open(path)
+    run = train.Run.open(path)
     return run if moved_data is None else run.with_data(moved_data)
 
 
@@ -79,9 +78,6 @@ def with_overrides(
     Raises:
         ConfigError: If an override is unknown or can't work.
     """
-    from mlxlm.config.overrides import apply_overrides, parse_overrides
-    from mlxlm.families import compatibility_warning, resolve_model_type
-
     if overrides and context_length is not None:
         config = config.with_changes(max_position_embeddings=context_length)
     config = resolve_model_type(apply_overrides(config, parse_overrides(overrides), reserved))
@@ -118,12 +114,9 @@ def pop_runtime_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         PlatformError: If the library of a tracker is missing.
     """
-    from mlxlm.train import PowerPolicy
-    from mlxlm.train.trackers import check_trackers
-
     power = PowerPolicy(**{name: options.pop(name) for name in _POWER})
     trackers = {name: options.pop(name) for name in _TRACKERS}
-    check_trackers(**trackers)
+    train.check_trackers(**trackers)
     return {"power": power, **trackers, "micro_batches": options.pop("micro_batches")}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm.cli import render
+from mlxlm.cli import render, training_options
 from mlxlm.cli.options import SectionedCommand, given_flags, given_values, json_option, option
 from mlxlm.cli.run_options import (
     RUNTIME_OPTIONS,
@@ -19,16 +19,9 @@ from mlxlm.cli.run_options import (
     sweep_folder,
     sweep_options,
 )
-from mlxlm.cli.training_options import (
-    data_options,
-    data_settings,
-    given_settings,
-    given_tokenizer,
-    print_skipped,
-    reject_unused_settings,
-    setting_options,
-    unused_data_rules,
-)
+from mlxlm.cli.training import phase, train_sweep
+from mlxlm.data.options import DataOptions
+from mlxlm.families import load_preset, preset_names
 from mlxlm.utils.formatting import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -57,7 +50,6 @@ def _numbers(text: str) -> list[float]:
 
 def _parameters(text: str, vocab_size: int | None = None) -> float:
     """The parameter count of a preset, or of a size such as 50m."""
-    from mlxlm.families import load_preset, preset_names
     from mlxlm.plan.model_sizes import parse_size
 
     if text in preset_names():
@@ -102,8 +94,8 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 @option("Grid", "--fit-only", bool, "Train nothing; fit the finished runs.")
 @option("Predictions", "--compute-budget", _compute_budget, _COMPUTE_BUDGET, metavar="C")
 @option("Predictions", "--predict", lambda text: parse_size(text) and text, _PREDICT, metavar="SIZE[:TOKENS]")
-@data_options(vocab_size="by the sizes")
-@setting_options(_UNUSED_SETTINGS)
+@training_options.data_options(vocab_size="by the sizes")
+@training_options.setting_options(_UNUSED_SETTINGS)
 @runtime_options
 @json_option
 def scaling(
@@ -139,8 +131,6 @@ def scaling(
 
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
-    from mlxlm.cli.training import phase
-    from mlxlm.data import DataOptions, Manifest
     from mlxlm.experiments.scaling_grid import Grid, GridOptions, start_grid
 
     if not data or fit_only:
@@ -148,25 +138,25 @@ def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: b
             why = "--fit-only trains nothing" if fit_only else "the runs in --out have their own data and settings"
             raise click.UsageError(f"{why}: {flags[0]} would have no effect")
         return Grid.open(out)
-    reject_unused_settings(
+    training_options.reject_unused_settings(
         {**options, "sample_every": True, "decay_fraction": None},
+        data,
         (options["sizes"], ["minutes", "hours"], "--sizes chooses what is trained"),
         (options["minutes"] is not None, ["hours"], "--minutes says how long"),
         (options["tokens"], ["tokens_per_parameter"], "--tokens says how long each is trained"),
-        *unused_data_rules(options, data),
     )
     minutes = options["minutes"] if options["hours"] is None else 60 * options["hours"]
     lengths = {name: options[name] for name in ("sizes", "tokens_per_parameter", "tokens")}
     sizes = GridOptions(**given_values({**lengths, "minutes": minutes}))
-    text, settings = DataOptions(data, **data_settings(options)), given_settings(options)
-    grid = start_grid(out, text, sizes, tokenizer=given_tokenizer(options), settings=settings, phase=phase)
-    print_skipped(Manifest.read(grid.data).skipped)
+    text = DataOptions(data, **training_options.data_settings(options))
+    tokenizer, settings = training_options.given_tokenizer(options), training_options.given_settings(options)
+    grid = start_grid(out, text, sizes, tokenizer=tokenizer, settings=settings, phase=phase)
+    training_options.print_skipped(grid.data)
     return grid
 
 
 def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     """Train the unfinished runs. Returns what `train_sweep` does."""
-    from mlxlm.cli.training import phase, train_sweep
     from mlxlm.plan.scaling_law import FULL_VALUE_EPOCHS
 
     epochs = max(run.tokens for run in grid.runs) / grid.unique_tokens

@@ -6,15 +6,17 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from mlxlm.backend import platform
-from mlxlm.cli.generation_options import given_options, kv_options, sampling_options, speculation_options
-from mlxlm.cli.model_options import MODEL, offline_option
+from mlxlm.cache.options import KVOptions
+from mlxlm.checkpoint.download import fetch
+from mlxlm.cli.generation_options import Speculation, given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.options import (
+    MODEL,
     SIZE,
     SectionedCommand,
     add_options,
@@ -22,17 +24,13 @@ from mlxlm.cli.options import (
     field_option,
     given_values,
     is_given,
+    offline_option,
 )
-from mlxlm.cli.render import say
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.render import say, spinner
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.server.options import ModelOptions, ServerOptions
 from mlxlm.utils.errors import ConfigError, one_line
-
-if TYPE_CHECKING:
-    from mlxlm.cache import KVOptions
-    from mlxlm.generation.speculative import SpeculativeDecoder
 
 _EPILOG = """\b
 Examples:
@@ -42,14 +40,8 @@ Examples:
 """
 _PER_REQUEST = [name for name, field in options_of(GenerationOptions).items() if declaration(field).per_request]
 _KINDS = {"max_memory": SIZE, "prefix_cache_bytes": SIZE}
-_server_options = add_options(
-    *(
-        field_option(field, kind=_KINDS.get(name))
-        for name, field in sorted(
-            options_of(ServerOptions).items(), key=lambda item: declaration(item[1]).section != "Network"
-        )
-    )
-)
+_FIELDS = sorted(options_of(ServerOptions).values(), key=lambda field: declaration(field).section != "Network")
+_server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name)) for field in _FIELDS))
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
@@ -64,7 +56,7 @@ def serve(
     models: Sequence[str],
     options: GenerationOptions,
     kv: KVOptions,
-    speculation: Callable[[], SpeculativeDecoder] | None,
+    speculation: Speculation,
     **flags: Any,
 ) -> None:
     """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page: see docs/server.md.
@@ -83,10 +75,11 @@ def serve(
     except ConfigError as error:
         raise click.UsageError(error.message) from error
     paths = _named(models)
-    keys = _api_keys(server.api_keys)
+    keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
+    if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
+        raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
     if len(paths) > 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
-    from mlxlm.checkpoint.download import fetch
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.models import Models, ModelSettings, load_model
@@ -127,13 +120,6 @@ def _named(models: Sequence[str]) -> dict[str, str]:
             raise click.UsageError(f"there are two models {name} (try: NAME=MODEL to give one another name)")
         paths[name] = os.path.abspath(path) if exists else path
     return paths
-
-
-def _api_keys(given: Sequence[str]) -> list[str]:
-    keys = [*given, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
-    if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
-        raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
-    return keys
 
 
 def _check_access(host: str, keys: Sequence[str], no_auth: bool) -> None:

@@ -8,7 +8,7 @@ import select
 import stat
 import sys
 
-from mlxlm.cli.spinner import spinner
+from mlxlm.cli.render import spinner
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 

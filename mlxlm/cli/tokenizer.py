@@ -16,13 +16,14 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    data_option,
     json_option,
-    on_bad_input_option,
     option,
     renamed,
-    text_column_option,
 )
 from mlxlm.cli.training_options import print_skipped
+from mlxlm.data.sources import read_texts, total_bytes
+from mlxlm.data.text import BadInput
 from mlxlm.tokenizer import TOKENIZER_TYPES, tokenizer_stats, train
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import TokenizerError
@@ -46,12 +47,10 @@ def tokenizer() -> None:
 @option("Tokenizer", "--out", PATH, "New folder for the tokenizer.", required=True)
 @option("Tokenizer", "--vocab-size", click.IntRange(1), "Vocabulary size, with special tokens.", required=True)
 @option("Tokenizer", "--tokenizer-type", TOKENIZER_TYPES, _TOKENIZER_TYPE, default=TOKENIZER_TYPES[0])
-@text_column_option("Text")
-@on_bad_input_option("Text")
+@data_option("text_column", "Text")
+@data_option("on_bad_input", "Text")
 def train_command(files: tuple[str, ...], out: Path, vocab_size: int, tokenizer_type: str, **options: Any) -> None:
     """Train a tokenizer on text."""
-    from mlxlm.data import BadInput, read_texts, total_bytes
-
     bad = BadInput(options["on_bad_input"] or "stop")
     start = time.perf_counter()
     with atomic_new_folder(out, TokenizerError) as folder:
@@ -122,8 +121,6 @@ def info(path: str, as_json: bool, eval_text: str | None, old_eval_text: str | N
     facts = {name: getattr(loaded, name) for name in names}
     facts["chat_template"] = loaded.chat_template is not None
     if eval_text is not None:
-        from mlxlm.data import read_texts, total_bytes
-
         with render.bytes_progress("Encoding", total_bytes([eval_text])) as advance:
             measured = tokenizer_stats(loaded, read_texts([eval_text], stdin=_stdin(), advance=advance))
         facts["text"] = dataclasses.asdict(measured)

@@ -9,44 +9,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.live import Live
 from rich.text import Text
 
+from mlxlm import train
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.cli import render
+from mlxlm.cli.render import spinner
 from mlxlm.cli.restart import restart_after
 from mlxlm.cli.run_options import runtime_arguments
-from mlxlm.cli.spinner import spinner
 from mlxlm.cli.stop_signals import StopRequest
 from mlxlm.cli.training_metrics import TrainingMetrics, line_chart
-from mlxlm.experiments.sweep import Sweep, is_finished
-from mlxlm.plan.machines import measure_matmul
 from mlxlm.report import REPORT_FILE, read_run
 from mlxlm.report.log_entries import entry_before_start, number
 from mlxlm.tokenizer import load
-from mlxlm.train import (
-    CheckpointNotSaved,
-    CheckpointSaved,
-    Event,
-    Finished,
-    Paused,
-    Resumed,
-    Run,
-    Sample,
-    Started,
-    Step,
-    Stopped,
-    Throttled,
-    TrainingWarning,
-    Validation,
-    train,
-)
-from mlxlm.train.start import PREPARATION_FRACTION
+from mlxlm.train import events
 from mlxlm.utils.errors import DeviceError, TrainingError
 from mlxlm.utils.formatting import human_bytes, human_count, human_seconds
+
+if TYPE_CHECKING:
+    from mlxlm.experiments.sweep import Sweep
 
 _SECONDS_BETWEEN_LINES = 10.0  # if stderr is not a terminal
 _FORECAST = ("seconds", "step_seconds", "memory")  # fields of the log's forecast
@@ -71,13 +56,13 @@ def stop_on_signal() -> StopRequest:
 
 
 def run_training(
-    run: Run,
+    run: train.Run,
     *,
     resume: bool = False,
     stop: StopRequest | None = None,
     arguments: Sequence[str] = (),
     **options: Any,
-) -> Finished | Stopped:
+) -> events.Finished | events.Stopped:
     """Train a run and show its progress.
 
     Args:
@@ -94,18 +79,18 @@ def run_training(
         Restart: The device has failed.
     """
     print_forecast(run)
-    ending: Finished | Stopped | None = None
+    ending: events.Finished | events.Stopped | None = None
     num_processes = options["process_group"].size if "process_group" in options else 1
     stop, micro_batches, progress = stop or stop_on_signal(), 1, False
     try:
         with stop.catch_signals(), _display(num_processes) as show:
-            for event in train(run, load(run.path), resume=resume, should_stop=stop, **options):
+            for event in train.train(run, load(run.path), resume=resume, should_stop=stop, **options):
                 show(event)
-                if isinstance(event, Started):
+                if isinstance(event, events.Started):
                     micro_batches = event.micro_batches
-                elif isinstance(event, CheckpointSaved):
+                elif isinstance(event, events.CheckpointSaved):
                     progress = True
-                elif isinstance(event, Finished | Stopped):
+                elif isinstance(event, events.Finished | events.Stopped):
                     ending = event
     except DeviceError as error:
         if not arguments or num_processes > 1 or stop.requested:
@@ -119,20 +104,20 @@ def run_training(
     return ending
 
 
-def run_and_summarize(run: Run, **options: Any) -> None:
+def run_and_summarize(run: train.Run, **options: Any) -> None:
     """Train a run, print its result and its path, and exit if it was stopped. For the arguments see `run_training`."""
     stop = stop_on_signal()
     arguments = [*shlex.split(run.resume_command)[1:], *runtime_arguments()]
     ending = run_training(run, stop=stop, arguments=arguments, **options)
     print_summary(ending, run)
     render.result(str(run.path))
-    if isinstance(ending, Stopped):
+    if isinstance(ending, events.Stopped):
         raise click.exceptions.Exit(stop.exit_code)
 
 
 def train_sweep(
     sweep: Sweep,
-    runs: Sequence[tuple[str, Callable[[], Run]]],
+    runs: Sequence[tuple[str, Callable[[], train.Run]]],
     time_left: Callable[[int], str] = lambda _number: "",
     **options: Any,
 ) -> tuple[list[str], int]:
@@ -147,6 +132,8 @@ def train_sweep(
     Returns:
         An error message for each run that failed, and the exit code of the command.
     """
+    from mlxlm.experiments.sweep import is_finished
+
     errors, stop = [], stop_on_signal()
     for i, (name, make) in enumerate(runs):
         render.say(f"{name} ({i + 1} of {len(runs)}){time_left(i)}", style="bold")
@@ -160,17 +147,19 @@ def train_sweep(
         except TrainingError as error:  # the other runs are still of use
             errors.append(f"{name}: {error.message}")
             render.say(errors[-1], style="red")
-        if isinstance(ending, Stopped):
+        if isinstance(ending, events.Stopped):
             render.say(f"stopped after step {ending.step}, saved")
-        if stop.requested and (i + 1 < len(runs) or not isinstance(ending, Finished)):
+        if stop.requested and (i + 1 < len(runs) or not isinstance(ending, events.Finished)):
             render.say("Continue with:")
             render.say(f"{sweep.COMMAND} --resume {shlex.quote(str(sweep.path))}")
             return errors, stop.exit_code
     return errors, 1 if errors else 0
 
 
-def print_forecast(run: Run) -> None:
+def print_forecast(run: train.Run) -> None:
     """Print what the log has before the first step: limited text, model size, conversations, forecast."""
+    from mlxlm.train.start import PREPARATION_FRACTION
+
     if entry := entry_before_start(run.log_file, "text_limited", ("bytes", "total_bytes")):
         render.say(
             f"about {human_bytes(entry['bytes'])} of {human_bytes(entry['total_bytes'])} of text are used: "
@@ -210,9 +199,9 @@ def _conversations(entry: dict[str, Any]) -> str:
     return text
 
 
-def print_summary(ending: Finished | Stopped, run: Run) -> None:
+def print_summary(ending: events.Finished | events.Stopped, run: train.Run) -> None:
     """Print the loss curve, the result and how to continue, at the end of a run."""
-    if isinstance(ending, Stopped):
+    if isinstance(ending, events.Stopped):
         render.say(f"stopped after step {ending.step}, saved. Continue with:")
         render.say(run.resume_command)
         return
@@ -240,11 +229,13 @@ def print_summary(ending: Finished | Stopped, run: Run) -> None:
 
 
 @contextmanager
-def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
+def _display(num_processes: int) -> Iterator[Callable[[events.Event], None]]:
     """Yields `show(event)`: a live status in a terminal, elsewhere a line every ten seconds."""
     if not render.console.is_terminal:
         yield _print_lines()
         return
+    from mlxlm.plan.machines import measure_matmul
+
     # A shorter measurement finds a lower speed. It draws random numbers, so it comes before the run sets its seed.
     metrics = TrainingMetrics(peak=measure_matmul(seconds=0.1) * 1e9 * num_processes)
 
@@ -253,57 +244,57 @@ def _display(num_processes: int) -> Iterator[Callable[[Event], None]]:
 
     with Live(get_renderable=view, console=render.console, refresh_per_second=4, transient=True):
 
-        def show(event: Event) -> None:
+        def show(event: events.Event) -> None:
             metrics.update(event)
             _print_event(event)
 
         yield show
 
 
-def _print_lines() -> Callable[[Event], None]:
+def _print_lines() -> Callable[[events.Event], None]:
     """Returns `show(event)` for a file or a pipe."""
     metrics, last = TrainingMetrics(), -math.inf
 
-    def show(event: Event) -> None:
+    def show(event: events.Event) -> None:
         nonlocal last
         metrics.update(event)
         _print_event(event)
         is_due = time.monotonic() - last > _SECONDS_BETWEEN_LINES
-        if isinstance(event, Step) and (is_due or event.step == event.steps):
+        if isinstance(event, events.Step) and (is_due or event.step == event.steps):
             last = time.monotonic()
             render.say(f"step {event.step}/{event.steps} {'  '.join(metrics.metrics())}")
 
     return show
 
 
-def _print_event(event: Event) -> None:
+def _print_event(event: events.Event) -> None:
     """Print a line about an event other than a step."""
     at = f"step {event.step}: " if hasattr(event, "step") else ""
-    if isinstance(event, Started) and event.step < event.steps:
+    if isinstance(event, events.Started) and event.step < event.steps:
         render.say(
             f"{human_count(event.parameters)} parameters, steps {event.step + 1} to {event.steps} "
             f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
-    elif isinstance(event, Validation):
+    elif isinstance(event, events.Validation):
         render.say(
             f"{at}validation {event.loss:.4f} nats per token, perplexity "
             f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}"
         )
-    elif isinstance(event, Sample):
+    elif isinstance(event, events.Sample):
         render.say(f"{at}{event.prompt}{event.text}", style="dim")
-    elif isinstance(event, CheckpointNotSaved):
+    elif isinstance(event, events.CheckpointNotSaved):
         render.say(f"{at}not saved: {event.reason}; training continues (try: {event.hint})", style="yellow")
-    elif isinstance(event, Paused):
+    elif isinstance(event, events.Paused):
         render.say(f"{at}paused: {event.reason}", style="yellow")
-    elif isinstance(event, Throttled):
+    elif isinstance(event, events.Throttled):
         render.say(f"{at}training {event.duty_cycle:g}% of the time: {event.reason}", style="yellow")
-    elif isinstance(event, Resumed):
+    elif isinstance(event, events.Resumed):
         render.say(f"{at}continuing after {human_seconds(event.seconds)}")
-    elif isinstance(event, TrainingWarning):
+    elif isinstance(event, events.TrainingWarning):
         render.say(f"warning: {event.message}", style="yellow")
 
 
-def _epochs(event: Started) -> str:
+def _epochs(event: events.Started) -> str:
     """How many epochs the run has, and how much text it drops beyond the ends of windows, which are below 1%."""
     text = ""
     if event.dropped_fraction >= 0.01:

@@ -6,17 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlxlm.report.curves import ExponentialMovingAverage, smoothing_span
-from mlxlm.train import (
-    CheckpointNotSaved,
-    CheckpointSaved,
-    Event,
-    Paused,
-    Resumed,
-    Started,
-    Step,
-    Throttled,
-    Validation,
-)
+from mlxlm.train import events
 from mlxlm.utils.formatting import human_bytes, human_flops, human_seconds
 
 _MAX_METRIC_LINES = 3
@@ -37,30 +27,30 @@ class TrainingMetrics:
     def __init__(self, peak: float | None = None, now: Callable[[], float] = time.monotonic):
         self._peak, self._now = peak, now
         self._step, self._steps, self._flops = 0, 0, 0
-        self._last: Step | None = None
+        self._last: events.Step | None = None
         self._loss, self._smooth = 0.0, ExponentialMovingAverage(1)
-        self._best: Validation | None = None
+        self._best: events.Validation | None = None
         self._rest: tuple[str, float] | None = None  # why the run is paused or slowed, and since when
         self._unsaved = False
 
-    def update(self, event: Event) -> None:
+    def update(self, event: events.Event) -> None:
         """Take note of an event of the run."""
-        if isinstance(event, Started):
+        if isinstance(event, events.Started):
             self._step, self._steps, self._flops = event.step, event.steps, event.flops_per_token
             self._smooth = ExponentialMovingAverage(smoothing_span(event.steps))
-        elif isinstance(event, Step):
+        elif isinstance(event, events.Step):
             self._last, self._step, self._steps = event, event.step, event.steps
             self._loss = self._smooth(event.loss)
-        elif isinstance(event, Validation) and event.best:
+        elif isinstance(event, events.Validation) and event.best:
             self._best = event
-        elif isinstance(event, Paused):
+        elif isinstance(event, events.Paused):
             self._rest = f"paused: {event.reason}", self._now()
-        elif isinstance(event, Throttled):
+        elif isinstance(event, events.Throttled):
             self._rest = f"training {event.duty_cycle:g}% of the time: {event.reason}", self._now()
-        elif isinstance(event, Resumed):
+        elif isinstance(event, events.Resumed):
             self._rest = None
-        elif isinstance(event, CheckpointNotSaved | CheckpointSaved):
-            self._unsaved = isinstance(event, CheckpointNotSaved)
+        elif isinstance(event, events.CheckpointNotSaved | events.CheckpointSaved):
+            self._unsaved = isinstance(event, events.CheckpointNotSaved)
 
     def metrics(self) -> list[str]:
         """The metrics, the most important first."""

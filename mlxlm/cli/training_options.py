@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxlm.cli import render
 from mlxlm.cli.options import PATH, add_options, field_option, given_values, option, reject_unused_options
+from mlxlm.config import ModelConfig
 from mlxlm.config.option import declaration, options_of
+from mlxlm.data.manifest import Manifest, is_prepared
 from mlxlm.data.options import DataOptions
+from mlxlm.families import load_config, load_preset
 from mlxlm.train.settings import TokenizerOptions, TrainSettings
 
-if TYPE_CHECKING:
-    from mlxlm.config import ModelConfig
-
-DEFAULT_MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
+_MAX_SEQ_LENGTH = 512  # tokens at most, by default: longer costs more than a small model learns from it
 # The options of a run that the command line has, by name; `steps` is among the options of each command's length.
 SETTINGS = {name: field for name, field in options_of(TrainSettings).items() if declaration(field).section}
 FLAGS = {name: "--" + name.replace("_", "-") for name in SETTINGS if name != "steps"}
@@ -35,16 +35,28 @@ def setting_options(without: Collection[str] = (), help_texts: Mapping[str, str]
     return add_options(*(field_option(SETTINGS[name], (help_texts or {}).get(name)) for name in added))
 
 
+def default_max_seq_length(config: ModelConfig) -> int:
+    """The length of rows, if the command line doesn't set it."""
+    return min(_MAX_SEQ_LENGTH, config.max_position_embeddings)
+
+
 def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of TrainSettings that the command line sets, `steps` among them."""
     return given_values({name: options.get(name) for name in SETTINGS})
 
 
-def reject_unused_settings(options: Mapping[str, Any], *rules: tuple[object, Collection[str], str]) -> None:
-    """`reject_unused_options` with these rules, and those of the settings of a run."""
+def reject_unused_settings(
+    options: Mapping[str, Any], data: Iterable[str | Path], *rules: tuple[object, Collection[str], str]
+) -> None:
+    """`reject_unused_options` with these rules, and those of the settings of a run and of DATA."""
+    prepared = any(map(is_prepared, data))
+    tokenizer = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
     reject_unused_options(
         options,
         *rules,
+        (prepared or options.get("path"), ["vocab_size", "tokenizer_type"], f"{tokenizer} has its own"),
+        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
+        (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
         (options.get("preset") and options.get("config"), ["preset"], "--config chooses the model"),
         (options["validation"], ["validation_fraction"], "--validation says what is held out"),
         (not options.get("sample_every"), ["sample_prompt", "sample_tokens"], "--sample-every is not given"),
@@ -86,8 +98,6 @@ def model_options(section: str, preset: str) -> Callable[..., Any]:
 
 def chosen_config(options: Mapping[str, Any]) -> ModelConfig:
     """The model of `--preset` or `--config`."""
-    from mlxlm.families import load_config, load_preset
-
     return load_config(options["config"]) if options["config"] else load_preset(options["preset"] or "1m")
 
 
@@ -101,21 +111,9 @@ def given_tokenizer(options: Mapping[str, Any]) -> TokenizerOptions:
     return TokenizerOptions(**given_values({name: options[name] for name in options_of(TokenizerOptions)}))
 
 
-def unused_data_rules(options: Mapping[str, Any], data: Iterable[str | Path]) -> list[tuple[Any, Collection[str], str]]:
-    """The rules of `reject_unused_options` for `data_options` with this DATA."""
-    from mlxlm.data.manifest import is_prepared
-
-    prepared = any(map(is_prepared, data))
-    tokenizer = "the tokenizer that the data was prepared with" if prepared else "--tokenizer"
-    return [
-        (prepared or options["path"], ["vocab_size", "tokenizer_type"], f"{tokenizer} has its own"),
-        (prepared, ["validation", "validation_fraction"], "prepared data has its own validation part"),
-        (prepared, ["text_column", "on_bad_input"], "prepared data is already tokenized"),
-    ]
-
-
-def print_skipped(count: int) -> None:
-    """Report how many bad lines of the input were skipped, if any."""
+def print_skipped(skipped: int | Path) -> None:
+    """Report how many bad lines of the input were skipped, if any: a number, or the folder of prepared data."""
+    count = skipped if isinstance(skipped, int) else Manifest.read(skipped).skipped
     if count:
         lines = "line or row" if count == 1 else "lines or rows"
         render.say(f"skipped {count:,} bad {lines} of the input", style="yellow")

@@ -1,4 +1,4 @@
-"""`ModelConfig`: the configuration of a decoder, in Hugging Face's names, validated as a whole."""
+"""`ModelConfig`: the configuration of a decoder, in Hugging Face's names, validated; its parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mlxlm.config import counts
 from mlxlm.config.components import (
     CHOICES,
     FULL,
@@ -150,7 +149,7 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
-        return sum(counts.count_parameters(self).values())
+        return sum(count_parameters(self).values())
 
     def flops_per_token(self, context_length: int, training: bool = False) -> int:
         """Floating-point operations for one token that attends to `context_length` keys, 2 per multiply-add.
@@ -159,12 +158,12 @@ class ModelConfig:
         where a sliding window limits the context. Training: 3 times that, since the backward pass is twice the
         forward pass (Kaplan et al. 2020, section 2.1). With a causal mask, the mean context is half the sequence.
         """
-        forward = int(sum(counts.forward_flops(self, counts.attended_keys(self, context_length)).values()))
+        forward = int(sum(forward_flops(self, attended_keys(self, context_length)).values()))
         return 3 * forward if training else forward
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache over all layers, until windows are full."""
-        return counts.kv_cache_values(self, 1) * bytes_per_value
+        return kv_cache_values(self, 1) * bytes_per_value
 
 
 MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list of names
@@ -295,3 +294,117 @@ def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
         value = getattr(c, name)
         if value is not None and not (is_int(value) and -1 <= value < limit):
             yield f"{name} is {short_repr(value)}, it must be a token id below {limit} or null"
+
+
+# The groups of parameters that are matrices of a layer: each token is multiplied by them.
+MATRICES = ("query", "key", "value", "output", "feed_forward")
+
+
+def count_parameters(c: ModelConfig) -> dict[str, int]:
+    """Number of parameters by group, over all layers. A tied head is 0, so that nothing is counted twice."""
+    hidden, layers = c.hidden_size, c.num_hidden_layers
+    queries, keys = c.head_dim * c.num_attention_heads, c.head_dim * c.num_key_value_heads
+    positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
+    return {
+        "embedding": c.vocab_size * hidden,
+        "positions": positions * hidden,
+        "query": layers * hidden * queries,
+        "key": layers * hidden * keys,
+        "value": layers * hidden * keys,
+        "output": layers * queries * hidden,
+        "feed_forward": layers * (3 if c.mlp_gated else 2) * hidden * c.intermediate_size,
+        "norms": _norm_parameters(c),
+        "biases": layers * _layer_biases(c),
+        "head": 0 if c.tie_word_embeddings else c.vocab_size * hidden,
+    }
+
+
+def _norm_parameters(c: ModelConfig) -> int:
+    placement, d = c.layer_norms, c.head_dim
+    norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
+    qk_norms = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}
+    return norms * c.hidden_size * NORMS[c.norm].vectors + c.num_hidden_layers * qk_norms[c.qk_norm]
+
+
+def _layer_biases(c: ModelConfig) -> int:
+    """Biases of one layer's projections."""
+    qkv = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.attention_bias else 0
+    output_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
+    feed_forward = (2 if c.mlp_gated else 1) * c.intermediate_size + c.hidden_size if c.mlp_bias else 0
+    return qkv + (c.hidden_size if output_bias else 0) + feed_forward
+
+
+def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
+    """Floating-point operations of the forward pass for one token, 2 per multiply-add.
+
+    Only matrix products are counted; norms, activations and the softmax are a few tenths of a percent of them.
+
+    Args:
+        c: The configuration.
+        keys: Number of keys that the token attends to, summed over layers (see `attended_keys`).
+    """
+    parameters = count_parameters(c)
+    attention = 2 * c.num_attention_heads * c.head_dim * keys
+    return {
+        "projections": 2 * (parameters["query"] + parameters["key"] + parameters["value"]),
+        "scores": attention,
+        "scores_values": attention,
+        "output": 2 * parameters["output"],
+        "feed_forward": 2 * parameters["feed_forward"],
+        "head": 2 * c.hidden_size * c.vocab_size,
+    }
+
+
+def attended_keys(c: ModelConfig, context_length: float) -> float:
+    """Number of keys that the last of `context_length` tokens attends to, summed over layers and limited by windows."""
+    return sum(min(context_length, window or context_length) for window in _windows(c))
+
+
+def mean_attended_keys(c: ModelConfig, length: int) -> float:
+    """Mean of `attended_keys` over the tokens of a text: row i of a causal mask has i keys, or the window's."""
+
+    def mean(window: int | None) -> float:
+        limit = min(window or length, length)
+        return (limit * (limit + 1) / 2 + (length - limit) * limit) / length
+
+    return sum(mean(window) for window in _windows(c))
+
+
+def layer_activations(c: ModelConfig) -> int:
+    """Number of values per token that the operations of a layer produce.
+
+    The residual before either sublayer and its norms; queries, keys, values and attention's output; gate, up and their
+    product.
+    """
+    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    inner = (3 if c.mlp_gated else 2) * c.intermediate_size
+    return (2 + len(c.layer_norms.names)) * c.hidden_size + 2 * queries + 2 * keys + inner
+
+
+def kv_cache_values(c: ModelConfig, context_length: int) -> int:
+    """Number of values in the key-value cache of one sequence.
+
+    A layer with a window stores at most the window, its slack and its spare positions.
+    """
+    tokens = sum(
+        context_length if window is None else min(context_length, window + window_slack(window) + window_spare(window))
+        for window in _windows(c)
+    )
+    return 2 * c.num_key_value_heads * c.head_dim * tokens
+
+
+def window_slack(window: int) -> int:
+    """Tokens that a cache keeps beyond a window, so that an answer can be trimmed without a new prefill.
+
+    A quarter of the window, between 64 and 1,024.
+    """
+    return max(64, min(1024, window // 4))
+
+
+def window_spare(window: int) -> int:
+    """Further positions in the cache, so that its tokens are rarely moved to the front of the buffers."""
+    return max(64, window // 8)
+
+
+def _windows(c: ModelConfig) -> list[int | None]:
+    return [c.window(layer) for layer in range(c.num_hidden_layers)]

@@ -10,27 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxlm.config import counts
-from mlxlm.config.model_config import ModelConfig
+from mlxlm.config.model_config import MATRICES, ModelConfig, count_parameters
 
 
 def _two_averages(config: ModelConfig) -> int:
-    return 2 * sum(counts.count_parameters(config).values())
-
-
-def _one_average(config: ModelConfig) -> int:
-    return sum(counts.count_parameters(config).values())
+    return 2 * config.parameter_count()
 
 
 def _muon_state(config: ModelConfig) -> int:
     """One momentum for each matrix of the layers; AdamW's two averages for the other parameters."""
-    groups = counts.count_parameters(config)
-    return 2 * sum(groups.values()) - sum(groups[name] for name in counts.MATRICES)
+    groups = count_parameters(config)
+    return 2 * sum(groups.values()) - sum(groups[name] for name in MATRICES)
 
 
 def _adafactor_state(config: ModelConfig) -> int:
     """One number for each row and column of a matrix, and for each element of a vector."""
-    groups = counts.count_parameters(config)
+    groups = count_parameters(config)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -73,7 +68,9 @@ class OptimizerSpec:
 # processor time.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     # 0.1 and 0.95 are GPT-3's: 0.999 averages over longer than a short run lasts (Brown et al. 2020, appendix B).
-    "adamw": OptimizerSpec("AdamW", _two_averages, 0.1, 0.9, 0.95, arguments={"bias_correction": True}),
+    "adamw": OptimizerSpec(
+        "AdamW", lambda c: 2 * c.parameter_count(), 0.1, 0.9, 0.95, arguments={"bias_correction": True}
+    ),
     # Its updates are as large as AdamW's, so rate and decay carry over (Liu et al. 2025, 2.2). The betas are those of
     # AdamW, which updates embeddings, head and vectors (Jordan et al. 2024).
     "muon": OptimizerSpec(
@@ -82,7 +79,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     # A sign is larger than an AdamW update: 3 to 10 times less rate, as much more decay; betas for language models
     # (Chen et al. 2023, 5). Measured as above: a tenth of AdamW's rate 2.66 bits per byte, a fifth 2.75, a twentieth
     # 2.90.
-    "lion": OptimizerSpec("Lion", _one_average, 0.5, 0.95, 0.98, lr_scale=0.1),
+    "lion": OptimizerSpec("Lion", ModelConfig.parameter_count, 0.5, 0.95, 0.98, lr_scale=0.1),
     # Rates are relative to the size of a weight: 0.01 (Shazeer & Stern 2018, 8), which is too little for a small
     # model. Measured as above: 2.82 bits per byte with 0.01, 2.54 with 0.04. No momentum and no decay, as in T5.
     "adafactor": OptimizerSpec(

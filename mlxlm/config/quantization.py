@@ -53,9 +53,7 @@ class Format:
     @classmethod
     def of(cls, mode: str = "affine", bits: int | None = None, group_size: int | None = None) -> Format:
         """A format with the mode's default bits and group size: 4 and 64 in affine mode."""
-        if mode not in MODES:
-            raise ConfigError(f"{mode!r} is not a quantization mode", f"one of {', '.join(MODES)}")
-        (default_group, *_), (default_bits, *_) = MODES[mode]
+        (default_group, *_), (default_bits, *_) = MODES.get(mode, MODES["affine"])  # an unknown one is refused below
         return cls(default_bits if bits is None else bits, default_group if group_size is None else group_size, mode)
 
     @property

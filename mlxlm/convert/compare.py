@@ -22,7 +22,6 @@ from mlxlm.data import Document
 from mlxlm.evaluate.loss import first_tokens, window_lengths, windows
 from mlxlm.families import get_quantization_config
 from mlxlm.kernels import log_softmax
-from mlxlm.model import Block
 from mlxlm.utils.errors import CheckpointError
 
 _IGNORED = ("quantization",)  # how weights are stored, not what the model computes
@@ -71,7 +70,7 @@ class TensorDiff:
         return asdict(self)
 
 
-def tensor_diff(a: AnyCheckpoint, b: AnyCheckpoint, progress: Callable[[int, int], None] | None = None) -> TensorDiff:
+def tensor_diff(a: AnyCheckpoint, b: AnyCheckpoint, progress: LayerProgress = lambda done, total: None) -> TensorDiff:
     """Compare two checkpoints tensor by tensor, one of each in memory. `progress(done, total)` counts tensors."""
     tensors_a, tensors_b = dequantized_tensors(a), dequantized_tensors(b)
     shared = [name for name in tensors_a if name in tensors_b]
@@ -81,8 +80,7 @@ def tensor_diff(a: AnyCheckpoint, b: AnyCheckpoint, progress: Callable[[int, int
             shape_mismatches[name] = (tensors_a[name].shape, tensors_b[name].shape)
         else:
             errors[name] = relative_error([(tensors_a[name].read(), tensors_b[name].read())])
-        if progress is not None:
-            progress(done, len(shared))
+        progress(done, len(shared))
     sizes = [sum(tensor.nbytes for tensor in checkpoint.tensors.values()) for checkpoint in (a, b)]
     counts = [sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in (tensors_a, tensors_b)]
     return TensorDiff(
@@ -204,7 +202,7 @@ def compare(
     context_length: int | None = None,
     stride: int | None = None,
     tolerance: float = TOLERANCE,
-    progress: LayerProgress | None = None,
+    progress: LayerProgress = lambda done, total: None,
 ) -> Comparison:
     """Run two models on the same tokens and compare their outputs.
 
@@ -225,7 +223,6 @@ def compare(
     Raises:
         CheckpointError: The vocabularies have different sizes, an id is outside them, or values are not finite.
     """
-    progress = progress or (lambda done, total: None)
     layers: dict[str, float] = {}
     configs: list[ModelConfig | MlxLmConfig]
     run: Callable[[_Batches], _LogitPairs]
@@ -275,9 +272,8 @@ def tokenize_for_both(
     """
     tokens, other = (first_tokens(c.load_tokenizer(), documents(), count) for c in (a, b))
     if tokens[0] != other[0]:
-        raise CheckpointError(
-            f"the tokenizers of {a.path} and {b.path} tokenize the text differently", "two models with one tokenizer"
-        )
+        problem = f"the tokenizers of {a.path} and {b.path} tokenize the text differently"
+        raise CheckpointError(problem, "two models with one tokenizer")
     return tokens
 
 
@@ -286,10 +282,8 @@ def _check_documents(
 ) -> None:
     """Raise CheckpointError unless both models can read these documents."""
     if vocab_a != vocab_b:
-        raise CheckpointError(
-            f"{a.path} has a vocabulary of {vocab_a} tokens and {b.path} one of {vocab_b}",
-            "two models with one tokenizer",
-        )
+        problem = f"{a.path} has a vocabulary of {vocab_a} tokens and {b.path} one of {vocab_b}"
+        raise CheckpointError(problem, "two models with one tokenizer")
     if not any(len(tokens) > 1 for tokens in documents):
         raise CheckpointError("the text has fewer than two tokens", "a longer text")
     for tokens in documents:
@@ -352,14 +346,19 @@ def _layer_by_layer(
 ) -> _LogitPairs:
     """Logits of two models, a layer at a time; adds the relative error after each layer to `errors`."""
     models = [LayerwiseModel(a), LayerwiseModel(b)]
-    comparable = a.config.hidden_size == b.config.hidden_size and models[0].num_layers == models[1].num_layers
-    num_layers = max(model.num_layers for model in models)
+    depths = [model.config.num_hidden_layers for model in models]
+    comparable = a.config.hidden_size == b.config.hidden_size and depths[0] == depths[1]
+    num_layers = max(depths)
     states = [list(model.embeddings(inputs for inputs, _ in batches)) for model in models]
     names = ["model.embed_tokens", *(f"{LAYER_PREFIX}.{index}" for index in range(num_layers))]
     for step, name in enumerate(names):
         for side, model in enumerate(models):
-            if 0 < step <= model.num_layers:
-                states[side] = list(_run_layer(model.load_layer(step - 1), states[side]))
+            if 0 < step <= depths[side]:
+                block = model.load_layer(step - 1)
+                for i, state in enumerate(states[side]):
+                    states[side][i] = block(*state)
+                    mx.eval(states[side][i])
+                del block
         if comparable:
             errors[name] = relative_error((_merge(x), _merge(y)) for x, y in zip(*states, strict=True))
             if not math.isfinite(errors[name]):
@@ -375,17 +374,11 @@ def _layer_by_layer(
         for start in range(0, flat_targets.size, piece):
             rows = slice(start, start + piece)
             logits_a, logits_b = (
-                head(*_slice(state, rows))[0] for head, state in zip(heads, (flat_a, flat_b), strict=True)
+                head(*(None if part is None else part[:, rows] for part in state))[0]
+                for head, state in zip(heads, (flat_a, flat_b), strict=True)
             )
             yield logits_a, logits_b, flat_targets[rows]
     progress(num_layers + 2, num_layers + 2)
-
-
-def _run_layer(block: Block, states: list[HiddenState]) -> Iterator[HiddenState]:
-    for state in states:
-        output = block(*state)
-        mx.eval(output)
-        yield output
 
 
 def _merge(state: HiddenState) -> mx.array:
@@ -397,8 +390,3 @@ def _flatten(state: HiddenState, new: int) -> HiddenState:
     """The last `new` positions, `[B, T, hidden]` -> `[1, B·new, hidden]`: norm and head are applied per position."""
     residual, hidden = (None if part is None else part[:, -new:].reshape(1, -1, part.shape[-1]) for part in state)
     return residual, hidden
-
-
-def _slice(state: HiddenState, rows: slice) -> HiddenState:
-    residual, hidden = state
-    return residual[:, rows], None if hidden is None else hidden[:, rows]

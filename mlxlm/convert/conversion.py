@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
-from mlxlm.checkpoint.bits import fits_float16, max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.huggingface import check_tokenizer, copy_tokenizer
-from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, dtype_sizes, with_read_progress
+from mlxlm.checkpoint.lazy_tensor import (
+    UNQUANTIZED_DTYPES,
+    LazyTensor,
+    LazyTensors,
+    dtype_sizes,
+    max_abs,
+    with_read_progress,
+)
 from mlxlm.checkpoint.locations import FOLDER_FORMATS
 from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.verify import Progress, verify
@@ -28,146 +34,77 @@ from mlxlm.utils.formatting import group_layers_by_value
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
+_MAX_FLOAT16 = 65504
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Why a matrix of a GGUF file is of another type than the outtype.
 _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
 
 
 @dataclass(frozen=True)
-class WrittenFiles:
-    """What a writer wrote.
+class OutputFormat:
+    """A format that `convert` writes.
 
     Attributes:
-        path: What to open: a folder, or the file.
-        warnings: What the user should know.
-        notes: Deviations from the requested types that are intended.
-        tokens_may_differ: Whether a warning says that the format's runtime tokenizes some texts differently.
-    """
-
-    path: Path
-    warnings: list[str]
-    notes: list[str]
-    tokens_may_differ: bool = False
-
-
-class Writer(ABC):
-    """Writes one checkpoint in one format.
-
-    Attributes:
-        format: Name of the format, as in `Checkpoint.format` or "huggingface".
+        name: Name of the format, as in `Checkpoint.format` or "huggingface".
+        write: `write(source, config, tensors, path, out, type)` writes the model to `path`, a new folder or file that
+            becomes `out`. `config` is that of the tensors, which aren't quantized; `type` is the requested one, if any.
         backends: Other programs that read the format, names in `cross_check.REQUIRED_PACKAGES`.
-        tensors: The tensors to write, not quantized, by the decoder's names.
+        ignored: "dtype" or "outtype" -> why it has no effect.
     """
 
-    format: ClassVar[str]
-    backends: ClassVar[tuple[str, ...]] = ()
-    dtype_ignored: ClassVar[str | None] = None  # why `dtype` has no effect
-    outtype_ignored: ClassVar[str | None] = "it is for .gguf files"
-
-    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
-        self.checkpoint, self.out = checkpoint, out
-        self.config = checkpoint.config.with_changes(quantization=None)
-        self.tensors: LazyTensors = dequantized_tensors(checkpoint)
-
-    @classmethod
-    def check_arguments(cls, dtype: str | None, outtype: str | None) -> None:
-        """Raise ConfigError for unknown types, ArgumentError for one that the format doesn't use."""
-        for name, value, choices, ignored in (
-            ("dtype", dtype, DTYPES, cls.dtype_ignored),
-            ("outtype", outtype, OUTTYPES, cls.outtype_ignored),
-        ):
-            if value is not None and value not in choices:
-                raise ConfigError(f"unknown {name} {value!r}", f"one of {', '.join(choices)}")
-            if value is not None and ignored:
-                raise ArgumentError(f"`{name}` would have no effect: {ignored}")
-
-    def atomic_output(self) -> AbstractContextManager[Path]:
-        """A context manager: a temporary folder whose files get their names at the end."""
-        return atomic_new_files(self.out)
-
-    @abstractmethod
-    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
-        """Write `tensors`, which are `self.tensors` with progress, to the temporary `folder`."""
+    name: str
+    write: Callable[[Checkpoint, ModelConfig, LazyTensors, Path, Path, str | None], gguf.WriteResult]
+    backends: tuple[str, ...]
+    ignored: Mapping[str, str]
 
 
-class HuggingFaceWriter(Writer):
-    """A folder in the model family's own Hugging Face layout."""
-
-    format = "huggingface"
-    backends = ("transformers", "mlx_lm")
-
-    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
-        super().__init__(checkpoint, out)
-        check_tokenizer(checkpoint)
-        if dtype or checkpoint.config.quantization or checkpoint.format not in FOLDER_FORMATS:
-            target = DTYPES[dtype or _main_dtype(checkpoint)]
-            self.tensors = {name: _cast(name, tensor, target) for name, tensor in self.tensors.items()}
-
-    def atomic_output(self) -> AbstractContextManager[Path]:
-        """A context manager: a temporary folder that gets its name at the end."""
-        return atomic_new_folder(self.out)
-
-    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
-        """Write config.json, the weights and the tokenizer's files."""
-        huggingface.write(folder, self.checkpoint.hf_config, self.config, tensors, None)
-        return WrittenFiles(folder, copy_tokenizer(self.checkpoint, folder), [])
+def _write_folder(
+    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+) -> gguf.WriteResult:
+    """Write the model family's own Hugging Face layout."""
+    check_tokenizer(source)  # before minutes of work
+    if type or source.config.quantization or source.format not in FOLDER_FORMATS:
+        target = DTYPES[type or _main_dtype(source)]
+        tensors = {name: _cast(name, tensor, target) for name, tensor in tensors.items()}
+    huggingface.write(path, source.hf_config, config, tensors, None)
+    return gguf.WriteResult(copy_tokenizer(source, path))
 
 
-class GGUFWriter(Writer):
-    """A file for llama.cpp."""
-
-    format = "gguf"
-    backends = ("llama.cpp",)
-    dtype_ignored = "`outtype` sets the type of a .gguf file"
-    outtype_ignored = None
-
-    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
-        super().__init__(checkpoint, out)
-        self.tokenizer = checkpoint.load_tokenizer()
-        self.outtype = outtype or _OUTTYPE_OF[_main_dtype(checkpoint)]
-
-    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
-        """Write the file."""
-        path = folder / self.out.name
-        result = gguf.write(path, self.config, tensors, self.tokenizer, self.outtype)
-        notes = [
-            f"kept in {other}: {names} ({_OTHER_TYPE_REASONS[other]})"
-            for other, names in group_layers_by_value(result.other_types).items()
-        ]
-        return WrittenFiles(path, list(result.notes), notes, result.tokens_may_differ)
+def _write_gguf(
+    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+) -> gguf.WriteResult:
+    """Write a file for llama.cpp."""
+    return gguf.write(path, config, tensors, source.load_tokenizer(), type or _OUTTYPE_OF[_main_dtype(source)])
 
 
-class Llama2cWriter(Writer):
-    """A llama2.c file with its tokenizer.bin."""
-
-    format = "llama2.c"
-    dtype_ignored = "llama2.c files are float32"
-
-    def __init__(self, checkpoint: Checkpoint, out: Path, dtype: str | None = None, outtype: str | None = None):
-        super().__init__(checkpoint, out)
-        self.tokenizer = checkpoint.load_tokenizer()
-        llama2c.check_output(out, self.config, self.tokenizer)
-
-    def write(self, folder: Path, tensors: LazyTensors) -> WrittenFiles:
-        """Write both files."""
-        path = folder / self.out.name
-        llama2c.write(path, self.config, tensors, self.tokenizer)
-        return WrittenFiles(path, [], [])
+def _write_llama2c(
+    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+) -> gguf.WriteResult:
+    """Write a llama2.c file with its tokenizer.bin."""
+    tokenizer = source.load_tokenizer()
+    llama2c.check_output(out, config, tokenizer)
+    llama2c.write(path, config, tensors, tokenizer)
+    return gguf.WriteResult()
 
 
-_WRITERS = {".gguf": GGUFWriter, ".bin": Llama2cWriter}
+_OUTTYPE_IGNORED = {"outtype": "it is for .gguf files"}
+_FOLDER = OutputFormat("huggingface", _write_folder, ("transformers", "mlx_lm"), _OUTTYPE_IGNORED)
+_FILES = {
+    ".gguf": OutputFormat("gguf", _write_gguf, ("llama.cpp",), {"dtype": "`outtype` sets the type of a .gguf file"}),
+    ".bin": OutputFormat("llama2.c", _write_llama2c, (), {"dtype": "llama2.c files are float32", **_OUTTYPE_IGNORED}),
+}
 
 
-def writer_for(out: Path) -> type[Writer]:
-    """The writer for the name of an output: NAME.gguf, NAME.bin, or the name of a folder.
+def output_format(out: Path) -> OutputFormat:
+    """The format for the name of an output: NAME.gguf, NAME.bin, or the name of a folder.
 
     Raises:
         ConfigError: The name is of neither.
     """
-    if (writer := _WRITERS.get(out.suffix.lower())) is not None:
-        return writer
-    check_folder_name(out, "convert", f"{folder_name(out)} for a folder, NAME.gguf or NAME.bin")
-    return HuggingFaceWriter
+    suffix = out.suffix.lower()
+    if suffix not in _FILES:
+        check_folder_name(out, "convert", f"{folder_name(out)} for a folder, NAME.gguf or NAME.bin")
+    return _FILES.get(suffix, _FOLDER)
 
 
 def check_folder_name(out: Path, command: str, hint: str) -> None:
@@ -201,8 +138,8 @@ def _cast(name: str, tensor: LazyTensor, dtype: mx.Dtype) -> LazyTensor:
         return tensor.astype(dtype)
 
     def to_float16(value: mx.array) -> mx.array:
-        if not fits_float16(value):
-            problem = f"{name} has values up to {max_abs(value):.3g}, the largest float16 is 65504"
+        if _MAX_FLOAT16 < (largest := max_abs(value)) < math.inf:
+            problem = f"{name} has values up to {largest:.3g}, the largest float16 is {_MAX_FLOAT16}"
             raise CheckpointError(problem, "bfloat16 or float32")
         return value.astype(mx.float16)
 
@@ -254,7 +191,7 @@ def convert(
     outtype: str | None = None,
     verify_output: bool = True,
     cross_check: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda phase, done, total: None,
 ) -> ConversionReport:
     """Convert a checkpoint to the format that the name `out` stands for.
 
@@ -282,39 +219,43 @@ def convert(
     """
     started = time.monotonic()
     out = Path(out)
-    writer_class = writer_for(out)
-    writer_class.check_arguments(dtype, outtype)
+    format = output_format(out)
+    for name, value, choices in (("dtype", dtype, DTYPES), ("outtype", outtype, OUTTYPES)):
+        if value is not None and value not in choices:
+            raise ConfigError(f"unknown {name} {value!r}", f"one of {', '.join(choices)}")
+        if value is not None and name in format.ignored:
+            raise ArgumentError(f"`{name}` would have no effect: {format.ignored[name]}")
     if cross_check and not verify_output:
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
-    checkpoint = open_decoder_checkpoint(source, "converted")
-    writer = writer_class(checkpoint, out, dtype, outtype)
-    tensors = writer.tensors
-    if progress is not None:
-        tensors = with_read_progress(tensors, partial(progress, "writing"))
-    with writer.atomic_output() as folder:
-        files = writer.write(folder, tensors)
-        written = open_decoder_checkpoint(files.path)
+    source_checkpoint = open_decoder_checkpoint(source, "converted")
+    config = source_checkpoint.config.with_changes(quantization=None)
+    tensors = with_read_progress(dequantized_tensors(source_checkpoint), partial(progress, "writing"))
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    is_folder = format is _FOLDER
+    with atomic_new_folder(out) if is_folder else atomic_new_files(out) as folder:
+        path = folder if is_folder else folder / out.name
+        files = format.write(source_checkpoint, config, tensors, path, out, dtype or outtype)
+        written = open_decoder_checkpoint(path)
         checks = []
         if verify_output:
-            backends = writer.backends if cross_check else ()
-            checks = verify(checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
+            backends = format.backends if cross_check else ()
+            checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
-    sizes = dtype_sizes(written.tensors.values())
-    parameters = sum(math.prod(tensor.shape) for tensor in writer.tensors.values())
+    sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
     return ConversionReport(
         source=str(source),
-        source_format=checkpoint.format,
+        source_format=source_checkpoint.format,
         path=str(out),
-        format=writer.format,
-        dtype=writer.outtype if isinstance(writer, GGUFWriter) else ", ".join(name for name, _ in sizes.most_common()),
+        format=format.name,
+        dtype=files.outtype or ", ".join(name for name, _ in sizes.most_common()),
         parameters=parameters,
         bytes=size,
         bits_per_weight=8 * sizes.total() / parameters,
         seconds=time.monotonic() - started,
         checks=checks,
         warnings=[*files.warnings, *_backend_warnings(checks)],
-        notes=files.notes,
+        notes=[f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()],
     )
 
 

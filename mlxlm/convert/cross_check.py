@@ -245,11 +245,8 @@ def cross_check_one(
     worst = int(np.argmax(output.logit_gaps))
     if not output.logit_gaps[worst] <= allowed:  # NaN is an error, too
         where = "" if output.hidden is None else _first_layer(written, ids, output.hidden)
-        raise CheckpointError(
-            f"{label}: {backend} predicts token {output.tokens[worst]}, mlxlm {ours[worst]}"
-            f" (greedy token {worst + 1} of {count}){where}",
-            _HINT,
-        )
+        tokens = f"token {output.tokens[worst]}, mlxlm {ours[worst]} (greedy token {worst + 1} of {count})"
+        raise CheckpointError(f"{label}: {backend} predicts {tokens}{where}", _HINT)
     equal = "all equal" if not ties else f"{count - ties} equal, ties of two tokens: {ties}"
     text_ids = _check_tokenization(backend, source, output, label, tokens_may_differ)
     return Check(backend, "equal" if not ties else "within rounding", f"{count} greedy tokens: {equal}{text_ids}")
@@ -270,11 +267,8 @@ def _check_tokenization(
     if tokens_may_differ:
         return "; a text has other tokens, see the warnings"
     at = next((i for i, (a, b) in enumerate(zip(ids, output.text_ids, strict=False)) if a != b), 0)
-    raise CheckpointError(
-        f"{label}: {backend} tokenizes a text differently: {output.text_ids[at : at + 3]}, the source"
-        f" {ids[at : at + 3]} (from token {at + 1} on)",
-        _HINT,
-    )
+    tokens = f"{output.text_ids[at : at + 3]}, the source {ids[at : at + 3]} (from token {at + 1} on)"
+    raise CheckpointError(f"{label}: {backend} tokenizes a text differently: {tokens}", _HINT)
 
 
 def _final_name(text: str, label: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -87,7 +88,11 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
     limits: list[str] = []
     if isinstance(checkpoint, MlxLmCheckpoint):
         runtime = f"mlx_lm: mlxlm's has no {checkpoint.unsupported_reason}"
-        problem, limits = _of_mlx_lm(checkpoint)
+        try:
+            _, limit = build_with_mlx_lm(checkpoint)
+            limits = [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
+        except CheckpointError as error:
+            problem = str(error)
     parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     quantization = config.quantization if config else get_quantization_config(checkpoint.hf_config)
@@ -123,22 +128,13 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
     )
 
 
-def _of_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[str | None, list[str]]:
-    """Why mlx_lm can't run a model, judged by its configuration, and warnings about one that it can run."""
-    try:
-        _, limit = build_with_mlx_lm(checkpoint)
-    except CheckpointError as error:
-        return str(error), []
-    return None, [f"texts end at {limit[0]} tokens: mlx_lm's model ignores {limit[1]} beyond"] if limit else []
-
-
 def _types(checkpoint: AnyCheckpoint) -> dict[str, tuple[int, int]]:
     """Stored types, the one with most bytes first."""
-    found: dict[str, tuple[int, int]] = {}
+    counts = Counter(tensor.stored_dtype for tensor in checkpoint.tensors.values())
+    sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        count, size = found.get(tensor.stored_dtype, (0, 0))
-        found[tensor.stored_dtype] = (count + 1, size + tensor.nbytes)
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+        sizes[tensor.stored_dtype] += tensor.nbytes
+    return {name: (counts[name], size) for name, size in sizes.most_common()}
 
 
 def _tokenizer(checkpoint: AnyCheckpoint, config: ModelConfig | None) -> tuple[TokenizerInfo | None, list[str]]:

@@ -65,44 +65,37 @@ def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[
         before = source.load_tokenizer()
     except TokenizerError:
         skipped = Check("tokenizer", "skipped", "the source has none that mlxlm can read")
-        return [skipped, _check_configuration(_Side(source, None), _Side(written, None), label)]
+        return [skipped, _check_configuration(source, written, None, None, label)]
     try:
         after = written.load_tokenizer()
     except TokenizerError as error:
         raise CheckpointError(f"{label}: its tokenizer can't be read: {error.message}") from None
     checked = _check_tokenizer(before, after, written.format, label)
-    return [checked, _check_configuration(_Side(source, before), _Side(written, after), label)]
+    return [checked, _check_configuration(source, written, before, after, label)]
 
 
-@dataclass(frozen=True)
-class _Side:
-    """A checkpoint and its tokenizer; None if the source has none that mlxlm can read."""
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer | None
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return self.checkpoint.config.eos_token_ids | (frozenset() if own is None else {own})
+def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return checkpoint.config.eos_token_ids | (frozenset() if own is None else {own})
 
 
-def _check_configuration(source: _Side, written: _Side, label: str) -> Check:
-    changes = config_diff(source.checkpoint, written.checkpoint)
-    for name in _same_meaning(source, written):
-        changes.pop(name, None)
-    format = written.checkpoint.format
-    allowed = _NOT_CARRIED.get(format, set())
-    if format == "gguf" and len(source.ends) > _ENDS_IN_GGUF and written.ends < source.ends:
+def _check_configuration(
+    source: Checkpoint, written: Checkpoint, before: Tokenizer | None, after: Tokenizer | None, label: str
+) -> Check:
+    changes = config_diff(source, written)
+    ends, ends_after = _end_ids(source, before), _end_ids(written, after)
+    same = {*_same_meaning(source.config, written.config, before), *(["eos_token_id"] if ends == ends_after else [])}
+    changes = {name: values for name, values in changes.items() if name not in same}
+    allowed = _NOT_CARRIED.get(written.format, set())
+    if written.format == "gguf" and len(ends) > _ENDS_IN_GGUF and ends_after < ends:
         allowed = allowed | {"eos_token_id"}
-    for name, (before, after) in changes.items():
+    for name, (was, now) in changes.items():
         if name not in allowed:
-            was = f"{before!r} in {source.checkpoint.path}"
-            raise CheckpointError(f"{label}: the configuration's {name} is {after!r} and was {was}")
+            raise CheckpointError(f"{label}: the configuration's {name} is {now!r} and was {was!r} in {source.path}")
     if not changes:
         return Check("configuration", "equal", "all fields")
-    lost = ", ".join(f"{name} ({before!r} becomes {after!r})" for name, (before, after) in changes.items())
+    lost = ", ".join(f"{name} ({was!r} becomes {now!r})" for name, (was, now) in changes.items())
     return Check("configuration", "in part", f"the format can't represent {lost}")
 
 
@@ -141,24 +134,21 @@ def _tokenizer_problems(before: Tokenizer, after: Tokenizer) -> Iterator[str]:
         yield "the chat template differs"
 
 
-def _same_meaning(source: _Side, written: _Side) -> Iterator[str]:
+def _same_meaning(a: ModelConfig, b: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[str]:
     """Fields whose two values mean the same."""
-    a, b = source.checkpoint.config, written.checkpoint.config
     if all(a.window(i) == b.window(i) for i in range(a.num_hidden_layers)):
         yield from ("sliding_window", "layer_types")
     if _biases(a) == _biases(b):
         yield from ("attention_bias", "attention_out_bias")
     if _same_rotation(a, b):
         yield from ("rope_theta", "rope_scaling", "partial_rotary_factor")
-    if source.ends == written.ends:
-        yield "eos_token_id"
     for name in ("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"):
         x, y = getattr(a, name), getattr(b, name)
         if x is not None and y is not None and math.isclose(x, y, rel_tol=_NEAR):
             yield name
     for role in ("bos", "eos", "pad"):
         name = f"{role}_token_id"
-        if getattr(a, name) is None and getattr(b, name) == getattr(source.tokenizer, name, None):
+        if getattr(a, name) is None and getattr(b, name) == getattr(tokenizer, name, None):
             yield name  # a format with one field for it has the tokenizer's
 
 
@@ -174,10 +164,8 @@ def _same_rotation(a: ModelConfig, b: ModelConfig) -> bool:
     if a.rotary_dims != b.rotary_dims:
         return False
     one, two = RotaryEmbedding(a), RotaryEmbedding(b)
-    if (one.rope_type == "dynamic" or two.rope_type == "dynamic") and (one.rope_type, one.scaling_factor) != (
-        two.rope_type,
-        two.scaling_factor,
-    ):
+    dynamic = [(rope.rope_type, rope.scaling_factor) for rope in (one, two) if rope.rope_type == "dynamic"]
+    if len(dynamic) == 1 or len(set(dynamic)) > 1:
         return False
     if one.longrope_threshold != two.longrope_threshold or not math.isclose(one.base, two.base, rel_tol=_NEAR):
         return False

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import psutil
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import bitwise_equal
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, bitwise_equal
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare, dequantized_tensors, to_float32
 from mlxlm.convert.cross_check import cross_check, greedy_tokens
@@ -38,7 +38,7 @@ def verify(
     written: Checkpoint,
     label: str,
     backends: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress = lambda phase, done, total: None,
     tokens_may_differ: bool = False,
 ) -> list[Check]:
     """Compare an output with its source, and with what other programs compute from it.
@@ -58,16 +58,13 @@ def verify(
     Raises:
         CheckpointError: The first tensor, field or layer that differs by more.
     """
-    on_progress = progress or (lambda phase, done, total: None)
-    rounded = _check_tensors(source, written, label, on_progress)
+    rounded = _check_tensors(source, written, label, progress)
     wide, written_wide = to_float32(source), to_float32(written)
     exact = not rounded
     checks = [Check("tensors", "equal" if exact else "within rounding", _rounding(rounded))]
     checks += check_metadata(source, written, label)
     ids = comparison_tokens(source)
-    comparison = compare(
-        wide, written_wide, [ids], progress=lambda done, total: on_progress("comparing logits", done, total)
-    )
+    comparison = compare(wide, written_wide, [ids], progress=partial(progress, "comparing logits"))
     checks.append(_check_logits(comparison, rounded, label))
     reason = _too_large(written)
     if reason:
@@ -78,7 +75,7 @@ def verify(
 
     def greedy(checkpoint: Checkpoint, done: int) -> list[int]:
         def report(n: int) -> None:
-            on_progress("comparing greedy tokens", done + n, 2 * count)
+            progress("comparing greedy tokens", done + n, 2 * count)
 
         return greedy_tokens(checkpoint, ids[:start], count, report)
 
@@ -90,7 +87,7 @@ def verify(
     checks.append(Check("greedy tokens", "equal" if same == count else "within rounding", detail))
     # mlx_lm and llama.cpp run some families without their sliding window, so the text must fit in it.
     text = [*ids[:start], *after][: max(window or room, 2)]
-    return [*checks, *cross_check(source, written, label, backends, text, start, on_progress, tokens_may_differ)]
+    return [*checks, *cross_check(source, written, label, backends, text, start, progress, tokens_may_differ)]
 
 
 def comparison_tokens(checkpoint: Checkpoint) -> list[int]:
@@ -114,10 +111,8 @@ def _check_tensors(source: Checkpoint, written: Checkpoint, label: str, on_progr
         raise CheckpointError(f"{label}: {unmatched[0]} is in only one of source and output")
     rounded = set()
     for done, (name, tensor) in enumerate(before.items(), start=1):
-        if tensor.shape != after[name].shape:
-            raise CheckpointError(
-                f"{label}: {name} is {list(after[name].shape)} and was {list(tensor.shape)} in {source.path}"
-            )
+        if (shape := after[name].shape) != tensor.shape:
+            raise CheckpointError(f"{label}: {name} is {list(shape)} and was {list(tensor.shape)} in {source.path}")
         result = _changed(tensor, after[name])
         if result is None:
             raise CheckpointError(f"{label}: {name} differs from {source.path}")

@@ -23,15 +23,15 @@ _TEMPORARY = re.compile(r"(?:/private)?/var/folders/[^/\s]+/[^/\s]+/T\b")  # mac
 
 def without_personal_data(value: Any) -> Any:
     """Return a JSON value in which no text has a home folder, a user's temporary folder or the computer's name."""
-    if isinstance(value, dict):
-        return {name: without_personal_data(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_personal_data(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    for text, replacement in _names():
-        value = value.replace(text, replacement)
-    return _TEMPORARY.sub("TMPDIR", _HOMES.sub("~", value))
+
+    def clean(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        for name, replacement in _names():
+            text = text.replace(name, replacement)
+        return _TEMPORARY.sub("TMPDIR", _HOMES.sub("~", text))
+
+    return tree_map(clean, value)
 
 
 @cache
@@ -85,12 +85,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found.
+    """What a check found. Section, name and case are those of the check.
 
     Attributes:
-        section: As in `Check`.
-        name: As in `Check`.
-        case: As in `Check`.
         status: "passed", "failed" or "skipped".
         reason: Why it failed or was skipped; "" if it passed.
         values: What was measured, to four significant digits.
@@ -112,10 +109,6 @@ class Result:
         """Name and case."""
         return f"{self.name}: {self.case}" if self.case else self.name
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self)
-
 
 def run_check(check: Check) -> Result:
     """Run a check. An exception is a failure, whatever it is: compilers and drivers raise anything."""
@@ -134,9 +127,8 @@ def run_check(check: Check) -> Result:
         status, reason, trace = "failed", kind + one_line(str(error))[:_MAX_REASON], traceback.format_exc()
     seconds = time.perf_counter() - start
     result = Result(check.section, check.name, check.case, status, reason, values, seconds, trace)
-    return Result(**tree_map(_rounded, without_personal_data(without_nonfinite(result.to_dict()))))
 
+    def rounded(value: Any) -> Any:
+        return float(f"{value:.4g}") if isinstance(value, float) else value
 
-def _rounded(value: Any) -> Any:
-    """Round a number to four significant digits."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return Result(**tree_map(rounded, without_personal_data(without_nonfinite(asdict(result)))))

@@ -11,6 +11,9 @@ from typing import Any
 
 from mlxlm.backend import device, platform
 from mlxlm.backend.blas import load_blas
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.kernels import dispatch
+from mlxlm.plan.machines import measure_matmul
 
 _PACKAGES = (
     *("mlxlm", "mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm"),
@@ -20,9 +23,6 @@ _PACKAGES = (
 
 def basic_facts() -> dict[str, Any]:
     """Device, MLX, BLAS and its measured speed, memory; numbers are in bytes and GFLOP/s."""
-    from mlxlm.backend.mlx import ON_CPU, mx
-    from mlxlm.plan.machines import measure_matmul
-
     blas = load_blas()
     return {
         "chip": platform.chip(),
@@ -43,9 +43,6 @@ def basic_facts() -> dict[str, Any]:
 
 def report_facts() -> dict[str, Any]:
     """What a report of a problem needs, without paths and names of a person; memory is in bytes."""
-    from mlxlm.backend.mlx import ON_CPU, mx
-    from mlxlm.kernels import dispatch
-
     info = {} if ON_CPU else mx.device_info()
     facts = {
         "chip": platform.chip(),

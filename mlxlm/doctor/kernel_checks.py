@@ -10,7 +10,7 @@ from typing import Any
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.doctor.check import BENCHMARKS, KERNELS, Check, CheckFailed, CheckSkipped
 from mlxlm.doctor.sizes import KernelModel, Sizes
-from mlxlm.kernels.bench import Measurement, benchmark, narrow
+from mlxlm.kernels.bench import benchmark, narrow
 from mlxlm.kernels.dispatch import NO_METAL, TOLERANCE, Case, Operation, choose_path, metal_available, relative_error
 from mlxlm.kernels.metal import record_launches
 from mlxlm.plan.kernel_cases import cases_of
@@ -32,8 +32,6 @@ def kernel_checks(sizes: Sizes) -> Iterator[Check]:
     checked: set[tuple[str, Case]] = set()
     for operation, case in _cases(sizes.kernel_models):
         for path in operation.paths:
-            if not _is_checked(operation, path, case):
-                continue
             for one in _cases_to_compare(operation, path, case, sizes.ragged):
                 if (path, one) not in checked:
                     checked.add((path, one))
@@ -63,17 +61,13 @@ def _cases(models: Iterable[KernelModel]) -> list[tuple[Operation, Case]]:
 
 
 def _cases_to_compare(operation: Operation, path: str, case: Case, ragged: bool) -> tuple[Case, ...]:
+    """The cases of a path that can run here; on a CPU, the reference itself can't be wrong."""
+    if operation.unsupported_reason(path, case) or (ON_CPU and path == operation.reference(case)):
+        return ()
     first_use = operation.check_cases(case)
     if path != "metal":
         return first_use[:1] if ragged else (narrow(case),)
-    return first_use if ragged else (*first_use, narrow(case))
-
-
-def _is_checked(operation: Operation, path: str, case: Case) -> bool:
-    """Whether a path can run here; on a CPU, the reference itself can't be wrong."""
-    if operation.unsupported_reason(path, case) or (ON_CPU and path == operation.reference(case)):
-        return False
-    return path != "metal" or metal_available()
+    return (first_use if ragged else (*first_use, narrow(case))) if metal_available() else ()
 
 
 def _skip() -> dict[str, Any]:
@@ -104,18 +98,14 @@ def _compare(operation: Operation, path: str, case: Case) -> dict[str, Any]:
 def _benchmark(operation: Operation, case: Case, repeats: int) -> dict[str, Any]:
     chosen, why = choose_path(operation, case)
     measured = benchmark(operation, case, repeats)
-    values = _benchmark_values(measured, chosen, why)
+    milliseconds = {f"{path}_ms": 1e3 * t.median for path, t in measured.timings.items()}
+    values: dict[str, Any] = {**milliseconds, "in_use": chosen, "why": why, "fastest": measured.fastest}
+    if {"metal_ms", "mlx_ms"} <= milliseconds.keys():
+        values["metal_speedup"] = milliseconds["mlx_ms"] / milliseconds["metal_ms"]
+    values["details"] = measured.to_dict()
     wrong = [f"{path}: {reason}" for path, reason in measured.skipped.items() if reason.startswith(_FAILURES)]
     if wrong:
         raise CheckFailed("; ".join(wrong), values)
     if measured.fastest is None:
         raise CheckFailed("no implementation is correct", values)
     return values
-
-
-def _benchmark_values(measured: Measurement, chosen: str, why: str) -> dict[str, Any]:
-    milliseconds = {f"{path}_ms": 1e3 * t.median for path, t in measured.timings.items()}
-    values = {**milliseconds, "in_use": chosen, "why": why, "fastest": measured.fastest}
-    if {"metal_ms", "mlx_ms"} <= milliseconds.keys():
-        values["metal_speedup"] = milliseconds["mlx_ms"] / milliseconds["metal_ms"]
-    return {**values, "details": measured.to_dict()}

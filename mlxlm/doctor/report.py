@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxlm.doctor.check import BENCHMARKS, KERNELS, Result
+from mlxlm.report.html import render_html
 from mlxlm.utils.files import atomic_new_folder
 from mlxlm.utils.formatting import human_bytes, human_count, human_flops, human_seconds
+from mlxlm.utils.json_files import write_json
 from mlxlm.utils.resources import resource
 
 _UNITS = {
@@ -23,33 +24,14 @@ _UNITS = {
 }
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The results of all checks of one name.
-
-    Attributes:
-        section: Part of the report.
-        name: Name of the checks.
-        outcome: Such as "passed" or "2 of 48 failed".
-        values: What was measured, in one phrase.
-        seconds: Of all of them.
-    """
-
-    section: str
-    name: str
-    outcome: str
-    values: str
-    seconds: float
-
-
-def summarize(results: Iterable[Result]) -> list[Summary]:
-    """Summarize results, in their order."""
+def summarize(results: Iterable[Result]) -> list[tuple[str, ...]]:
+    """A row for the results of all checks of one name: section, name, outcome, seconds, and what was measured."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.section, result.name), []).append(result)
     return [
-        Summary(section, name, _outcome(group), _phrase(group), sum(result.seconds for result in group))
-        for (section, name), group in groups.items()
+        (*names, _outcome(group), f"{sum(result.seconds for result in group):.1f} s", _phrase(group))
+        for names, group in groups.items()
     ]
 
 
@@ -70,8 +52,7 @@ def display(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def label(name: str) -> str:
-    """The heading of a value."""
+def _label(name: str) -> str:
     return name.removesuffix("_bytes").replace("_", " ")
 
 
@@ -123,7 +104,6 @@ def _shown(values: Mapping[str, Any]) -> Iterable[str]:
     return (phrase.format(display(name, values[name])) for name, phrase in phrases.items() if name in values)
 
 
-JSON_FILE, PAGE_FILE = "doctor.json", "doctor.html"
 _MAX_ROWS = 12  # of a table that is not folded
 
 
@@ -157,8 +137,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
-        results = [result.to_dict() for result in self.results]
-        return {"date": self.date, "seconds": round(self.seconds, 1), "facts": self.facts, "checks": results}
+        checks = [asdict(result) for result in self.results]
+        return {"date": self.date, "seconds": round(self.seconds, 1), "facts": self.facts, "checks": checks}
 
     def write(self, folder: Path) -> None:
         """Write both files into a new folder.
@@ -167,21 +147,18 @@ class Report:
             CheckpointError: The folder exists, or can't be written.
         """
         with atomic_new_folder(folder) as partial:
-            text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-            (partial / JSON_FILE).write_text(text + "\n", encoding="utf-8")
-            (partial / PAGE_FILE).write_text(self.to_html(), encoding="utf-8")
+            write_json(partial / "doctor.json", self.to_dict())
+            (partial / "doctor.html").write_text(self.to_html(), encoding="utf-8")
 
     def to_html(self) -> str:
         """The page."""
-        from mlxlm.report.html import render_html
-
-        facts = [(label(name), display(name, value)) for name, value in self.facts.items() if name != "packages"]
+        facts = [(_label(name), display(name, value)) for name, value in self.facts.items() if name != "packages"]
         return render_html(
             Path(__file__).with_name("page.html"),
             title=f"mlxlm doctor: {self.facts['chip']}, {self.facts['device'].partition(' ')[0]}",
             headline=f"{self.headline}, {self.date} UTC",
             failed=self.failed,
-            summary=[(s.section, s.name, s.outcome, f"{s.seconds:.1f} s", s.values) for s in summarize(self.results)],
+            summary=summarize(self.results),
             facts=facts,
             packages=list(self.facts["packages"].items()),
             kernels=_kernel_rows(self.results),
@@ -225,7 +202,7 @@ def _section(section: str, results: Iterable[Result]) -> dict[str, Any]:
     in_use = [tuple(o.values()) for row in rows for o in row.values.get("operations", ())]
     return {
         "name": section,
-        "header": ["check", "result", *map(label, columns), "seconds"],
+        "header": ["check", "result", *map(_label, columns), "seconds"],
         "rows": table,
         "folded": section in (KERNELS, BENCHMARKS) and len(table) > _MAX_ROWS,
         "in_use": in_use,

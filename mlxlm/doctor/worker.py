@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -45,54 +46,39 @@ def run_in_processes(
     Raises:
         MlxlmError: The checks can't be listed.
     """
-    with tempfile.TemporaryDirectory(prefix="mlxlm-doctor-") as folder:
-        yield from _run_in_processes(command, folder, max_seconds)
-
-
-def _run_in_processes(command: Sequence[str], folder: str, max_seconds: float) -> Iterator[tuple[Result | None, int]]:
     done, total = 0, None
-    while total is None or done < total:
-        with _Process([*command, folder, str(done)], max_seconds) as process:
-            for message in process.messages():
-                if "checks" in message:
-                    total = message["checks"]
-                    if done == 0:
-                        yield None, total
-                elif "result" in message:
-                    done += 1
-                    yield Result(**message["result"]), total or 0
-        if total is None:
-            raise MlxlmError(f"the checks can't be listed: {process.ending()}")
-        if process.current is not None:  # it ended in the middle of a check
-            done += 1
-            reason, text = process.ending(), without_personal_data(process.stderr)
-            yield Result(**process.current, status="failed", reason=reason, seconds=0.0, traceback=text), total
-        elif done < total and not process.has_results:
-            raise MlxlmError(f"the checks can't be run: {process.ending()}")
+    with tempfile.TemporaryDirectory(prefix="mlxlm-doctor-") as folder:
+        while total is None or done < total:
+            before, current = done, None
+            with _Process([*command, folder, str(done)], max_seconds) as process:
+                for message in process.messages():
+                    current = message.get("started")
+                    if "checks" in message:
+                        total = message["checks"]
+                        if done == 0:
+                            yield None, total
+                    elif "result" in message:
+                        done += 1
+                        yield Result(**message["result"]), total or 0
+            if total is None:
+                raise MlxlmError(f"the checks can't be listed: {process.ending()}")
+            if current is not None:  # it ended in the middle of a check
+                done += 1
+                reason, text = process.ending(), without_personal_data(process.stderr)
+                yield Result(**current, status="failed", reason=reason, traceback=text), total
+            elif before == done < total:
+                raise MlxlmError(f"the checks can't be run: {process.ending()}")
 
 
 class _Process:
-    """A process that runs checks.
-
-    Attributes:
-        current: Section, name and case of the check that it runs; None between two checks.
-        has_results: Whether it has finished one.
-        stderr: What it has printed last, when it has ended.
-    """
+    """A process that runs checks. `stderr` is what it has printed last, when it has ended."""
 
     def __init__(self, command: Sequence[str], max_seconds: float):
-        self.current: dict[str, Any] | None = None
-        self.has_results = self._timed_out = False
         self.stderr = ""
-        self._max_seconds = max_seconds
+        self._max_seconds, self._timed_out = max_seconds, False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=python_environment(),
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = subprocess.Popen(command, env=python_environment(), **streams)
 
     def __enter__(self) -> _Process:
         return self
@@ -116,10 +102,7 @@ class _Process:
                 timer.cancel()
                 if not line.endswith(b"\n"):
                     break
-                message = json.loads(line)
-                self.current = message.get("started")
-                self.has_results |= "result" in message
-                yield message
+                yield json.loads(line)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
 
@@ -149,19 +132,7 @@ def serve(checks: Sequence[Check], first: int) -> None:
     send(checks=len(checks))
     for check in checks[first:]:
         send(started={"section": check.section, "name": check.name, "case": check.case})
-        send(result=run_check(check).to_dict())
-
-
-def main() -> None:
-    """Run the full suite."""
-    from mlxlm.doctor.worker import full_suite
-
-    folder, first = sys.argv[1:]
-    serve(full_suite(Path(tempfile.mkdtemp(dir=folder))), int(first))
-
-
-if __name__ == "__main__":
-    main()
+        send(result=asdict(run_check(check)))
 
 
 def full_suite(folder: Path, sizes: Sizes | None = None) -> list[Check]:
@@ -174,3 +145,8 @@ def full_suite(folder: Path, sizes: Sizes | None = None) -> list[Check]:
         *kernel_checks(sizes),
         *benchmark_checks(sizes),
     ]
+
+
+if __name__ == "__main__":
+    folder, first = sys.argv[1:]
+    serve(full_suite(Path(tempfile.mkdtemp(dir=folder))), int(first))

@@ -10,11 +10,12 @@ from mlxlm.families.config_conversion import (
     config_to_hf,
     family_config,
     get_quantization_config,
+    load_config,
+    load_preset,
+    preset_names,
     resolve_model_type,
-    unrepresentable_fields,
     unsupported_feature,
 )
-from mlxlm.families.load import load_config, load_preset, preset_names
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES
 from mlxlm.families.rope import rope_parameters
@@ -37,7 +38,6 @@ __all__ = [
     "preset_names",
     "resolve_model_type",
     "rope_parameters",
-    "unrepresentable_fields",
     "unsupported_feature",
     "weight_mappings",
 ]

@@ -1,6 +1,6 @@
 """Conversion between `config.json` and ModelConfig, by the tables of the family.
 
-Also which `model_type` a configuration is saved as, and which tools can open it.
+Also which `model_type` a configuration is saved as, which tools can open it, and the presets that ship with mlxlm.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from mlxlm.config import ModelConfig
@@ -20,6 +21,8 @@ from mlxlm.families.registry import FAMILIES, family_of
 from mlxlm.families.rope import read_rope, unsupported_rope, write_rope
 from mlxlm.families.weight_mapping import decoder_modules, weight_mappings
 from mlxlm.utils.errors import ConfigError
+from mlxlm.utils.json_files import read_json
+from mlxlm.utils.resources import resource
 
 _REQUIRED = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 _MAX_REPR = 60  # characters of a value in an error message
@@ -180,12 +183,8 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     with suppress(ConfigError):  # what remains may not be valid: without ALiBi, an odd head_dim
         read = vars(ModelConfig(**read))
     lost = [f.name for f in fields(config) if read.get(f.name, f.default) != getattr(config, f.name)]
-    return values, [_describe_field(name, getattr(config, name)) for name in lost]
-
-
-def _describe_field(name: str, value: Any) -> str:
-    """A field and its value; long values, such as a list for all layers, are omitted."""
-    return f"{name} {value!r}" if len(repr(value)) <= _MAX_REPR else f"such {name}"
+    texts = {name: repr(getattr(config, name)) for name in lost}
+    return values, [f"{name} {text}" if len(text) <= _MAX_REPR else f"such {name}" for name, text in texts.items()]
 
 
 def _read_quantization(quantization: Any, family: Family) -> Any:
@@ -256,3 +255,31 @@ def compatibility_warning(config: ModelConfig) -> str | None:
     nearest = min(unrepresentable, key=lambda model_type: len(unrepresentable[model_type]))
     missing = ", no ".join(unrepresentable[nearest])
     return f"only mlxlm opens this model: the nearest family, {nearest}, has no {missing}"
+
+
+def load_config(path: Path | str) -> ModelConfig:
+    """Read a `config.json`, or the one in a model folder."""
+    return config_from_hf(read_json(path), source=str(path))
+
+
+def load_preset(name: str, **changes: Any) -> ModelConfig:
+    """A configuration that ships with mlxlm, such as `load_preset("5m", vocab_size=4096)`.
+
+    Args:
+        name: One of `preset_names()`.
+        changes: Other values for fields of its `config.json`.
+
+    Raises:
+        ConfigError: There is no such preset.
+    """
+    presets = preset_names()
+    if name not in presets:
+        raise ConfigError(f"there is no preset {name!r}", "one of " + ", ".join(presets))
+    values = read_json(resource("models", "presets", f"{name}.json"))
+    return config_from_hf({**values, **changes}, source=f"preset {name}")
+
+
+def preset_names() -> list[str]:
+    """The names of all presets, by increasing number of parameters."""
+    configs = {path.stem: load_config(path) for path in resource("models", "presets").glob("*.json")}
+    return sorted(configs, key=lambda name: configs[name].parameter_count())

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.families.family import LLAMA_FIELDS, Family, HFConfig, first_unexpected, read_bool, same_names
-from mlxlm.families.sliding_window import read_sliding_window, write_sliding_window
+from mlxlm.families.family import (
+    LLAMA_FIELDS,
+    Family,
+    HFConfig,
+    first_unexpected,
+    read_bool,
+    read_sliding_window,
+    same_names,
+    write_sliding_window,
+)
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 

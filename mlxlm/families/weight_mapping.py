@@ -34,11 +34,6 @@ class WeightMapping:
     transposed: bool = False
     interleaved: int = 0
 
-    @property
-    def is_rename(self) -> bool:
-        """Whether only the names differ."""
-        return len(self.modules) == 1 and not self.transposed and not self.interleaved
-
 
 def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMapping]:
     """The modules that files of this configuration rename, fuse or transpose.
@@ -49,18 +44,24 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             Families that mlx_lm lacks (OPT, Falcon, BLOOM) keep Hugging Face's names.
     """
     family = family_of(config)
-    mappings = [_mapping(family, config, family.head, ("lm_head",), for_mlx=for_mlx)]
-    for hf_name, module in family.top_modules.items():
-        mappings.append(_mapping(family, config, family.prefix + hf_name, (f"model.{module}",), for_mlx=for_mlx))
+    modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
+    modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
     layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
     for i in range(config.num_hidden_layers):
-        for hf_name, fused in layer_modules.items():
+        for name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
-            name = f"{family.prefix}{family.layers}.{i}.{hf_name}"
-            mappings.append(
-                _mapping(family, config, name, modules, for_mlx=for_mlx, transposed=hf_name in family.transposed)
-            )
-    return [mapping for mapping in mappings if not mapping.is_rename or mapping.modules != (mapping.name,)]
+            modules_of[f"{family.prefix}{family.layers}.{i}.{name}"] = modules
+    mappings = []
+    for name, modules in modules_of.items():
+        stored = _mlx_lm_name(family, name) if for_mlx else name
+        transposed = not for_mlx and name.endswith(tuple(family.transposed))
+        if len(modules) > 1:
+            rows = tuple(_output_rows(config, module) for module in modules)
+            groups = config.num_key_value_heads if family.qkv_interleaved else 1
+            mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
+        elif transposed or modules != (stored,):
+            mappings.append(WeightMapping(stored, modules, transposed=transposed))
+    return mappings
 
 
 def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
@@ -101,19 +102,6 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
         fused = family.layer_modules.get(match[2], match[2])
         return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
-
-
-def _mapping(
-    family: Family, config: ModelConfig, name: str, modules: tuple[str, ...], *, for_mlx: bool, transposed: bool = False
-) -> WeightMapping:
-    fused = len(modules) > 1
-    return WeightMapping(
-        _mlx_lm_name(family, name) if for_mlx else name,
-        modules,
-        tuple(_output_rows(config, module) for module in modules) if fused else (),
-        config.num_key_value_heads if fused and family.qkv_interleaved else 1,
-        transposed and not for_mlx,
-    )
 
 
 def _output_rows(config: ModelConfig, module: str) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import kv_cache_values, layer_activations
 from mlxlm.generation.loaded_model import LoadedModel
 
 _SHARE = 0.75  # of a machine without Metal, for weights, keys and values; the rest is for all others
@@ -46,7 +47,7 @@ def activation_bytes(lm: LoadedModel, num_tokens: int) -> int:
     """
     per_token = _UNKNOWN_ACTIVATION_BYTES
     if isinstance(lm.config, ModelConfig):
-        per_token = counts.layer_activations(lm.config) * _itemsize(lm)
+        per_token = layer_activations(lm.config) * _itemsize(lm)
     return _LAYERS_AT_ONCE * num_tokens * per_token
 
 
@@ -77,7 +78,7 @@ class KVMemory:
         tokens = min(num_tokens, self._kv.size or num_tokens)
         if not isinstance(self._config, ModelConfig):
             return num_rows * tokens * _UNKNOWN_BYTES_PER_TOKEN
-        values = counts.kv_cache_values(self._config, tokens) // 2  # of keys, or of values
+        values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
         sides = (values * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16)
                  for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
         return num_rows * int(sum(sides))

@@ -9,7 +9,8 @@ from typing import Any
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import attended_keys, forward_flops
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.kv_memory import prefill_step_size
@@ -268,6 +269,6 @@ def chunk_size(config: object, weight_bytes: int, num_read: int) -> int:
 
 
 def _token_cost(config: ModelConfig, position: int) -> float:
-    flops = counts.forward_flops(config, counts.attended_keys(config, position))
+    flops = forward_flops(config, attended_keys(config, position))
     attention = flops.pop("scores") + flops.pop("scores_values")
     return sum(flops.values()) - flops["head"] + _ATTENTION_COST * attention

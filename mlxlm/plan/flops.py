@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import attended_keys, forward_flops, mean_attended_keys
 from mlxlm.plan import textbook
 from mlxlm.plan.training import Training
 
@@ -73,9 +74,9 @@ class Flops:
 def count_training_flops(config: ModelConfig, training: Training, num_devices: int = 1) -> Flops:
     """Count the operations of training on one token. A step has the tokens of all `num_devices`."""
     length = training.max_seq_length
-    keys = counts.attended_keys(config, length)
-    forward = counts.forward_flops(config, keys)
-    causal = counts.forward_flops(config, counts.mean_attended_keys(config, length))
+    keys = attended_keys(config, length)
+    forward = forward_flops(config, keys)
+    causal = forward_flops(config, mean_attended_keys(config, length))
     return Flops(
         forward=forward,
         causal=sum(causal[part] for part in ATTENTION_PARTS),
@@ -105,7 +106,7 @@ def flops_by_length(config: ModelConfig, lengths: Sequence[int] = _LENGTHS) -> l
     """Divide the forward operations into components for sequences of 512 to 131,072 tokens, without a causal saving."""
     found = []
     for length in lengths:
-        parts = counts.forward_flops(config, counts.attended_keys(config, length))
+        parts = forward_flops(config, attended_keys(config, length))
         total = sum(parts.values())
         found.append(LengthFlops(length, length * total, {name: part / total for name, part in parts.items()}))
     return found

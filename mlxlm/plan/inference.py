@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import count_parameters, kv_cache_values
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
@@ -121,7 +122,7 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
     """Estimate the memory for inference."""
     weights = weight_bytes(config, serving)
     cache, count = cache_bytes(config, serving), config.parameter_count()
-    unread = 0 if config.tie_word_embeddings else counts.count_parameters(config)["embedding"]
+    unread = 0 if config.tie_word_embeddings else count_parameters(config)["embedding"]
     return InferenceMemory(
         weights=weights,
         bits_per_weight=8 * weights / count,
@@ -161,7 +162,7 @@ def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (module, row width, parameters) of each matrix that can be quantized."""
-    parameters, hidden, layers = counts.count_parameters(config), config.hidden_size, config.num_hidden_layers
+    parameters, hidden, layers = count_parameters(config), config.hidden_size, config.num_hidden_layers
     yield "model.embed_tokens", hidden, parameters["embedding"]
     if parameters["positions"]:
         yield "model.embed_positions", hidden, parameters["positions"]
@@ -185,7 +186,7 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
     Raises:
         ConfigError: No group size divides the head dim.
     """
-    values = counts.kv_cache_values(config, serving.context_length) * serving.num_sequences
+    values = kv_cache_values(config, serving.context_length) * serving.num_sequences
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
     group = next((size for size in (64, 32) if config.head_dim % size == 0), None)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import layer_activations
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.plan.training import DTYPES, Training
 
@@ -126,9 +127,9 @@ def training_memory(config: ModelConfig, training: Training) -> TrainingMemory:
 def layer_bytes(config: ModelConfig, training: Training) -> int:
     """Return the bytes of activations that a layer keeps per token until its gradient is taken.
 
-    Those of `counts.layer_activations`, and the softmax's result.
+    Those of `layer_activations`, and the softmax's result.
     """
-    return DTYPES[training.dtype] * counts.layer_activations(config) + _softmax_bytes(config, training)
+    return DTYPES[training.dtype] * layer_activations(config) + _softmax_bytes(config, training)
 
 
 def _softmax_bytes(config: ModelConfig, training: Training) -> int:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import count_parameters
 from mlxlm.families import config_to_hf
 from mlxlm.plan import textbook
 from mlxlm.plan.advice import Change, Fits, find_limits, suggest_change
@@ -278,7 +279,7 @@ def plan(
         config=config,
         training=training,
         serving=serving,
-        parameters=counts.count_parameters(config),
+        parameters=count_parameters(config),
         flops=flops,
         flops_by_length=flops_by_length(config),
         memory=training_memory(config, training),

@@ -8,7 +8,8 @@ from typing import Any
 
 from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import attended_keys
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.config.option import option, range_problems
 from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
@@ -91,7 +92,7 @@ class Training:
         """
         path, length, layers = self.attention_path(config), self.max_seq_length, config.num_hidden_layers
         if path == "fused":
-            return counts.attended_keys(config, length) / layers
+            return attended_keys(config, length) / layers
         if path == "plain" and self._device != "cpu":
             return length
 

@@ -16,8 +16,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, get_submodule
-from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized
-from mlxlm.quantize.rtn import quantize_rtn
+from mlxlm.quantize.rtn import PackedMatrix, dequantized, quantize_rtn
 
 EXPONENTS = tuple(step / 16 for step in range(17))  # of a channel's RMS, which gives its scale; 0 is no scaling
 CLIP_RATIOS = tuple(1 - step / 20 for step in range(11))  # of a group's range; down to 0.5 as in the paper's code

@@ -24,10 +24,9 @@ from mlxlm.convert.verify import Progress
 from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize.calibrate import get_submodule
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
-from mlxlm.quantize.packed_matrix import dequantized
 from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.quantize.report import compare_with_source
-from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
+from mlxlm.quantize.rtn import dequantized, lazy_quantize, quantize_rtn
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
 from mlxlm.utils.errors import CheckpointError, ConfigError
@@ -60,7 +59,7 @@ def estimate_sensitivities(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
     windows: np.ndarray,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress,
 ) -> Sensitivities:
     """Estimate the KL divergence that each matrix costs.
 
@@ -184,7 +183,6 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
     less and less per byte, so that sorting all upgrades keeps the order within each matrix: the solution that Lagrange
     multipliers give.
     """
-    lowest: dict[str, Format] = {}
     path: list[BitUpgrade] = []
     for matrix in plan.matrices:
         if matrix.name not in sensitivities:
@@ -196,11 +194,10 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
                 hull.pop()
             if point[1] < hull[-1][1]:
                 hull.append(point)
-        lowest[matrix.name] = hull[0][2]
         for before, after in zip(hull, hull[1:], strict=False):
             path.append(BitUpgrade(matrix, after[2], after[0] - before[0], before[1] - after[1]))
     path.sort(key=lambda step: -step.saved / step.nbytes)
-    return plan.with_formats(lowest), path
+    return smallest_plan(plan), path
 
 
 def smallest_plan(plan: QuantizationPlan) -> QuantizationPlan:
@@ -213,14 +210,9 @@ def fit_to_size(plan: QuantizationPlan, sensitivities: Sensitivities, nbytes: in
     """The plan with the lowest cost whose matrices take at most `nbytes`, found greedily.
 
     An upgrade that doesn't fit is skipped, and the room goes to later ones.
-
-    Raises:
-        ValueError: The smallest plan takes more than `nbytes`.
     """
     smallest, path = upgrade_path(plan, sensitivities)
     room = nbytes - smallest.nbytes()
-    if room < 0:
-        raise ValueError(f"the smallest plan takes {smallest.nbytes()} bytes, not {nbytes}")
     chosen: dict[str, Format] = {}
     closed: set[str] = set()
     for step in path:
@@ -367,7 +359,9 @@ def _plan_for_size(
 
 def _other_bytes(source: Source, plan: QuantizationPlan) -> int:
     """Bytes of all files without the matrices of the plan."""
-    tokenizer = _tokenizer_bytes(source.checkpoint)
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tokenizer(source.checkpoint, Path(folder))
+        tokenizer = sum(file.stat().st_size for file in Path(folder).iterdir())
     return _other_tensor_bytes(source, plan) + tokenizer + _metadata_bytes(source, plan)
 
 
@@ -390,9 +384,3 @@ def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
     index = sum(len(name) + 60 for name in stored) if total > SHARD_BYTES else 0
     values = json.dumps({**source.checkpoint.hf_config, **config_to_hf(config)}, indent=2, default=str)
     return header + index + len(values.encode("utf-8")) + _MARGIN
-
-
-def _tokenizer_bytes(checkpoint: Checkpoint) -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        copy_tokenizer(checkpoint, Path(folder))
-        return sum(file.stat().st_size for file in Path(folder).iterdir())

@@ -12,7 +12,7 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
-from mlxlm.quantize.packed_matrix import PackedMatrix
+from mlxlm.quantize.rtn import PackedMatrix
 
 _BATCH_TOKENS = 2048  # that go through a block at once
 
@@ -181,7 +181,7 @@ def calibrate_blocks(
     """
     states = _embed(model, windows)
     source_states = None if source is None else _embed(source, windows)
-    for index in range(model.num_layers):
+    for index in range(model.config.num_hidden_layers):
         name, block = f"{LAYER_PREFIX}.{index}", model.load_layer(index)
         if on_block is not None:
             with _recording(block) as recorder:

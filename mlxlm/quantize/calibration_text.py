@@ -76,17 +76,12 @@ class QuantizationTexts:
     Attributes:
         calibration: Text to calibrate on.
         evaluation: Text to evaluate on.
-        window_length: Tokens of a calibration window.
+        calibration_windows: The tokens to calibrate on, int32 `[N, T]`.
     """
 
     calibration: CalibrationText
     evaluation: EvalText
-    window_length: int
-
-    @property
-    def calibration_windows(self) -> np.ndarray:
-        """The tokens to calibrate on, int32 `[N, T]`."""
-        return self.calibration.windows(self.window_length, CALIBRATION_TOKENS)
+    calibration_windows: np.ndarray
 
 
 def read_texts(source: Checkpoint, settings: QuantizationSettings) -> QuantizationTexts:
@@ -97,9 +92,10 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Quantizati
         TokenizerError: The model has no tokenizer.
     """
     length = min(WINDOW_TOKENS, source.config.max_position_embeddings)
-    calibration, evaluation = CalibrationText("", np.zeros(0, np.int32)), EvalText("", [], 0)
+    windows = np.zeros(0, np.int32)
+    calibration, evaluation = CalibrationText("", windows), EvalText("", [], 0)
     if not (settings.needs_calibration_text or settings.needs_eval_text):
-        return QuantizationTexts(calibration, evaluation, length)
+        return QuantizationTexts(calibration, evaluation, windows)
     root = locate(source.path).root if source.path.is_dir() else None
     run = root if root is not None and is_run_folder(root) else None
     try:
@@ -110,9 +106,10 @@ def read_texts(source: Checkpoint, settings: QuantizationSettings) -> Quantizati
     if settings.needs_calibration_text:
         whole = not settings.needs_eval_text or settings.eval_text is not None
         calibration = calibration_text(run, tokenizer, settings.calibration_text, whole)
+        windows = calibration.windows(length, CALIBRATION_TOKENS)
     if settings.needs_eval_text:
         evaluation = eval_text(run, tokenizer, settings.eval_text, settings.calibration_text)
-    return QuantizationTexts(calibration, evaluation, length)
+    return QuantizationTexts(calibration, evaluation, windows)
 
 
 def calibration_text(run: Path | None, tokenizer: Tokenizer, file: Path | str | None, whole: bool) -> CalibrationText:

@@ -12,8 +12,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config.quantization import Format
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats
-from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, pack
-from mlxlm.quantize.rtn import quantize_rtn
+from mlxlm.quantize.rtn import PackedMatrix, dequantized, pack, quantize_rtn
 from mlxlm.utils.errors import CheckpointError
 
 DAMPING = 0.01  # of the mean diagonal, as in the paper

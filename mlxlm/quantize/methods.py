@@ -12,18 +12,17 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
-from mlxlm.checkpoint.lazy_tensor import LazyTensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.load import LayerwiseModel
-from mlxlm.checkpoint.safetensors import file_tensors, save_tensors
+from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.awq import AWQ
 from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, calibrate_blocks, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
-from mlxlm.quantize.packed_matrix import PackedMatrix, dequantized, weight_error
 from mlxlm.quantize.quantization_plan import QuantizationPlan
-from mlxlm.quantize.rtn import lazy_quantize
+from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, weight_error
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
 from mlxlm.utils.errors import CheckpointError
@@ -73,28 +72,21 @@ def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str
     """Quantize all matrices of `plan`; `label` is appended to the names of phases."""
     source, method = job.source, METHODS[job.settings.method]
     if method is None:
-        return _round_to_nearest(source.checkpoint_16bit, plan)
+        errors: dict[str, float] = {}
+
+        def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, fmt: Format) -> None:
+            errors[module] = weight_error(weight, packed, fmt)
+
+        return QuantizedTensors(lazy_quantize(source.checkpoint_16bit.tensors, plan, on_matrix), errors)
     config = source.checkpoint.config
     tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
     untied_head = plan.formats.get(HEAD) is not None
     total = config.num_hidden_layers * (1 + tied) + untied_head
-    counter = progress_counter(job.progress, f"calibrating ({job.settings.method}){label}", total)
-    return quantize_calibrated(source.checkpoint_16bit, plan, method(), job.texts.calibration_windows, scratch, counter)
-
-
-def progress_counter(progress: Progress, phase: str, total: int) -> Callable[[str], None]:
-    """A function to call with the name of each finished part; it counts them for `progress`."""
-    done = itertools.count(1)
-    return lambda _name: progress(phase, next(done), total)
-
-
-def _round_to_nearest(checkpoint: Checkpoint, plan: QuantizationPlan) -> QuantizedTensors:
-    errors: dict[str, float] = {}
-
-    def on_matrix(module: str, weight: mx.array, packed: PackedMatrix, fmt: Format) -> None:
-        errors[module] = weight_error(weight, packed, fmt)
-
-    return QuantizedTensors(lazy_quantize(checkpoint.tensors, plan, on_matrix), errors)
+    done, phase = itertools.count(1), f"calibrating ({job.settings.method}){label}"
+    windows = job.texts.calibration_windows
+    return quantize_calibrated(
+        source.checkpoint_16bit, plan, method(), windows, scratch, lambda name: job.progress(phase, next(done), total)
+    )
 
 
 def quantize_calibrated(
@@ -212,7 +204,7 @@ class _BlockQuantizer:
 
     def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
         file = self._scratch / f"{name}.safetensors"
-        save_tensors(file, arrays)
+        write_file(file, {name: lazy_tensor(value) for name, value in arrays.items()})
         stored = file_tensors(file)
         self._stored |= stored
         return stored

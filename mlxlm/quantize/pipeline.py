@@ -14,10 +14,9 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
 from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.bits import bits_of
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.huggingface import copy_tokenizer
-from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, with_read_progress
+from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_of, with_read_progress
 from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32

@@ -11,7 +11,6 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format
 from mlxlm.families import weight_mappings
-from mlxlm.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,7 @@ def recipe(config: ModelConfig, tensors: LazyTensors, name: str, group_size: int
 
     The layers are those of llama.cpp's Q4_K_M (`use_more_bits`): the first and the last eighth, and every third one
     between. A value projection that is stored together with query and key gets the same bits as these.
-
-    Raises:
-        ConfigError: An unknown name.
     """
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}", f"one of {', '.join(RECIPES)}")
     low, high = (Format(bits, group_size) for bits in RECIPES[name])
     eighth, layers = config.num_hidden_layers // 8, config.num_hidden_layers
 

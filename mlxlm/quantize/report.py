@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mlxlm.utils.plots import TITLE_SIZE, label_axes, legend_outside, new_figure
 _MAX_NEW_TOKENS = 256  # of one continuation
 _TURNS, SECONDS = 3, 1.0  # measured turns of each model after one to warm up, and the duration of each
 _PROMPT_TOKENS = 16  # of the speed measurement
+_SAME_FIELDS = ("tokens", "context_length", "stride", "kl", "top1_agreement")  # of Comparison
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
 _OUTSIDE_LAYERS = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
 _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe", 8: "#045a8d"}  # by bits
@@ -143,10 +145,7 @@ def compare_with_source(
     Raises:
         CheckpointError: The KL divergence is not finite.
     """
-
-    def on_layer(done: int, total: int) -> None:
-        progress(f"comparing with the source{label}", done, total)
-
+    on_layer = partial(progress, f"comparing with the source{label}")
     comparison = compare(source, result, text.documents, progress=on_layer)
     if not math.isfinite(comparison.kl):
         raise CheckpointError("the KL divergence of the result from its source is not finite", "more bits")
@@ -162,11 +161,7 @@ def evaluate(source: Checkpoint, result: Checkpoint, text: EvalText, progress: P
     bits_per_byte = comparison.tokens / text.bytes / math.log(2)  # of a loss of 1 nat per token
     return QuantizationMetrics(
         text=text.name,
-        tokens=comparison.tokens,
-        context_length=comparison.context_length,
-        stride=comparison.stride,
-        kl=comparison.kl,
-        top1_agreement=comparison.top1_agreement,
+        **{name: getattr(comparison, name) for name in _SAME_FIELDS},
         bits_per_byte_before=bits_per_byte * comparison.loss_a,
         bits_per_byte_after=bits_per_byte * comparison.loss_b,
         hidden_state_errors=comparison.layers,
@@ -261,7 +256,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
 
 
 def _last_layer(report: QuantizationReport) -> int:
-    return max((int(m[1]) for name in report.errors if (m := re.match(r"model\.layers\.(\d+)\.", name))), default=-1)
+    return max((int(match[1]) for name in report.errors if (match := _LAYER.match(name))), default=-1)
 
 
 def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:

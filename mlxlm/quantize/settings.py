@@ -105,7 +105,9 @@ class QuantizationSettings:
             ArgumentError: Two settings contradict each other, or one has no effect.
             ConfigError: A value that doesn't exist or can't work.
         """
-        self._check_values()
+        if problems := [re.sub(r"^\w+", r"`\g<0>`", problem) for problem in range_problems(self)]:
+            raise ArgumentError("; ".join(problems))
+        _ = self.format  # raises ConfigError
         targets = [name for name in ("bits", "recipe", *_SEARCHES) if getattr(self, name) is not None]
         if len(targets) > 1:
             raise ArgumentError(f"`{targets[0]}` and `{targets[1]}` both choose the bits", "one of them")
@@ -121,8 +123,3 @@ class QuantizationSettings:
             raise ArgumentError("`eval_text` would have no effect: nothing is evaluated")
         if self.cross_check and not self.verify:
             raise ArgumentError("`cross_check` would have no effect: the output is not verified")
-
-    def _check_values(self) -> None:
-        if problems := [re.sub(r"^\w+", r"`\g<0>`", problem) for problem in range_problems(self)]:
-            raise ArgumentError("; ".join(problems))
-        _ = self.format  # raises ConfigError

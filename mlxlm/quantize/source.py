@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.bits import max_abs
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.huggingface import check_tokenizer
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, max_abs
 from mlxlm.checkpoint.open import open_decoder_checkpoint
 from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.utils.errors import CheckpointError

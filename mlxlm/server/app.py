@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,19 +26,9 @@ from mlxlm.server.security import AccessMiddleware, AccessRules
 PAGE_FOLDER = Path(__file__).parent / "page"
 
 # The page shows what a model has written. If something gets past the sanitizer, it can't run or load anything.
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types dompurify",
-    )
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -77,13 +67,14 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         Middleware(AccessMiddleware, rules),
     ]
     if rules.cors_origins:
-        allowed: dict[str, Any] = {
-            "allow_origins": rules.cors_origins,
-            "allow_methods": ["GET", "POST"],
-            "allow_headers": ["*"],
-            "expose_headers": ["x-request-id"],
-        }
-        middleware.insert(1, Middleware(CORSMiddleware, **allowed))  # error responses need its headers, too
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=rules.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+        middleware.insert(1, cors)  # error responses need its headers, too
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -124,13 +115,12 @@ async def health(_request: Request) -> JSONResponse:
 
 async def render_metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(request.app.state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def page_routes() -> list[Route]:
     """The routes of the chat page: `/`, and `/page/...` for its other files."""
-    files = sorted(path for path in PAGE_FOLDER.rglob("*") if path.suffix in _MEDIA_TYPES)
-    return [_route(path) for path in files]
+    return [_route(path) for path in sorted(PAGE_FOLDER.rglob("*")) if path.suffix in _MEDIA_TYPES]
 
 
 def _route(path: Path) -> Route:

@@ -149,8 +149,10 @@ class Conversation:
         prefix: str | None = model.encoder.generation_prefix_of(prompt)
         options = await self.tool_use.constrain(model, options, prefix or "")
         await check_constraint(model, options)
-        if options.constraint is not None and tool_format is None:
-            prompt, prefix = _close_reasoning(model, prompt), None
+        if options.constraint is not None and tool_format is None:  # it can't have reasoning: end an open block
+            end, encode = f"\n{CLOSE}\n\n" if prefix else "", model.lm.tokenizer.encode
+            prompt += encode(end, add_special_tokens=False, parse_special=True, continues=True)
+            prefix = None
         requests = sample_requests([prompt], options, model.eos_token_ids, n)
         return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
 
@@ -160,14 +162,6 @@ async def check_constraint(model: ServedModel, options: GenerationOptions) -> No
     if options.constraint is not None:
         lm = model.lm
         await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, model.eos_token_ids)
-
-
-def _close_reasoning(model: ServedModel, prompt: Sequence[int]) -> list[int]:
-    """End the <think> block if the template opens one: a constrained answer can't have reasoning."""
-    if not model.encoder.generation_prefix_of(prompt):
-        return list(prompt)
-    encode = model.lm.tokenizer.encode
-    return [*prompt, *encode(f"\n{CLOSE}\n\n", add_special_tokens=False, parse_special=True, continues=True)]
 
 
 def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:

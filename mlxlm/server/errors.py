@@ -55,29 +55,24 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, one_line(message), param, code
         self.headers = headers or {}
 
-    @property
-    def type(self) -> str:
-        """The type in OpenAI's error object."""
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
     def body(self, path: str = "") -> dict[str, Any]:
         """The error object of an endpoint."""
         if is_anthropic(path):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
             return {"type": "error", "error": error, "request_id": request_id.get()}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        kind = kind if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> JSONResponse:
         """The response of an endpoint."""
         return JSONResponse(self.body(path), self.status, self.headers)
 
 
-def new_request_id() -> str:
-    """A random id, such as req_0123456789abcdef01234567."""
-    return f"req_{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    """A random id, such as chatcmpl-0123456789abcdef01234567."""
+    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -90,9 +85,7 @@ def client_message(error: MlxlmError) -> str:
     return error.message if error.is_operator_hint else str(error)
 
 
-def stopping() -> ApiError:
-    """The 503 for requests that are cut off at shutdown."""
-    return ApiError(503, "the server is stopping")
+STOPPING = "the server is stopping"  # the 503 of requests that are cut off at shutdown
 
 
 def is_anthropic(path: str) -> bool:
@@ -104,8 +97,6 @@ def to_api_error(error: Exception) -> ApiError:
     """Convert any exception. Those that aren't the request's fault are logged with their traceback."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):
-        return _http_error(error)
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
     if failure := device_error(error):
@@ -142,19 +133,16 @@ class ErrorMiddleware:
         except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
             if started:
                 raise
-            await stopping().response(scope["path"])(scope, receive, send)
+            await ApiError(503, STOPPING).response(scope["path"])(scope, receive, send)
 
 
 async def error_response(request: Request, error: Exception) -> JSONResponse:
     """Handle Starlette's own exceptions: 404 and 405."""
-    found = to_api_error(error)
-    if found.status == 404 and found.code is None:
-        found = ApiError(404, f"there is no endpoint {request.method} {request.url.path[:200]}", code="not_found")
-    return found.response(request.url.path)
-
-
-def _http_error(error: HTTPException) -> ApiError:
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
-        return ApiError(405, f"this endpoint only accepts {headers.get('Allow', 'another method')}", headers=headers)
-    return ApiError(error.status_code, error.detail, headers=headers)
+    assert isinstance(error, HTTPException)
+    headers, path = dict(error.headers or {}), request.url.path
+    found = ApiError(error.status_code, error.detail, headers=headers)
+    if error.status_code == 404:
+        found = ApiError(404, f"there is no endpoint {request.method} {path[:200]}", code="not_found")
+    elif error.status_code == 405:
+        found = ApiError(405, f"this endpoint only accepts {headers.get('Allow', 'another method')}", headers=headers)
+    return found.response(path)

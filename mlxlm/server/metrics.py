@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend import platform
 from mlxlm.generation import GenerationResult
-from mlxlm.server.errors import new_request_id, request_id
+from mlxlm.server.errors import new_id, request_id
 from mlxlm.server.models import Models
 from mlxlm.utils.errors import one_line
 
@@ -45,10 +45,6 @@ class Metrics:
         self.prompt_tokens.labels(model).inc(result.prompt_tokens)
         self.cached_tokens.labels(model).inc(result.cached_tokens)
         self.generated_tokens.labels(model).inc(len(result.tokens))
-
-    def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
 
 class _Gauges(Collector):
@@ -88,7 +84,7 @@ class RequestCounter:
             return
         status, start = 499, time.monotonic()  # 499: the client disconnected before the response
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id.set(id := given if _CLIENT_ID.fullmatch(given) else new_request_id())
+        request_id.set(id := given if _CLIENT_ID.fullmatch(given) else new_id("req_"))
 
         async def counting_send(message: Message) -> None:
             nonlocal status

@@ -215,24 +215,21 @@ class Models:
         try:
             async with self._load_lock:
                 await self._make_room(name, size_on_disk(entry.path))
-                entry.model = await self._read(name, entry.path)
+                start = time.monotonic()
+                try:
+                    model = await asyncio.to_thread(load_model, name, entry.path, self.settings)
+                except Exception as error:  # whatever is wrong with its files, the other models go on
+                    logger.error("%s can't be loaded: %s", name, describe_error(error))
+                    raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
+                logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
+                try:
+                    await self._make_room(name, model.num_bytes)
+                except ApiError:
+                    await asyncio.to_thread(model.engine.close)
+                    raise
+                entry.model = model
         finally:
             entry.loading = None
-
-    async def _read(self, name: str, path: str) -> ServedModel:
-        start = time.monotonic()
-        try:
-            model = await asyncio.to_thread(load_model, name, path, self.settings)
-        except Exception as error:  # whatever is wrong with its files, the other models go on
-            logger.error("%s can't be loaded: %s", name, describe_error(error))
-            raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-        logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
-        try:
-            await self._make_room(name, model.num_bytes)
-        except ApiError:
-            await asyncio.to_thread(model.engine.close)
-            raise
-        return model
 
     async def _make_room(self, name: str, size: int) -> None:
         """Unload idle models until `size` bytes fit."""

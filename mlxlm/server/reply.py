@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.generation.logprobs import TokenLogprobs
-from mlxlm.server.errors import ApiError, invalid, stopping, to_api_error
+from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
 from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import ChoicesRequest
@@ -33,11 +32,6 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Event = dict[str, Any]
 Value = TypeVar("Value")
-
-
-def new_id(prefix: str) -> str:
-    """A random id, such as chatcmpl-0123456789abcdef01234567."""
-    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def data_event(value: Any, name: str | None = None) -> bytes:
@@ -191,7 +185,7 @@ async def respond(request: Request, name: str | None, stream: bool | None, make_
         return await json_response(request, _complete(replying, request.app.state.metrics))
     events = _stream(replying, request.app.state.metrics, request.url.path)
     try:
-        first = await _while_connected(request, _first(events))
+        first = await _while_connected(request.scope, request.receive, anext(events))
     except BaseException:
         await events.aclose()
         raise
@@ -203,7 +197,7 @@ async def respond(request: Request, name: str | None, stream: bool | None, make_
 
 async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     """The response with the result of `work`, which is cancelled if the client disconnects."""
-    result = await _while_connected(request, work)
+    result = await _while_connected(request.scope, request.receive, work)
     return Response(status_code=499) if result is None else JSONResponse(result)
 
 
@@ -327,22 +321,15 @@ class EventResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send each event as soon as it is available."""
-        sending, leaving = asyncio.create_task(self._send(send)), asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-            else:
-                scope["mlxlm.client_left"] = True
+            await _while_connected(scope, receive, self._send(send))
         except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
-            await _cancel(sending, leaving)
-            error = stopping().body(scope["path"])
+            error = ApiError(503, STOPPING).body(scope["path"])
             last = data_event(error, error.get("type"))
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
-            await _cancel(sending, leaving)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
@@ -354,31 +341,22 @@ class EventResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Value]) -> Value | None:
+async def _while_connected(scope: Scope, receive: Receive, work: Awaitable[Value]) -> Value | None:
     """Run `work`. If the client disconnects first, cancel it and return None."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        request.scope["mlxlm.client_left"] = True
+        scope["mlxlm.client_left"] = True
         return None
     finally:
-        await _cancel(working, leaving)
-
-
-async def _first(events: AsyncGenerator[bytes]) -> bytes:
-    return await anext(events)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    unfinished = [task for task in tasks if task.cancel()]
-    for task in unfinished:
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        for task in (working, leaving):
+            if task.cancel():
+                with suppress(asyncio.CancelledError, Exception):
+                    await task

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxlm.server.errors import invalid, new_request_id
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.utils.errors import ConfigError
 
 HEADER_TIMEOUT = 10.0  # seconds to send the headers of a request
@@ -33,14 +33,12 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(2048)
-        except OSError:
-            listener.close()
-            raise
+            stack.pop_all()
     except OSError as error:
         problem = f"cannot listen on {host} port {port}: {error.strerror or error}"
         raise ConfigError(problem, "`port=0` for a free port, or another `host`") from error
@@ -56,36 +54,34 @@ def address_of(listener: socket.socket, host: str) -> str:
 class Connection(H11Protocol):
     """An HTTP connection that is closed if the client is too slow to send headers or to read a response."""
 
-    _header_timer: TimerHandle | None = None
-    _write_timer: TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the headers."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(HEADER_TIMEOUT, transport.abort)
+        self._timers: dict[str, TimerHandle] = {}
+        self._start_timer("headers", HEADER_TIMEOUT)
 
     def handle_events(self) -> None:
         """Cancel the timer when the headers are complete; start it for the next request on the connection."""
         super().handle_events()
         if self.conn.their_state is not h11.IDLE:
-            self._cancel_header_timer()
-        elif self._header_timer is None and self.conn.trailing_data[0]:
-            self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self.transport.abort)
+            self._cancel_timer("headers")
+        elif "headers" not in self._timers and self.conn.trailing_data[0]:
+            self._start_timer("headers", HEADER_TIMEOUT)
 
     def pause_writing(self) -> None:
         """Start the timer for the reader: the write buffer is full."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+        self._start_timer("response", WRITE_TIMEOUT)
 
     def resume_writing(self) -> None:
         """Cancel the timer: the client has read something."""
         super().resume_writing()
-        self._cancel_write_timer()
+        self._cancel_timer("response")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
-        self._cancel_header_timer()
-        self._cancel_write_timer()
+        for name in list(self._timers):
+            self._cancel_timer(name)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -93,21 +89,18 @@ class Connection(H11Protocol):
         problem = f"this is not a valid HTTP request, or its headers have more than {MAX_HEADER_BYTES >> 10} KiB"
         body = json.dumps(invalid(problem).body()).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        headers.append(("x-request-id", new_request_id()))
+        headers.append(("x-request-id", new_id("req_")))
         with contextlib.suppress(h11.LocalProtocolError):  # a response has already begun
             start = self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
             self.transport.write(b"".join([start or b"", self.conn.send(h11.Data(data=body)) or b""]))
         self.transport.close()
 
-    def _cancel_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _start_timer(self, name: str, seconds: float) -> None:
+        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _cancel_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _cancel_timer(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
 
 
 class Server(uvicorn.Server):

@@ -1,7 +1,7 @@
 """The body of a request: read within limits of size, time and nesting, and checked; fields that several APIs share.
 
 An unknown field is an error, since a client that sends one expects it to have an effect. Fields of OpenAI's API that
-don't change the text are accepted and ignored: see `IgnoredFields`.
+don't change the text are accepted and ignored: see `Fields.ignored`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import Field as DataclassField
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from itertools import chain
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -40,7 +41,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class Fields(BaseModel):
-    """Base class of the objects in a request: strict types, no NaN, and no unknown fields unless they are null."""
+    """Base class of the objects in a request: strict types, no NaN, and no unknown fields unless they are null.
+
+    Attributes:
+        ignored: Fields that have no effect here; their values can be anything.
+    """
+
+    ignored: ClassVar[Set[str]] = frozenset()
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
@@ -48,9 +55,11 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        """Drop fields that are null: some clients send every field they know, or send back what they received."""
-        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+    def _drop_ignored(cls, value: Any) -> Any:
+        """Drop ignored fields and nulls: some clients send every field they know, or send back what they received."""
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if item is not None and name not in cls.ignored}
 
 
 def _as_list(value: Any) -> Any:
@@ -155,27 +164,19 @@ def option_in(message: str) -> str | None:
 class StreamOptions(Fields):
     """`stream_options`."""
 
+    ignored = {"include_obfuscation"}  # random padding that hides the lengths of tokens
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # no effect: random padding that hides the lengths of tokens
 
 
-class IgnoredFields(Fields):
-    """Fields of OpenAI's API without effect here: they are about its own accounting, storage and speed."""
-
-    user: str | None = None
-    metadata: Mapping[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: Mapping[str, Any] | None = None
-    prediction: Mapping[str, Any] | None = None
+# Fields of OpenAI's API that are about its own accounting, storage and speed.
+IGNORED_BY_OPENAI = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
+IGNORED_BY_OPENAI |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 
 
-class ChoicesRequest(SamplingFields, IgnoredFields):
+class ChoicesRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
+    ignored = IGNORED_BY_OPENAI
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
     stop: Strings | None = None
@@ -260,16 +261,11 @@ def _parse(content: bytes) -> dict[str, Any]:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [item for part in level for item in _items(part)]
+        parts = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for item in parts if isinstance(item, dict | list)]
         if not level:
             return
     raise GenerationError(f"the body of the request has more than {MAX_DEPTH} levels of nesting", "fewer")
-
-
-def _items(value: Any) -> list[Any]:
-    """The objects and arrays directly inside a value."""
-    inside = value.values() if isinstance(value, dict) else value
-    return [item for item in inside if isinstance(item, dict | list)]
 
 
 def _validation_error(problems: list[ErrorDetails], model: type[BaseModel]) -> ApiError:

@@ -6,6 +6,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from mlxlm.train.budget import Budget
+    from mlxlm.train.distributed import ProcessGroup, RankLostError, join_process_group
     from mlxlm.train.events import (
         CheckpointNotSaved,
         CheckpointSaved,
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
+    from mlxlm.train.step_benchmark import Probe, probe
     from mlxlm.train.throttle import PowerPolicy
+    from mlxlm.train.trackers import check_trackers
+    from mlxlm.train.worker import run_worker
 
 __all__ = [
     "Budget",
@@ -36,6 +40,9 @@ __all__ = [
     "Finished",
     "Paused",
     "PowerPolicy",
+    "Probe",
+    "ProcessGroup",
+    "RankLostError",
     "Resumed",
     "Run",
     "Sample",
@@ -47,8 +54,12 @@ __all__ = [
     "TrainSettings",
     "TrainingWarning",
     "Validation",
+    "check_trackers",
+    "join_process_group",
     "open_base_model",
+    "probe",
     "repeat_run",
+    "run_worker",
     "start_finetune",
     "start_run",
     "train",

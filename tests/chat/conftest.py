@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxlm import tokenizer
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
@@ -16,6 +15,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 SPECIAL = 7  # special tokens of a trained tokenizer
+CONTEXT = 4096  # an answer is long enough to be interrupted
 TEXT = ["The quick brown fox jumps over the lazy dog. Grüße, 世界! How are you today?\n" * 4]
 
 
@@ -28,12 +28,10 @@ def tokens():
 
 @pytest.fixture(scope="session")
 def decoder(tiny_config):
-    """Its context is 4096 tokens, so that an answer is long enough to be interrupted."""
-    config = tiny_config.with_changes(tie_word_embeddings=False, max_position_embeddings=4096)
-    model = Decoder(config)
+    """A model whose answers don't end by themselves."""
+    model = Decoder(tiny_config.with_changes(tie_word_embeddings=False, max_position_embeddings=CONTEXT))
     model.init_weights(seed=3)
-    # Logits far apart, so that rounding decides nothing, but 0 for the special tokens, the first ones: they
-    # would end answers.
+    # Logits far apart, so that rounding decides nothing, but 0 for the special tokens: they would end answers.
     model.lm_head.weight = model.lm_head.weight * 20 * (mx.arange(300) >= SPECIAL)[:, None]
     mx.eval(model.parameters())
     return model
@@ -48,7 +46,10 @@ def lm(tokens, decoder, tmp_path):
 @pytest.fixture
 def model_folder(tokens, decoder, tmp_path):
     """The same model as a folder."""
-    folder = tmp_path / "tiny"
+    return save(decoder, tokens, tmp_path / "tiny")
+
+
+def save(decoder, tokens, folder):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_to_hf(decoder.config)))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(decoder.parameters())))

@@ -88,19 +88,6 @@ def test_a_tokenizer_trained_here_needs_no_template(tokens):
     )
 
 
-@pytest.mark.parametrize("name", list(CHAT_FORMATS))
-def test_known_formats(tokens, name):
-    tokens.chat_template = None
-    chat = with_tokens(tokens, *CHAT_FORMATS[name].tokens)
-    sft_encoder = SFTEncoder(chat, frozenset(), name)
-    end = CHAT_FORMATS[name].tokens[-1]
-    pieces = labeled_texts(chat, *sft_encoder.encode(TALK))
-    assert [text for label, text in pieces if label] == [f"Hi.{end}", f"Fine, 世界!{end}"]
-    assert [label for label, _ in pieces][:4] == [0, 1, 0, 1]
-    ends = frozenset([chat.special_tokens[end]])
-    assert SFTEncoder(chat, ends).encode(TALK) == sft_encoder.encode(TALK)  # recognised by its end
-
-
 def test_a_space_before_an_answer_is_trained_on(tokens):
     """As in Llama 2's: a chat's prompt ends before it."""
     sft_encoder = with_template(tokens, (

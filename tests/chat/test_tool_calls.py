@@ -13,16 +13,13 @@ from hypothesis import strategies as st
 from mlxlm.chat.chat_encoder import PlainTextEncoder
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.chat.reasoning import ReasoningParser
 from mlxlm.chat.tool_calls import (
     JSON_FORMAT,
     ArgumentsDelta,
     TextDelta,
-    ToolCallEnd,
     ToolCallParser,
     ToolCallStart,
     ToolFormat,
-    new_call_id,
 )
 from tests.chat.tool_templates import CALL, TEMPLATES, TOOLS, tokenizer_for
 
@@ -148,37 +145,33 @@ DISTINCT = list(dict.fromkeys(FORMATS.values()))
 
 
 def parse(format, chunks, cut_off=False):
-    """The text, the calls as (id, name, arguments, whether they ended), from the events of a stream."""
-    ids = itertools.count()
-    parser = ToolCallParser(format, lambda: f"id{next(ids)}")
+    """The text and the calls, as [name, arguments], from the events of a stream."""
+    parser = ToolCallParser(format)
     events = [event for chunk in chunks for event in parser.push(chunk)] + parser.finish(cut_off=cut_off)
-    text, calls = "", []
+    text, calls, ids = "", [], set()
     for event in events:
         match event:
             case TextDelta(new):
                 assert new
                 text += new
-            case ToolCallStart(index, id, name):
-                assert index == len(calls)
-                calls.append([id, name, "", False])
-            case ArgumentsDelta(index, new):
-                assert index == len(calls) - 1 and not calls[-1][3]
-                calls[-1][2] += new
-            case ToolCallEnd(index):
-                assert index == len(calls) - 1
-                calls[-1][3] = True
+            case ToolCallStart(id, name):
+                assert len(id) == 9 and id.isalnum() and id.isascii() and id not in ids
+                ids.add(id)
+                calls.append([name, ""])
+            case ArgumentsDelta(new):
+                calls[-1][1] += new
     return text, calls
 
 
 def calls_of(count):
-    return [ToolCall(f"id{n}", name, ARGUMENTS[n]) for n, name in enumerate(["get_weather", "a", "x-1.y"][:count])]
+    return [ToolCall("", name, ARGUMENTS[n]) for n, name in enumerate(["get_weather", "a", "x-1.y"][:count])]
 
 
 def rendered(format, count, text=""):
     """An answer with calls, and what its parts are."""
     count = count if format.separator is not None else min(count, 1)
     calls = calls_of(count)
-    expected = [[c.id, c.name, json.dumps(c.parsed_arguments(), ensure_ascii=False), True] for c in calls]
+    expected = [[c.name, json.dumps(c.parsed_arguments(), ensure_ascii=False)] for c in calls]
     text = text if format.follows_text or not calls else ""
     return text + (format.render(calls) if calls else ""), text.rstrip() if calls else text, expected
 
@@ -225,10 +218,10 @@ def test_an_answer_that_is_cut_off(format):
     for end in range(len(answer)):
         cut_text, cut_calls = parse(format, [answer[:end]], cut_off=True)
         assert text.startswith(cut_text.rstrip())
-        for got, whole in zip(cut_calls, calls, strict=False):
-            assert got[:2] == whole[:2] and whole[2].startswith(got[2]) and got[3] == (got[2] == whole[2])
-        lengths.append(sum(len(call[2]) for call in cut_calls))
-    assert lengths == sorted(lengths) and lengths[-1] >= sum(len(call[2]) for call in calls) - 1
+        for (name, arguments), (whole_name, whole) in zip(cut_calls, calls, strict=False):
+            assert name == whole_name and whole.startswith(arguments)
+        lengths.append(sum(len(arguments) for _, arguments in cut_calls))
+    assert lengths == sorted(lengths) and lengths[-1] >= sum(len(arguments) for _, arguments in calls) - 1
 
 
 def test_what_only_looks_like_markup_is_text():
@@ -240,14 +233,13 @@ def test_what_only_looks_like_markup_is_text():
 
 def test_white_space_in_markup_does_not_matter():
     compact = '<tool_call>{"name":"get","arguments":\n{"a": 1} }  </tool_call>\n<tool_call>{"name":"b","arguments":{}}'
-    calls = [["id0", "get", '{"a": 1}', True], ["id1", "b", "{}", True]]
-    assert parse(JSON_FORMAT, compact) == ("", calls)
+    assert parse(JSON_FORMAT, compact) == ("", [["get", '{"a": 1}'], ["b", "{}"]])
 
 
 def test_text_after_calls():
     answer = JSON_FORMAT.render(calls_of(1)) + "\n\nDone.\n" + JSON_FORMAT.render(calls_of(1)) + "\n"
     text, calls = parse(JSON_FORMAT, answer)
-    assert text == "\n\nDone." and [call[0] for call in calls] == ["id0", "id1"]
+    assert text == "\n\nDone." and [name for name, _ in calls] == ["get_weather"] * 2
 
 
 def test_json_is_a_call_only_where_an_answer_begins():
@@ -255,23 +247,6 @@ def test_json_is_a_call_only_where_an_answer_begins():
     assert parse(FORMATS["llama3"], call)[1] == parse(FORMATS["llama3"], f"\n<|python_tag|>{call}")[1] != []
     for text in (f"Like {call}", '{"name": "Bob", "age": 5}', "<|python_tag|>print(1)"):
         assert parse(FORMATS["llama3"], text) == (text, [])
-
-
-def test_reasoning_comes_first():
-    reasoning, parser = ReasoningParser(), ToolCallParser(JSON_FORMAT)
-    answer = f"<think>\nI could <tool_call>.\n</think>\n\n{JSON_FORMAT.render(calls_of(1))}"
-    events, thoughts = [], ""
-    for character in answer:
-        for text, is_reasoning in reasoning.push(character):
-            thoughts += text if is_reasoning else ""
-            events += [] if is_reasoning else parser.push(text)
-    assert thoughts == "I could <tool_call>."
-    assert isinstance(events[0], ToolCallStart) and isinstance(events[-1], ToolCallEnd)
-
-
-def test_ids():
-    ids = {new_call_id() for _ in range(50)}
-    assert len(ids) == 50 and all(len(id) == 9 and id.isalnum() and id.isascii() for id in ids)
 
 
 def test_a_format_of_one_call():

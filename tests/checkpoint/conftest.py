@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import save_weights
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
 from tests.checkpoint.child_process import ChildProcess
 from tests.checkpoint.samples import Sample, make
+from tests.small_models import random_decoder, write_folder
 
 
 @pytest.fixture
 def model_dir(tmp_path, tiny_config, tiny_tokenizer):
     """The folder of a small model with a tokenizer."""
-    model = Decoder(tiny_config)
-    model.init_weights(0)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config)))
-    save_weights(folder, dict(tree_flatten(model.parameters())))
+    folder = write_folder(tmp_path / "model", random_decoder(tiny_config), tiny_config)
     tiny_tokenizer.save(folder)
     return folder
 

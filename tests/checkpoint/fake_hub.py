@@ -44,17 +44,13 @@ class FakeHub:
                 if name is not None:
                     self.send_file(name[1], with_body)
                 elif "/tree/" in self.path:
-                    self.send_json([{"type": "file", "path": n, "size": len(c), "oid": sha1(c)} for n, c in hub.items])
-                elif self.path.startswith("/api/models/"):
-                    siblings = [{"rfilename": name} for name in hub.files]
                     self.send_json(
-                        {
-                            "id": "owner/name",
-                            "modelId": "owner/name",
-                            "sha": hub.commit(self.path),
-                            "siblings": siblings,
-                        }
+                        [{"type": "file", "path": n, "size": len(c), "oid": sha1(c)} for n, c in hub.files.items()]
                     )
+                elif self.path.startswith("/api/models/"):
+                    ids = dict.fromkeys(("id", "modelId"), "owner/name")
+                    siblings = [{"rfilename": name} for name in hub.files]
+                    self.send_json({**ids, "sha": hub.commit(self.path), "siblings": siblings})
                 else:
                     self.send_json({})
 
@@ -103,10 +99,6 @@ class FakeHub:
     def commit(path):
         """The commit in a path, or that of the branch."""
         return next(iter(re.findall(r"/([0-9a-f]{40})(?:/|$)", path)), COMMIT)
-
-    @property
-    def items(self):
-        return self.files.items()
 
 
 def sha1(content: bytes) -> str:

@@ -76,6 +76,24 @@ class Raw:
         return path
 
 
+def finish(writer) -> None:
+    """Write the file of a GGUFWriter of the gguf package."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_sizes(writer, config) -> None:
+    """Add the sizes of a ModelConfig to a GGUFWriter."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+
+
 def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 

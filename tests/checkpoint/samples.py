@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+from tests.checkpoint.raw_files import add_sizes, finish
 from tests.quantized_weights import quantized_weights
+from tests.small_models import arrays_of, random_decoder, sentencepiece_proto, sentencepiece_tokenizer
 
 VOCAB = 300
 CONFIG = ModelConfig(
@@ -47,23 +46,11 @@ class Sample:
 
 def llama_tokenizer() -> Tokenizer:
     """A SentencePiece tokenizer like Llama 2's: a dummy prefix, bytes from id 3."""
-    import sentencepiece as spm
-
-    proto = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=proto, model_type="bpe", vocab_size=VOCAB,
-        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    model = sentencepiece.parse(proto.getvalue(), "test")
-    names = sentencepiece.special_names(model)
-    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=proto.getvalue())
+    return sentencepiece_tokenizer(sentencepiece_proto(VOCAB, tuple(TEXT.splitlines()), hard_vocab_limit=False))
 
 
 def weights() -> dict:
-    model = Decoder(CONFIG)
-    model.init_weights(0)
-    return dict(tree_flatten(model.parameters()))
+    return arrays_of(random_decoder(CONFIG))
 
 
 def make(kind: str, folder: Path) -> Sample:
@@ -72,80 +59,33 @@ def make(kind: str, folder: Path) -> Sample:
     return KINDS[kind](folder)
 
 
-def _folder(folder: Path, targets: str = "model.safetensors config.json", tokenizer: Tokenizer | None = None) -> Sample:
+def _folder(
+    folder: Path, targets: str, tokenizer: Tokenizer | None = None, removed: str | None = None, **options
+) -> Sample:
+    """A folder of safetensors, the kind of most samples, without the file `removed`."""
+    save_weights(folder, weights(), **options)
     (folder / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
     (tokenizer or train([TEXT], 268)).save(folder)
+    if removed:
+        (folder / removed).unlink()
     return Sample(folder, folder, tuple(folder / name for name in targets.split()))
 
 
-def _safetensors(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "model.safetensors")
-
-
-def _config(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "config.json")
-
-
 def _shards(folder: Path) -> Sample:
-    save_weights(folder, weights(), shard_bytes=30_000)
-    sample = _folder(folder, "model.safetensors.index.json")
+    sample = _folder(folder, "model.safetensors.index.json", shard_bytes=30_000)
     return Sample(folder, folder, (*sample.targets, *sample.targets, *sorted(folder.glob("*.safetensors"))[:2]))
 
 
 def _quantized(folder: Path) -> Sample:
-    model = Decoder(CONFIG)
-    model.init_weights(0)
-    packed, plan = quantized_weights(model, 4, 32)
+    sample = _folder(folder, "model.safetensors config.json")
+    packed, plan = quantized_weights(random_decoder(CONFIG), 4, 32)
     save_weights(folder, packed)
-    sample = _folder(folder)
     (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization": plan}))
     return sample
 
 
-def _tokenizer_json(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    return _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json")
-
-
-def _tokenizer_json_llama(folder: Path) -> Sample:
-    """Llama 2's tokenizer without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders."""
-    save_weights(folder, weights())
-    sample = _folder(folder, "tokenizer.json", llama_tokenizer())
-    (folder / "tokenizer.model").unlink()
-    return sample
-
-
-def _tokenizer_json_unigram(folder: Path) -> Sample:
-    """Another model and most other components of tokenizers."""
-    import tokenizers as hf
-
-    runtime = hf.Tokenizer(hf.models.Unigram())
-    runtime.normalizer = hf.normalizers.Sequence(
-        [hf.normalizers.NFKC(), hf.normalizers.Lowercase(), hf.normalizers.Replace(hf.Regex(" {2,}"), " ")]
-    )
-    runtime.pre_tokenizer = hf.pre_tokenizers.Sequence(
-        [hf.pre_tokenizers.Digits(True), hf.pre_tokenizers.Split(hf.Regex("[a-z]+"), "isolated"),
-         hf.pre_tokenizers.Metaspace()]
-    )  # fmt: skip
-    runtime.decoder = hf.decoders.Metaspace()
-    trainer = hf.trainers.UnigramTrainer(
-        vocab_size=100, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    runtime.train_from_iterator(TEXT.splitlines(), trainer)
-    runtime.post_processor = hf.processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    runtime.enable_truncation(50)
-    runtime.enable_padding(length=20)
-    save_weights(folder, weights())
-    return _folder(folder, "tokenizer.json", Tokenizer(runtime, {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}))
-
-
 def _tokenizer_gpt2(folder: Path) -> Sample:
     """GPT-2's two files."""
-    save_weights(folder, weights())
     sample = _folder(folder, "vocab.json merges.txt")
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     (folder / "tokenizer.json").unlink()
@@ -155,30 +95,18 @@ def _tokenizer_gpt2(folder: Path) -> Sample:
     return sample
 
 
-def _tokenizer_model(folder: Path) -> Sample:
-    save_weights(folder, weights())
-    sample = _folder(folder, "tokenizer.model", llama_tokenizer())
-    (folder / "tokenizer.json").unlink()
-    return sample
-
-
 def _pytorch(folder: Path) -> Sample:
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(np.array(value)) for name, value in weights().items()}
     torch.save(state, folder / "pytorch_model.bin")
-    return _folder(folder, "pytorch_model.bin")
+    return _folder(folder, "pytorch_model.bin", removed="model.safetensors")
 
 
 def _gguf(folder: Path, byte_level: bool = False) -> Sample:
     gguf = pytest.importorskip("gguf")
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    add_sizes(writer, CONFIG)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(8)
@@ -211,10 +139,7 @@ def _gguf(folder: Path, byte_level: bool = False) -> Sample:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value.astype(np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return Sample(folder, path, (path,))
 
 
@@ -241,18 +166,18 @@ def _llama2c_tokenizer(folder: Path) -> Sample:
 
 
 KINDS = {
-    "safetensors": _safetensors,
+    "safetensors": lambda folder: _folder(folder, "model.safetensors"),
     "shards": _shards,
     "quantized": _quantized,
-    "config": _config,
+    "config": lambda folder: _folder(folder, "config.json"),
     "pytorch": _pytorch,
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c": _llama2c,
     "llama2c-tokenizer": _llama2c_tokenizer,
-    "tokenizer-json": _tokenizer_json,
-    "tokenizer-json-llama": _tokenizer_json_llama,
-    "tokenizer-json-unigram": _tokenizer_json_unigram,
+    "tokenizer-json": lambda folder: _folder(folder, "tokenizer.json tokenizer.json tokenizer_config.json"),
+    # Llama 2's tokenizer without SentencePiece's file: a normalizer, byte fallback, a sequence of decoders.
+    "tokenizer-json-llama": lambda folder: _folder(folder, "tokenizer.json", llama_tokenizer(), "tokenizer.model"),
     "tokenizer-gpt2": _tokenizer_gpt2,
-    "tokenizer-model": _tokenizer_model,
+    "tokenizer-model": lambda folder: _folder(folder, "tokenizer.model", llama_tokenizer(), "tokenizer.json"),
 }

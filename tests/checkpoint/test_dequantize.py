@@ -8,8 +8,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import load, load_checkpoint, load_model, load_submodule, open_checkpoint, save_weights
-from mlxlm.checkpoint.dequantize import dequantize_tensors, unpacked_shapes
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import config_to_hf
@@ -98,28 +97,6 @@ def test_quantization_config_is_also_read(tmp_path):
 def test_other_keys_are_ignored(tmp_path):
     quantized_folder(tmp_path, {"group_size": 64, "bits": 4, "quant_method": "mlx", "mode": None, "note": None})
     assert module_quantization(open_checkpoint(tmp_path).config.quantization, "lm_head")["mode"] == "affine"
-
-
-def test_model_quantized_by_mlx_lm(tmp_path):
-    utils = pytest.importorskip("mlx_lm.utils")
-    llama = pytest.importorskip("mlx_lm.models.llama")
-    values = {**config_to_hf(CONFIG), "rope_theta": 10_000.0}
-    mlx_lm_model = llama.Model(llama.ModelArgs.from_dict(values))
-    mlx_lm_model, values = utils.quantize_model(mlx_lm_model, values, 32, 4, mode="mxfp4")
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    save_weights(tmp_path, dict(tree_flatten(mlx_lm_model.parameters())))
-    tokens = mx.array([[1, 2, 3, 4]])
-    model, _ = load_model(tmp_path)
-    np.testing.assert_allclose(np.array(model(tokens)), np.array(mlx_lm_model(tokens).astype(mx.float32)), atol=1e-4)
-
-
-def test_load_one_layer(tmp_path, monkeypatch):
-    set_memory(monkeypatch, 0)  # one layer has room anywhere
-    expected_model = quantized_folder(tmp_path, {"group_size": 64, "bits": 4})
-    checkpoint = open_checkpoint(tmp_path)
-    part = nn.Linear(128, 128, bias=False)
-    load_submodule(part, checkpoint.tensors, "model.layers.1.self_attn.o_proj", checkpoint.config.quantization)
-    assert mx.array_equal(part.weight, expected_model.layers[1].self_attn.o_proj.weight)
 
 
 def set_memory(monkeypatch, total):
@@ -225,13 +202,3 @@ def test_mismatched_parts_are_errors(tmp_path, plan, change, expected):
     with pytest.raises(MlxlmError, match=expected) as caught:
         open_checkpoint(folder)
     assert str(folder) in str(caught.value)
-
-
-def test_unpacked_shapes():
-    parts = mx.quantize(mx.random.normal((6, 96)), group_size=32, bits=3)
-    tensors = {
-        f"a.{part}": lazy_tensor(value) for part, value in zip(("weight", "scales", "biases"), parts, strict=True)
-    }
-    assert unpacked_shapes(tensors, {"group_size": 32, "bits": 3}, "x") == {"a.weight": (6, 96)}
-    with pytest.raises(CheckpointError, match="a.weight is of type uint32.*unquantized"):
-        unpacked_shapes(tensors, None, "x")

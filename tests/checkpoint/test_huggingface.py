@@ -4,15 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import huggingface, load_model, open_checkpoint
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.lazy_tensor import bitwise_equal
 from mlxlm.config import ModelConfig
-from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import atomic_new_folder
+from tests.small_models import random_decoder, tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -24,29 +23,18 @@ def config():
 
 
 @pytest.fixture
-def weights(config):
-    model = Decoder(config)
-    model.init_weights(0)
-    return {name: value.astype(mx.bfloat16) for name, value in tree_flatten(model.parameters())}
-
-
-@pytest.fixture
-def tensors(weights):
-    return {name: lazy_tensor(value) for name, value in weights.items()}
-
-
-def bits(value: mx.array) -> np.ndarray:
-    return np.array(value.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[value.dtype.size]))
+def tensors(config):
+    return tensors_of(random_decoder(config), mx.bfloat16)
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
-def test_write_then_open_is_bit_equal(tmp_path, config, weights, tensors, tiny_tokenizer, shard_bytes):
+def test_write_then_open_is_bit_equal(tmp_path, config, tensors, tiny_tokenizer, shard_bytes):
     huggingface.write(tmp_path, {}, config, tensors, tiny_tokenizer, shard_bytes)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config == config and checkpoint.tensors.keys() == weights.keys()
-    for name, value in weights.items():
+    assert checkpoint.config == config and checkpoint.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         read = checkpoint.tensors[name].read()
-        assert read.dtype == value.dtype and np.array_equal(bits(read), bits(value)), name
+        assert read.dtype == tensor.dtype and bitwise_equal(read, tensor.read()), name
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["torch_dtype"] == values["dtype"] == "bfloat16"
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 2
@@ -56,7 +44,7 @@ def test_write_then_open_is_bit_equal(tmp_path, config, weights, tensors, tiny_t
         assert files == ["model.safetensors"]
         return
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert set(index["weight_map"].values()) == set(files[:-1]) and files[0].startswith("model-00001-of-0000")
 
 
@@ -103,25 +91,3 @@ def test_values_that_are_not_finite_are_errors(tmp_path, config, tensors, tiny_t
     ):
         huggingface.write(folder, {}, config, tensors, tiny_tokenizer)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_quantized_folders_have_mlx_names(tmp_path, config, tiny_tokenizer):
-    mlx_lm = pytest.importorskip("mlx_lm")
-    plan = {"group_size": 32, "bits": 4, "mode": "affine"}
-    model = Decoder(config)
-    model.init_weights(0)
-    weights = {}
-    for name, value in tree_flatten(model.parameters()):
-        if value.ndim == 1:
-            weights[name] = value
-            continue
-        parts = mx.quantize(value.astype(mx.float16), group_size=32, bits=4)
-        layer = name.removesuffix(".weight")
-        weights |= {f"{layer}.{part}": v for part, v in zip(("weight", "scales", "biases"), parts, strict=True)}
-    quantized = config.with_changes(quantization=plan)
-    huggingface.write(tmp_path, {}, quantized, {n: lazy_tensor(v) for n, v in weights.items()}, tiny_tokenizer)
-    assert open_checkpoint(tmp_path).config == quantized
-    reference, _ = mlx_lm.load(str(tmp_path))
-    tokens = mx.array([[1, 2, 3]])
-    model, _ = load_model(tmp_path)
-    np.testing.assert_allclose(np.array(model(tokens)), np.array(reference(tokens).astype(mx.float32)), atol=2e-2)

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import io
 import struct
 
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint import load_checkpoint
 from mlxlm.checkpoint.llama2c import check_output, find_tokenizer, open_llama2c, read_tokenizer, tokenizer_bytes, write
 from mlxlm.config import ModelConfig
-from mlxlm.model import Decoder
-from mlxlm.tokenizer import Tokenizer, load, sentencepiece, train
+from mlxlm.tokenizer import Tokenizer, load, train
 from mlxlm.utils.errors import CheckpointError, ConfigError, TokenizerError
+from tests.small_models import random_decoder, sentencepiece_proto, sentencepiece_tokenizer, tensors_of
 
 DIM, INNER, LAYERS, HEADS, KV, VOCAB, LENGTH = 32, 48, 2, 4, 2, 300, 16
 TOKENS = [[1, 7, 42, 250, 3, 3, 99]]
 
 
-def sentencepiece_proto(**settings) -> bytes:
-    import sentencepiece as spm
-
-    text = ["the cat sat on a mat", "and saw two birds in the garden", "  while rain fell", "a hat, that cat"]
-    model = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(text * 5), model_writer=model, model_type="bpe", vocab_size=VOCAB, byte_fallback=True,
-        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "minloglevel": 2, **settings},
-    )  # fmt: skip
-    return model.getvalue()
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """A SentencePiece model like llama2.c's own, of 300 tokens."""
-    proto = sentencepiece_proto()
-    model = sentencepiece.parse(proto, "test")
-    names = sentencepiece.special_names(model)
-    return Tokenizer(sentencepiece.convert(model), names, sentencepiece_model=proto)
+    return sentencepiece_tokenizer(sentencepiece_proto())
+
+
+def model_tensors(**changes):
+    return tensors_of(random_decoder(config(**changes), seed=3))
 
 
 def config(**changes) -> ModelConfig:
@@ -49,12 +36,6 @@ def config(**changes) -> ModelConfig:
         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     return ModelConfig(**{**values, **changes})
-
-
-def model_tensors(**changes):
-    model = Decoder(config(**changes))
-    model.init_weights(3)
-    return {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
 
 
 @pytest.fixture
@@ -116,12 +97,6 @@ def numpy_logits(w: dict[str, np.ndarray], tokens: list[int], tied: bool) -> np.
     return norm(x, w["rms_final"]) @ w["tok" if tied else "wcls"].T
 
 
-def decoder(checkpoint) -> Decoder:
-    model = Decoder(checkpoint.config)
-    model.load_weights([(name, tensor.read()) for name, tensor in checkpoint.tensors.items()])
-    return model
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_equal_those_of_run_c(tmp_path, weights, tied):
     path = tmp_path / "model.bin"
@@ -132,7 +107,7 @@ def test_logits_equal_those_of_run_c(tmp_path, weights, tied):
     for tensor in checkpoint.tensors.values():
         value = tensor.read()
         assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
-    logits = np.array(decoder(checkpoint)(mx.array(TOKENS)))
+    logits = np.array(load_checkpoint(checkpoint)[0](mx.array(TOKENS)))
     np.testing.assert_allclose(logits[0], numpy_logits(weights, TOKENS[0], tied), atol=2e-5)
 
 
@@ -170,19 +145,13 @@ def test_unrepresentable_fields_are_errors(tmp_path, tokenizer, changes, field):
         check_output(tmp_path / "model.bin", config(**changes), tokenizer)
 
 
-def test_tensors_that_do_not_fit_are_errors(tmp_path, tokenizer):
+def test_values_that_are_not_finite_are_errors(tmp_path, tokenizer):
     tensors = model_tensors()
     path = tmp_path / "model.bin"
     name = "model.layers.1.mlp.up_proj.weight"
-    broken = {**tensors, name: lazy_tensor(tensors[name].read() * float("nan"))}
+    tensors[name] = tensors[name].transform(lambda value: value * float("nan"))
     with pytest.raises(CheckpointError, match=f"{name} has values that are not finite"):
-        write(path, config(), broken, tokenizer)
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        write(path, config(), {n: t for n, t in tensors.items() if n != name}, tokenizer)
-    with pytest.raises(CheckpointError, match=rf"{name} is \[2\], the configuration says \[48, 32\]"):
-        write(path, config(), {**tensors, name: lazy_tensor(mx.zeros(2))}, tokenizer)
-    with pytest.raises(CheckpointError, match="model.layers.0.mlp.up_proj.bias has no place"):
-        write(path, config(), {**tensors, "model.layers.0.mlp.up_proj.bias": lazy_tensor(mx.zeros(48))}, tokenizer)
+        write(path, config(), tensors, tokenizer)
 
 
 def test_output_beside_another_tokenizer_is_an_error(tmp_path, tokenizer):
@@ -201,7 +170,7 @@ def test_file_truncated_after_opening(tmp_path, weights):
     path.write_bytes(file_bytes(weights, tied=True))
     tensors = open_llama2c(path).tensors
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="model.norm.weight can't be read"):
+    with pytest.raises(CheckpointError, match="model.bin has become shorter"):
         tensors["model.norm.weight"].read()
 
 
@@ -227,9 +196,8 @@ def test_unsupported_tokenizers_are_errors(tmp_path, tokenizer, tiny_tokenizer, 
         ({"remove_extra_whitespaces": True}, "removes repeated spaces"),
     ]:
         proto = sentencepiece_proto(**settings)
-        runtime = sentencepiece.convert(sentencepiece.parse(proto, "test"))
         with pytest.raises(TokenizerError, match=problem):
-            tokenizer_bytes(Tokenizer(runtime, {}, sentencepiece_model=proto), VOCAB)
+            tokenizer_bytes(sentencepiece_tokenizer(proto), VOCAB)
 
 
 def test_rows_without_a_token_get_an_unused_one(tmp_path, tokenizer):
@@ -269,10 +237,6 @@ def test_tokenizers_of_other_models_are_errors(tmp_path, tokenizer):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(tokenizer_bytes(tokenizer, VOCAB))
 
-    def fails(expected: str, vocab_size: int) -> None:
+    for vocab_size, expected in ((VOCAB + 1, "ends before token 300"), (2_000_000, "has 2000000 tokens")):
         with pytest.raises(TokenizerError, match=rf"tokenizer.bin.*{expected}"):
             read_tokenizer(path, vocab_size)
-
-    fails("ends before token 300", VOCAB + 1)
-    fails("ends before token 300", 1_000_000)
-    fails("has 2000000 tokens", 2_000_000)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, load_submodule, load_weights, open_checkpoint, save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.load import LayerwiseModel
 from mlxlm.config import ModelConfig
-from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError
-from tests.quantized_weights import quantized_weights
+from tests.small_models import arrays_of, in_memory, random_decoder
 
 
 def test_missing_files_are_named(tmp_path, model_dir):
@@ -52,43 +47,14 @@ def test_malformed_configs_are_errors(model_dir, change, expected):
         load_model(model_dir)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_mismatched_quantized_parts_are_one_error(tmp_path, tiny_config, data):
-    """Missing parts, other bits, other groups: an error that names the layer, or a model that loads."""
-    model = Decoder(tiny_config)
-    weights, original_plan = quantized_weights(model, 4, 32)
-    total_count = len(weights)
-    bits, group_size = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.sampled_from([32, 64]))
-    plan = {**original_plan, "bits": bits, "group_size": group_size}
-    for name in data.draw(st.lists(st.sampled_from(sorted(weights)), max_size=2)):
-        weights.pop(name, None)
-    (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(tiny_config), "quantization": plan}))
-    save_weights(tmp_path, weights)
-    try:
-        loaded, _ = load_model(tmp_path)
-        mx.eval(loaded.parameters())
-        assert plan == original_plan
-    except CheckpointError as error:
-        assert str(tmp_path) in str(error)
-        assert len(weights) < total_count or plan != original_plan
-
-
 def test_load_submodule(model_dir, tiny_config):
     checkpoint = open_checkpoint(model_dir)
     block = Decoder(tiny_config).layers[0]
     load_submodule(block, checkpoint.tensors, "model.layers.1")
     layer = load_model(model_dir)[0].layers[1]
-    for (name, value), (_, expected) in zip(
-        tree_flatten(block.parameters()), tree_flatten(layer.parameters()), strict=True
-    ):
-        assert mx.array_equal(value, expected), name
+    for name, value in arrays_of(layer).items():
+        assert mx.array_equal(arrays_of(block)[name], value), name
     assert not block.training
-
-
-def in_memory(config: ModelConfig, model: Decoder) -> Checkpoint:
-    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, tensors, None, config)
 
 
 FAMILIES = {
@@ -114,11 +80,10 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_the_whole_decoder_to_the_bit(tiny_config, family):
     config = tiny_config.with_changes(num_hidden_layers=3, **FAMILIES[family])
-    model = Decoder(config)
-    model.init_weights(0)
+    model = random_decoder(config)
     model.eval()
     tokens = mx.random.randint(0, config.vocab_size, (2, 17), key=mx.random.key(1))
-    layerwise = LayerwiseModel(in_memory(config, model))
+    layerwise = LayerwiseModel(in_memory(model))
     [state] = layerwise.embeddings([tokens])
     expected = model.model.embed(tokens), None
     for index, layer in enumerate(model.layers):
@@ -131,10 +96,9 @@ def test_memory_does_not_grow_with_the_number_of_layers():
     def peak(layers: int) -> int:
         sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024, "vocab_size": 64}
         config = ModelConfig(num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
-        shapes = {name: value.shape for name, value in tree_flatten(Decoder(config).parameters())}
         tensors = {
-            name: LazyTensor(shape, mx.float32, "F32", 0, lambda shape=shape: mx.full(shape, 0.01))
-            for name, shape in shapes.items()
+            name: LazyTensor(value.shape, mx.float32, "F32", 0, lambda shape=value.shape: mx.full(shape, 0.01))
+            for name, value in arrays_of(Decoder(config)).items()
         }
         model = LayerwiseModel(Checkpoint("here", "safetensors", {}, tensors, None, config))
         before = mx.get_active_memory()

@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint import load_model, save_weights
-from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.checkpoint.mlx_lm import model as mlx_lm_model
 from mlxlm.checkpoint.mlx_lm.config_fields import to_mlx_lm_config
 from mlxlm.checkpoint.mlx_lm.model import build_model
@@ -155,14 +154,6 @@ def test_hints_of_convert_and_quantize(write, tmp_path, capsys, command):
     assert code == 1 and "try: mlxlm chat or mlxlm generate" in err
     code, _, err = run(capsys, command, write(model_type="gpt_neo"), "--out", tmp_path / "out")
     assert code == 1 and "model_type 'gpt_neo'" in err and "try" not in err
-
-
-def test_building_a_model_reads_no_weights(write):
-    folder = write()
-    checkpoint = open_checkpoint(folder)
-    (folder / "model.safetensors").unlink()
-    model, limit = build_with_mlx_lm(checkpoint)
-    assert model.model_type == "granite" and limit is None
 
 
 pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")

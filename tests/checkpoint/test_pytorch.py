@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, open_checkpoint, pytorch
-from mlxlm.checkpoint.pytorch import PickleError, Storage, TensorView, read_pickle
+from mlxlm.checkpoint.pytorch import PickleError, read_pickle
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
@@ -112,17 +112,13 @@ def test_pytorch_folder_is_a_model(tmp_path, tiny_config, torch, shards):
             open_checkpoint(tmp_path)
 
 
-def test_plain_values():
-    value = {"a": [1, 2.5, None, True, -300, 2**40, "text", (1,), (1, 2, 3, 4), {"b": ()}]}
-    value["c"] = collections.OrderedDict()
-    for protocol in (2, 3, 4, 5):
-        assert read_pickle(pickle.dumps(value, protocol)) == value
-    with pytest.raises(PickleError, match="refers to fractions.Fraction"):
-        import fractions
-
-        read_pickle(pickle.dumps(fractions.Fraction(1, 2)))
-    assert isinstance(next(iter(read_pickle(state({"a": ("FloatStorage", "0", 1, 0, (), ())})).values())), TensorView)
-    assert Storage("FloatStorage", "0", 1) == Storage("FloatStorage", "0", 1)
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values(protocol):
+    value = {
+        "a": [1, 2.5, None, True, -300, 2**40, "text", (1,), (1, 2, 3, 4), {"b": ()}],
+        "c": collections.OrderedDict(),
+    }
+    assert read_pickle(pickle.dumps(value, protocol)) == value
 
 
 def test_hash_collisions_are_refused():

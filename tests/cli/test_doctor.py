@@ -17,14 +17,14 @@ def test_doctor_and_presets_print_json(capsys):
 
 
 def test_doctor_shows_a_gpus_own_memory(monkeypatch, capsys):
-    from mlxlm.backend import device, mlx
-    from mlxlm.plan import machines
+    from mlxlm.backend import device
+    from mlxlm.doctor import facts
 
     info = {"device_name": "a GPU", "total_memory": 24 << 30}
-    for module in (mlx, device):
+    for module in (facts, device):
         monkeypatch.setattr(module, "ON_CPU", False)
-    monkeypatch.setattr(mlx.mx, "device_info", lambda: info)
-    monkeypatch.setattr(machines, "measure_matmul", lambda: 1.0)
+    monkeypatch.setattr(facts.mx, "device_info", lambda: info)
+    monkeypatch.setattr(facts, "measure_matmul", lambda: 1.0)
     assert _run(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["working_set"] == 24 << 30
     del info["total_memory"]

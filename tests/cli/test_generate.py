@@ -1,21 +1,19 @@
 """`mlxlm generate`: streams, exit codes, one-line errors."""
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 from mlx.utils import tree_flatten
 
 from mlxlm.backend.mlx import mx
-from mlxlm.cli.generation_options import sampling_options
-from mlxlm.cli.main import main
+from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
-from mlxlm.generation import GenerationOptions, batch, generate, load
+from mlxlm.generation import batch, generate, load
+from tests.run_command import run_command
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,12 @@ def folder(lm, tmp_path_factory):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    """`run(*arguments, stdin=b"")` -> exit code, standard output, standard error."""
+def run():
+    """`run(*arguments, stdin=b"")`: the exit code, standard output and standard error of `mlxlm generate`."""
 
     def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as stop:
-            main(["generate", *map(str, arguments)])
-        return stop.value.code, *capsys.readouterr()
+        done = run_command("generate", *arguments, stdin=stdin)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
 
     return run
 
@@ -73,9 +69,7 @@ def test_piped_input_comes_before_the_prompt(run, folder):
 @pytest.mark.parametrize("arguments", [[], ["-p", "-"]])
 def test_no_prompt(monkeypatch, capsys, folder, arguments):
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", folder, *arguments])
-    assert stop.value.code == 2 and "there is no prompt" in capsys.readouterr().err
+    assert _run(["generate", folder, *arguments]) == 2 and "there is no prompt" in capsys.readouterr().err
 
 
 def test_json(run, folder):
@@ -278,10 +272,8 @@ def test_chat_uses_the_template(run, folder, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_help_has_sections(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help-all"])
-    text = capsys.readouterr().out
+def test_the_help_has_sections(command):
+    text = run_command(command, "--help-all").stdout.decode()
     wanted = ["Stopping:", "Sampling:", "Repetition penalties:", "Constrained output:", "Memory and speed:"]
     if command == "generate":
         wanted = ["docs/scripting.md", "Input:", "Output:", *wanted, "Options:", "Examples:"]
@@ -289,20 +281,6 @@ def test_the_help_has_sections(capsys, command):
     assert -1 not in places and places == sorted(places)
     assert text.index("Repetition penalties:") < text.index("--dry-base") < text.index("Constrained output:")
     assert text.count("--seed") == text.count("--max-kv-size N ") == text.count("--help ") == 1
-
-
-def test_the_help_states_the_defaults(run):
-    help_text = " ".join(run("--help-all")[1].split())
-    for field in fields(GenerationOptions):
-        shown = field.default if isinstance(field.default, int | float) else {"seed": "random"}.get(field.name)
-        name = "dry-sequence-breaker" if field.name == "dry_sequence_breakers" else field.name.replace("_", "-")
-        assert f"--{name} " in help_text
-        assert shown is None or f"[default: {shown}]" in help_text
-
-
-def test_options_are_the_fields_of_generation_options():
-    command = sampling_options()(lambda options: None)
-    assert {p.name for p in command.__click_params__} == {f.name for f in fields(GenerationOptions)}
 
 
 def test_heavy_packages_are_not_imported():

@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten
 from mlxlm.backend.mlx import mx
 from mlxlm.cli import jsonl, render
 from mlxlm.cli.jsonl import JobProgress, LineReader
-from mlxlm.cli.main import main
 from mlxlm.families import config_to_hf
 from mlxlm.generation import batch, generate, load
 from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.model import Decoder
+from tests.run_command import run_command
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
@@ -57,14 +57,12 @@ def requests(tmp_path):
 
 
 @pytest.fixture
-def run(capfdbinary, folder):
-    """`run(*arguments)` -> exit code, standard output, standard error; at most 6 tokens a text."""
+def run(folder):
+    """`run(*arguments)`: the exit code, standard output and standard error of `mlxlm generate`."""
 
     def run(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            main(["generate", folder, "-n", "6", *map(str, arguments)])
-        out, err = capfdbinary.readouterr()
-        return stop.value.code, out, err.decode()
+        done = run_command("generate", folder, "-n", 6, *arguments)
+        return done.returncode, done.stdout, done.stderr.decode()
 
     return run
 
@@ -90,14 +88,6 @@ def test_a_result_for_each_request(run, requests, folder):
         wanted = {"id": request["id"], "text": alone.text, "finish_reason": alone.finish_reason, "seed": seed}
         counts = {"tokens": len(alone.tokens), "prompt_tokens": alone.prompt_tokens}
         assert found[request["id"]] == wanted | counts
-
-
-def test_an_empty_prompt_begins_a_text(run, requests, folder):
-    code, out, _ = run("--jsonl", requests({"prompt": ""}), "-t", "0")
-    [found] = parsed(out)
-    assert code == 0 and found["text"] == generate(load(folder), "", temperature=0, max_tokens=6).text
-    code, out, _ = run("--jsonl", requests({"prompt": ""}), "--chat")
-    assert code == 1 and "the message is empty" in parsed(out)[0]["error"]
 
 
 def test_results_depend_only_on_the_request(run, requests, tmp_path):
@@ -161,20 +151,9 @@ def test_resuming_repeats_failed_and_missing_requests(run, requests, tmp_path):
     assert sorted(value["id"] for value in parsed(out.read_bytes())) == ["bad", *(f"r{n}" for n in range(7))]
 
 
-def test_huge_numbers_in_a_request_are_an_error_result(run, requests, tmp_path):
-    bad = [{"prompt": [2**32]}, {"prompt": "x", "dry_multiplier": 1, "dry_allowed_length": 2**31}]
-    path = requests(*SEVERAL, *bad, {"id": "last", "prompt": "the"})
-    for size in (32, 1):
-        code, out, err = run("--jsonl", path, "--batch-size", size)
-        assert code == 1 and "2 of 10 results failed" in err and len(parsed(out)) == 10
-
-
 @pytest.mark.parametrize(
     ("lines", "arguments"),
     [
-        ([{"id": "a", "prompt": "other"}], []),
-        ([{"id": "a", "prompt": "the", "temperature": 0}], []),
-        ([{"id": "a", "prompt": "the", "seed": 5}], []),
         ([{"id": "a", "prompt": "the"}], ["--seed", "7"]),
         ([{"id": "a", "prompt": "the"}], ["--max-kv-size", "64"]),
         ([{"id": "new", "prompt": "the"}, {"id": "a", "prompt": "The"}], []),
@@ -249,13 +228,6 @@ def test_messages(run, requests, folder):
     assert texts["m"] == texts["s"] == texts["d"] == out.decode()[:-1]
     _, out, _ = run("--jsonl", path, "--chat", "--system-prompt", "Brief.", "-t", "0")
     assert {value["text"] for value in parsed(out)} == {texts["m"]}
-
-
-def test_texts_with_special_characters(run, requests):
-    ids = ["ü 世\u2028\x85", "\x00", '"', "", -1.5]
-    _, out, _ = run("--jsonl", requests(*({"id": id, "prompt": "the\u2028"} for id in ids)), "--ordered")
-    assert [value["id"] for value in parsed(out)] == ids
-    assert len(out.decode().splitlines()) == 5
 
 
 def test_logprobs(run, requests):
@@ -504,14 +476,8 @@ def test_all_lines_of_any_file(tmp_path_factory, content, longest):
     assert lines.ended and found == [(n, line[: longest + 1]) for n, line in enumerate(wanted, 1)]
 
 
-@pytest.fixture
-def job_progress():
-    job_progress = JobProgress(2)
-    job_progress.begin(10)
-    return job_progress
-
-
-def test_the_total_follows_the_lines(job_progress):
+def test_the_total_follows_the_lines():
+    job_progress = JobProgress(2, 10)
     assert job_progress.expected == 20
     for rows in (2, 0, 1, 5):
         job_progress.expect(rows)
@@ -520,10 +486,10 @@ def test_the_total_follows_the_lines(job_progress):
     assert job_progress.line().startswith("10 of 20 done, ") and job_progress.line().endswith(" left")
 
 
-def test_a_line_per_minute_without_a_terminal(job_progress, capsys, monkeypatch):
+def test_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(jsonl.time, "monotonic", lambda: clock[0])
-    job_progress.begin(None)
+    job_progress = JobProgress(2, None)
     with jsonl.progress(job_progress) as show:
         for _ in range(180):
             clock[0] += 1

@@ -53,8 +53,3 @@ def test_the_environment_variable(tiny_model, capsys, monkeypatch):
     monkeypatch.setattr(dispatch, "_environment", "fastest")
     assert _run(["kernels", "list", tiny_model]) == 1
     assert "auto, metal, mlx, blockwise" in capsys.readouterr().err
-
-
-def test_a_missing_model(capsys):
-    assert _run(["kernels", "list", "nowhere"]) == 1
-    assert "nowhere" in capsys.readouterr().err

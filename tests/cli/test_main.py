@@ -29,13 +29,6 @@ def test_help_imports_no_heavy_library():
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name, capsys):
-    assert _run([name, "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--debug" in out or "--help-all" in out
-
-
 def test_a_checkout_runs_from_any_folder(tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "cli.py"), "models", "presets"],
@@ -114,28 +107,6 @@ def test_commands_of_the_version_before_still_work(old, new, options, result, ca
     out, err = capsys.readouterr()
     assert err.startswith(f"warning: mlxlm {old} is now mlxlm {new}\n") and out.startswith(result)
     assert old not in COMMANDS
-
-
-def test_wrong_usage_is_exit_code_2(capsys):
-    assert _run(["nonsense"]) == 2
-    assert _run(["pretrain"]) == 2
-    assert _run(["pretrain", "--resume", "x", "--steps", "3"]) == 2
-
-
-def test_quantize_convert_compare_and_generate(tmp_path, run_folder, capsys):
-    capsys.readouterr()
-    assert _run(["quantize", str(run_folder), "--out", str(tmp_path / "small"), "--bits", "4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["bits_per_weight"] < 6 and report["metrics"]["bits_per_byte_after"] > 0
-    assert _run(["convert", str(run_folder), "--out", str(tmp_path / "plain"), "--no-verify", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
-    assert _run(["compare", str(run_folder), str(tmp_path / "plain"), "--tokens", "64"]) == 0
-    assert capsys.readouterr().out.startswith("identical: ")
-    arguments = ["generate", str(tmp_path / "small"), "-p", "The cat", "--max-tokens", "5", "--seed", "1", "--json"]
-    assert _run(arguments) == 0
-    first = capsys.readouterr().out
-    assert _run(arguments) == 0
-    assert json.loads(first)["text"] == json.loads(capsys.readouterr().out)["text"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -104,7 +104,7 @@ def test_errors_name_options(hint, shown, monkeypatch, capsys):
     def fail(*args, **options):
         raise GenerationError("no memory", hint)
 
-    monkeypatch.setattr("mlxlm.checkpoint.download.fetch", fail)
+    monkeypatch.setattr("mlxlm.cli.generation_options.fetch", fail)
     assert _run(["generate", "model", "--prompt", "Hello"]) == 1
     assert capsys.readouterr().err == f"error: no memory (try: {shown})\n"
     assert str(GenerationError("no memory", hint)) == f"no memory (try: {hint})"

@@ -1,11 +1,15 @@
-"""Printing tables and long lines."""
+"""Tables, long lines, and the spinner: in a terminal, after a delay."""
 
+import subprocess
+import sys
+
+import pexpect
 import pytest
+
+from mlxlm.cli import render
 
 
 def test_a_broken_pipe_while_printing_a_table(monkeypatch):
-    from mlxlm.cli import render
-
     class Gone:
         encoding = "utf-8"
 
@@ -23,11 +27,41 @@ def test_a_broken_pipe_while_printing_a_table(monkeypatch):
 
 
 def test_long_lines_are_indented_in_a_terminal(monkeypatch):
-    from mlxlm.cli import render
-
     assert render.hanging_indent("attention ", "word " * 30) == "attention " + "word " * 30
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "50")
     lines = render.hanging_indent("attention      ", "key-value " * 9).splitlines()
     assert len(lines) > 1 and all(len(line) <= 50 for line in lines)
     assert all(line.startswith(" " * 15 + "key-value") for line in lines[1:])
+
+
+SCRIPT = """
+import time
+from mlxlm.cli import render
+render._DELAY = 0.1
+with render.spinner("loading [x]") as update:
+    time.sleep({first})
+    update("reading")
+    time.sleep({first})
+print("done")
+"""
+
+
+def test_a_long_wait_shows_its_label():
+    script = "import rich.status\n" + SCRIPT.format(first=0.5)
+    child = pexpect.spawn(sys.executable, ["-c", script], encoding="utf-8", timeout=60)
+    child.expect_exact("loading [x]")
+    child.expect_exact("reading")
+    child.expect("\x1b\\[2K.*done")  # the line is cleared before other output
+    child.expect(pexpect.EOF)
+
+
+def test_a_short_wait_shows_nothing():
+    child = pexpect.spawn(sys.executable, ["-c", SCRIPT.format(first=0)], encoding="utf-8", timeout=20)
+    child.expect(pexpect.EOF)
+    assert child.before == "done\r\n"
+
+
+def test_nothing_without_a_terminal():
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(first=0.3)], capture_output=True, timeout=20)
+    assert (done.stdout, done.stderr) == (b"done\n", b"")

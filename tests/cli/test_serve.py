@@ -49,8 +49,10 @@ def test_a_port_in_use(tmp_path):
     assert done.returncode == 1 and b"cannot listen on 127.0.0.1 port" in done.stderr
 
 
-def test_names(tmp_path):
+def test_names(tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "stories=1"
     folder.mkdir(parents=True)
     named = _named([str(folder), "org/name", f"small={folder}", "large=org/name@v2"])
     assert named == {"stories=1": str(folder), "org/name": "org/name", "small": str(folder), "large": "org/name@v2"}
+    monkeypatch.chdir(tmp_path)
+    assert _named(["runs"]) == {"runs": str(tmp_path / "runs")}  # which may be loaded from another folder

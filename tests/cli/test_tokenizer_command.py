@@ -1,13 +1,11 @@
 """The tokenizer commands: bytes in, bytes out."""
 
-import io
 import json
-import sys
 
 import pytest
 
-from mlxlm.cli.main import main
 from mlxlm.tokenizer import load
+from tests.run_command import run_command
 
 TEXT = (
     "It cost $1,234.56 in 2024.\n\n\tdef f(n):\r\n Ça coûte cher. 東京都 👩\u200d👧 \u2581 \0\x07 "
@@ -16,15 +14,12 @@ TEXT = (
 
 
 @pytest.fixture
-def run(capfdbinary, monkeypatch):
-    """`run(*arguments, stdin=b"")` -> exit code, standard output, standard error."""
+def run():
+    """`run(*arguments, stdin=b"")`: the exit code, standard output and standard error of `mlxlm tokenizer`."""
 
     def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as stop:
-            main(["tokenizer", *map(str, arguments)])
-        sys.stdout.flush()
-        return stop.value.code, *capfdbinary.readouterr()
+        done = run_command("tokenizer", *arguments, stdin=stdin)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.config import ModelConfig, counts
+from mlxlm.config import ModelConfig
+from mlxlm.config.model_config import MATRICES, count_parameters, mean_attended_keys
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 
@@ -52,12 +53,12 @@ def test_parameters_by_group_are_those_of_the_arrays(config):
     from mlxlm.backend.mlx import tree_flatten
     from mlxlm.model import Decoder
 
-    found = dict.fromkeys(counts.count_parameters(config), 0)
+    found = dict.fromkeys(count_parameters(config), 0)
     for name, array in tree_flatten(Decoder(config).parameters()):
         *_, module, kind = name.split(".")
         part = "norms" if module not in GROUP_OF_MODULE else "biases" if kind == "bias" else GROUP_OF_MODULE[module]
         found[part] += array.size
-    assert counts.count_parameters(config) == found
+    assert count_parameters(config) == found
     assert config.parameter_count() == sum(found.values())
 
 
@@ -65,20 +66,20 @@ def test_parameters_by_group_are_those_of_the_arrays(config):
 @given(configs(), st.integers(1, 9))
 def test_flops_are_those_of_the_products(config, context_length):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
-    products = sum(counts.count_parameters(config)[part] for part in counts.MATRICES) + config.hidden_size * (
-        config.vocab_size
-    )
+    products = sum(count_parameters(config)[part] for part in MATRICES) + config.hidden_size * (config.vocab_size)
     seen = min(context_length, config.sliding_window or context_length)
     scores = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     assert config.flops_per_token(context_length) == 2 * products + 2 * scores
     assert config.flops_per_token(context_length, training=True) == 3 * config.flops_per_token(context_length)
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # keys and values
+    assert config.kv_bytes_per_token(3) == 3 * values
 
 
 @given(st.integers(1, 40), st.sampled_from([None, 1, 3, 64]))
 def test_mean_attended_keys(length, window):
     config = ModelConfig(8, 2, 2, 8, 8, sliding_window=window)
     by_row = [min(row, window or row) for row in range(1, length + 1)]
-    assert counts.mean_attended_keys(config, length) == pytest.approx(2 * sum(by_row) / length)
+    assert mean_attended_keys(config, length) == pytest.approx(2 * sum(by_row) / length)
 
 
 @pytest.mark.parametrize("name", ["0.3m", "1m"])

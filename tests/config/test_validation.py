@@ -3,6 +3,7 @@
 import pytest
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.quantization import module_quantization
 from mlxlm.utils.errors import ConfigError
 
 SIZES = {
@@ -103,3 +104,16 @@ def test_bounds_of_llama3_scaling():
         ModelConfig(**SIZES, rope_scaling={**scaling, "low_freq_factor": 4, "high_freq_factor": 4})
     with pytest.raises(ConfigError, match="low_freq_factor is None.*; .*high_freq_factor is 'x'"):
         ModelConfig(**SIZES, rope_scaling={**scaling, "high_freq_factor": "x"})
+
+
+def test_quantization_of_a_module():
+    plan = {
+        "bits": 4, "group_size": 32, "mode": "mxfp4",
+        "lm_head": False, "a": True, "b": {"bits": 8}, "c": {"mode": "nvfp4"},
+    }  # fmt: skip
+    config = ModelConfig(**SIZES, quantization=plan)
+    assert module_quantization(config.quantization, "lm_head") is None
+    assert module_quantization(config.quantization, "a") == module_quantization(config.quantization, "other")
+    assert module_quantization(config.quantization, "a") == {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    assert module_quantization(config.quantization, "b") == {"bits": 8, "group_size": 64, "mode": "affine"}
+    assert module_quantization(config.quantization, "c") == {"bits": 4, "group_size": 16, "mode": "nvfp4"}

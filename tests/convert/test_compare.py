@@ -3,30 +3,22 @@
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint, MlxLmCheckpoint
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import compare as module
 from mlxlm.convert.compare import compare, tensor_diff
-from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import write_json
-
-
-def checkpoint(model: Decoder, name: str, **replaced) -> Checkpoint:
-    tensors = {n: lazy_tensor(v) for n, v in tree_flatten(model.parameters())} | {
-        n: lazy_tensor(v) for n, v in replaced.items()
-    }
-    return Checkpoint(name, "safetensors", config_to_hf(model.config), tensors, None, model.config)
+from tests.small_models import arrays_of, in_memory, random_decoder
 
 
 @pytest.fixture
 def model(tiny_config):
-    model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
-    model.init_weights(0)
+    model = random_decoder(tiny_config.with_changes(num_hidden_layers=3))
     model.eval()
     return model
 
@@ -37,7 +29,7 @@ def tokens():
 
 
 def noisy(model: Decoder, name: str) -> dict:
-    value = dict(tree_flatten(model.parameters()))[name]
+    value = arrays_of(model)[name]
     return {name: value + 0.02 * mx.random.normal(value.shape, key=mx.random.key(9))}
 
 
@@ -45,10 +37,10 @@ def noisy(model: Decoder, name: str) -> dict:
 def test_the_numbers(model, tokens, monkeypatch, stride):
     monkeypatch.setattr(module, "_MAX_LOGITS", 300 * 7)  # many small pieces
     changed = noisy(model, "model.layers.1.mlp.up_proj.weight")
-    both = checkpoint(model, "a"), checkpoint(model, "b", **changed)
+    both = in_memory(model, "a"), in_memory(model, "b", **changed)
     found = compare(*both, [tokens], text_bytes=400, context_length=50, stride=stride)
     other = Decoder(model.config)
-    other.load_weights(list({**dict(tree_flatten(model.parameters())), **changed}.items()))
+    other.load_weights(list((arrays_of(model) | changed).items()))
     other.eval()
     sums = np.zeros(4)
     done = 1
@@ -78,7 +70,7 @@ def test_the_numbers(model, tokens, monkeypatch, stride):
 
 def test_a_model_is_identical_to_itself(model, tokens):
     calls = []
-    found = compare(checkpoint(model, "a"), checkpoint(model, "b"), [tokens], progress=lambda *at: calls.append(at))
+    found = compare(in_memory(model, "a"), in_memory(model, "b"), [tokens], progress=lambda *at: calls.append(at))
     assert found.identical and found.kl < 1e-6 and found.top1_agreement == 1 and found.first_different_layer is None
     assert found.bits_per_byte_a is None and calls[-1] == (5, 5)
 
@@ -97,30 +89,29 @@ def test_small_and_large_divergences_are_exact(size):
 
 
 def test_models_of_other_depths_are_compared_by_their_logits(model, tokens):
-    smaller = Decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8))
-    smaller.init_weights(1)
-    found = compare(checkpoint(model, "a"), checkpoint(smaller, "b"), [tokens])
+    smaller = random_decoder(model.config.with_changes(num_hidden_layers=1, hidden_size=16, head_dim=8), 1)
+    found = compare(in_memory(model, "a"), in_memory(smaller, "b"), [tokens])
     assert found.layers == {} and found.kl > 0 and not found.identical
 
 
 def test_models_that_can_not_be_compared(model, tokens, tiny_config):
     other = Decoder(tiny_config.with_changes(vocab_size=301))
     with pytest.raises(CheckpointError, match="a has a vocabulary of 300 tokens and b one of 301"):
-        compare(checkpoint(model, "a"), checkpoint(other, "b"), [tokens])
+        compare(in_memory(model, "a"), in_memory(other, "b"), [tokens])
     with pytest.raises(CheckpointError, match="fewer than two tokens"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b"), [[1]])
+        compare(in_memory(model, "a"), in_memory(model, "b"), [[1]])
     with pytest.raises(CheckpointError, match="ids outside the vocabulary"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b"), [[1, 300]])
+        compare(in_memory(model, "a"), in_memory(model, "b"), [[1, 300]])
     broken = {"model.layers.2.mlp.up_proj.weight": mx.full((64, 32), float("nan"))}
     with pytest.raises(CheckpointError, match="b: values after model.layers.2 are not finite"):
-        compare(checkpoint(model, "a"), checkpoint(model, "b", **broken), [tokens])
+        compare(in_memory(model, "a"), in_memory(model, "b", **broken), [tokens])
 
 
 def test_weights_beside_weights(model):
     name = "model.layers.1.mlp.up_proj.weight"
     arrays = mx.quantize(model.layers[1].mlp.up_proj.weight, 32, 8)
     packed = dict(zip(("weight", "scales", "biases"), arrays, strict=True))
-    a = checkpoint(model, "a")
+    a = in_memory(model, "a")
     config = model.config.with_changes(quantization={"group_size": 32, "bits": 8, "mode": "affine"}, rope_theta=5e4)
     tensors = {n: t for n, t in a.tensors.items() if n != "model.norm.weight"}
     tensors |= {f"{name.removesuffix('.weight')}.{part}": lazy_tensor(value) for part, value in packed.items()}
@@ -146,7 +137,7 @@ def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
         mx.random.seed(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
-        save_weights(folder, dict(tree_flatten(stablelm.Model(stablelm.ModelArgs(**values)).parameters())))
+        save_weights(folder, arrays_of(stablelm.Model(stablelm.ModelArgs(**values))))
         write_json(folder / "config.json", values)
         found.append(open_checkpoint(folder))
     a, b = found

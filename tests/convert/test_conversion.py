@@ -1,7 +1,5 @@
 """Conversions between all formats, checked by other programs, and what must not be left behind."""
 
-import functools
-import io
 import json
 import subprocess
 import sys
@@ -10,23 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model, save_weights
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.convert import conversion as module
 from mlxlm.convert import convert, cross_check
 from mlxlm.convert.compare import tensor_diff
-from mlxlm.convert.conversion import HuggingFaceWriter, writer_for
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
+from mlxlm.convert.conversion import DTYPES, output_format
 from mlxlm.quantize import quantize
-from mlxlm.tokenizer import Tokenizer, sentencepiece
 from mlxlm.utils.errors import ArgumentError, CheckpointError, ConfigError, TokenizerError
-from mlxlm.utils.json_files import write_json
 from tests.paths import SHARED
+from tests.small_models import (
+    arrays_of,
+    change_config,
+    random_decoder,
+    sentencepiece_proto,
+    sentencepiece_tokenizer,
+    write_folder,
+)  # fmt: skip
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 IDS = [5, 17, 280, 33, 2, 9, 120, 44]
 
 
@@ -40,13 +40,8 @@ def write_model(tmp_path, tiny_tokenizer):
             "intermediate_size": 96, "vocab_size": 320, "max_position_embeddings": 128, "eos_token_id": 3,
         }  # fmt: skip
         config = ModelConfig(**{**sizes, **fields})
-        model = Decoder(config)
-        model.init_weights(0)
-        folder = tmp_path / name
-        folder.mkdir()
-        weights = {n: w.astype(DTYPES[dtype]) for n, w in tree_flatten(model.parameters())}
-        save_weights(folder, weights)
-        write_json(folder / "config.json", {**config_to_hf(config), "torch_dtype": dtype, "their_own_field": [1, 2]})
+        weights = {n: w.astype(DTYPES[dtype]) for n, w in arrays_of(random_decoder(config)).items()}
+        folder = write_folder(tmp_path / name, weights, config, torch_dtype=dtype, their_own_field=[1, 2])
         if tokenizer:
             tiny_tokenizer.save(folder)
         return folder
@@ -104,24 +99,8 @@ def test_around_the_formats_and_back_bit_equal(write_model, tmp_path):
     assert all(after[name].dtype == mx.bfloat16 and mx.array_equal(after[name], before[name]) for name in before)
 
 
-@functools.cache
-def sentencepiece_tokenizer(size: int) -> Tokenizer:
-    """Of the kind that run.c has."""
-    import sentencepiece as spm
-
-    text = ["the cat sat on a mat", "and saw two birds in the garden", "  while rain fell", "a hat, that cat"]
-    written = io.BytesIO()
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(text * 5), model_writer=written, model_type="bpe", vocab_size=size, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
-    proto = sentencepiece.parse(written.getvalue(), "test")
-    runtime = sentencepiece.convert(proto)
-    return Tokenizer(runtime, sentencepiece.special_names(proto), sentencepiece_model=written.getvalue())
-
-
 def test_a_llama2c_file_and_back(write_model, tmp_path):
-    tokenizer = sentencepiece_tokenizer(300)
+    tokenizer = sentencepiece_tokenizer(sentencepiece_proto())
     source = write_model(tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
     tokenizer.save(source)
     (tmp_path / "sub").mkdir()
@@ -155,9 +134,8 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     name = "model.layers.1.mlp.up_proj"
     packed = dict(zip(("weight", "scales", "biases"), mx.quantize(weights.pop(f"{name}.weight"), 32, 4), strict=True))
     save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
-    values = json.loads((source / "config.json").read_text())
     plan = {"group_size": 32, "bits": 4, "mode": "affine"}
-    write_json(source / "config.json", {**values, "quantization": plan, "quantization_config": plan})
+    change_config(source, quantization=plan, quantization_config=plan)
     report = convert(source, tmp_path / "out")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization" not in written and "quantization_config" not in written
@@ -206,7 +184,7 @@ NAME = "model.layers.1.self_attn.v_proj.weight"
 @pytest.mark.parametrize("out", ["out", "out.gguf", "out.bin"])
 def test_values_that_are_not_numbers_are_refused(write_model, tmp_path, out):
     source = write_model(dtype="float32", tokenizer=False, vocab_size=300, eos_token_id=2, bos_token_id=1)
-    sentencepiece_tokenizer(300).save(source)
+    sentencepiece_tokenizer(sentencepiece_proto()).save(source)
     change(source, NAME, float("nan"))
     with pytest.raises(CheckpointError, match=r"layers.1|blk.1|v_proj|w_?v") as caught:
         convert(source, tmp_path / out, verify_output=False)
@@ -236,8 +214,7 @@ def test_options_outputs_and_sources_that_make_no_sense(write_model, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             convert(source, tmp_path / out, **options)
-    values = json.loads((source / "config.json").read_text())
-    write_json(source / "config.json", {**values, "model_type": "smollm3"})
+    change_config(source, model_type="smollm3")
     with pytest.raises(CheckpointError, match="can't be converted: .*smollm3.*try: mlxlm chat"):
         convert(source, tmp_path / "a")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "there.gguf"]
@@ -269,22 +246,6 @@ def test_progress_ends_where_it_should(write_model, tmp_path):
     assert calls["writing"] == (nbytes, nbytes) and "comparing logits" in calls
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-@pytest.mark.parametrize("out", ["out", "out.gguf"])
-def test_nothing_is_left_of_a_conversion_that_broke_off(write_model, tmp_path, error, out):
-    source = write_model()
-
-    def midway(phase, done, total):
-        if phase == "writing" and done > total / 2:
-            raise error
-
-    with pytest.raises((KeyboardInterrupt, CheckpointError)) as caught:
-        convert(source, tmp_path / out, progress=midway)
-    if caught.type is CheckpointError:
-        assert "No space left" in str(caught.value) and "free some disk space" in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
-
-
 _PEAK = """
 import sys
 from mlxlm.backend.mlx import mx
@@ -310,36 +271,13 @@ def test_names_of_files_that_this_does_not_write_are_refused(write_model, tmp_pa
     with pytest.raises(ConfigError, match="convert (doesn't|can't) write .* for a folder, NAME.gguf or NAME.bin"):
         convert(write_model(), tmp_path / out)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
-    assert writer_for(Path("my-model-v1.5")) is HuggingFaceWriter
-
-
-@pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf"])
-def test_folders_made_for_an_output_go_with_it(write_model, tmp_path, monkeypatch, out):
-    source = write_model()
-
-    def wrong(*_, **__):
-        raise CheckpointError("other logits")
-
-    monkeypatch.setattr(module, "verify", wrong)
-    (tmp_path / "a").mkdir()
-    with pytest.raises(CheckpointError, match="other logits"):
-        convert(source, tmp_path / out)
-    assert sorted(p.name for p in tmp_path.rglob("*") if "model" not in p.parts) == ["a"]
-    convert(source, tmp_path / out, verify_output=False)
-    assert (tmp_path / out).exists()
-
-
-def test_a_link_to_nowhere_is_something_at_the_output(write_model, tmp_path):
-    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="out already exists"):
-        convert(write_model(), tmp_path / "out")
+    assert output_format(Path("my-model-v1.5")).name == "huggingface"
 
 
 def test_what_points_to_code_does_not_come_along(write_model, tmp_path):
     source = write_model()
-    values = json.loads((source / "config.json").read_text())
     code = {"auto_map": {"AutoModel": "evil.Model"}, "model_file": "evil.py", "custom_pipelines": {"x": "evil.py"}}
-    write_json(source / "config.json", {**values, **code})
+    change_config(source, **code)
     convert(source, tmp_path / "out", verify_output=False)
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert not code.keys() & written.keys() and written["their_own_field"] == [1, 2]

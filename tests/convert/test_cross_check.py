@@ -10,46 +10,33 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import save_weights
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert import convert, cross_check
 from mlxlm.convert.verify import verify
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
-from mlxlm.utils.errors import CheckpointError, TokenizerError
+from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import write_json
+from tests.small_models import arrays_of, in_memory, random_decoder, write_folder
 
 START, COUNT = 4, 12
 
 
-def no_tokenizer():
-    raise TokenizerError("no tokenizer")
-
-
 @pytest.fixture
 def model(tiny_config):
-    model = Decoder(tiny_config)
-    model.init_weights(0)
-    return model
+    return random_decoder(tiny_config)
 
 
 @pytest.fixture
 def memory(model):
     """A checkpoint that is not in files."""
-    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, tensors, no_tokenizer, model.config)
+    return in_memory(model)
 
 
 @pytest.fixture
 def folder(model, tmp_path, tiny_tokenizer):
     """The same in Hugging Face's layout, with weights large enough that its tokens are no ties."""
-    path = tmp_path / "source"
-    path.mkdir()
-    save_weights(path, {n: 4 * w if w.ndim > 1 else w for n, w in tree_flatten(model.parameters())})
-    write_json(path / "config.json", config_to_hf(model.config))
+    weights = {n: 4 * w if w.ndim > 1 else w for n, w in arrays_of(model).items()}
+    path = write_folder(tmp_path / "source", weights, model.config)
     tiny_tokenizer.save(path)
     return path
 
@@ -61,11 +48,7 @@ def greedy_tokens(checkpoint: Checkpoint) -> list[int]:
 
 def answering(monkeypatch, answer) -> None:
     """Replace the other programs by `answer(backend, path, ids, start)`."""
-    monkeypatch.setattr(
-        cross_check,
-        "run_backend",
-        answer,
-    )
+    monkeypatch.setattr(cross_check, "run_backend", answer)
 
 
 def predictions(ids, start, other=0, gap=0.0) -> cross_check.BackendOutput:
@@ -87,25 +70,18 @@ def test_ties_are_equal_and_missing_programs_are_skipped(memory, monkeypatch):
     assert checks["transformers"].result == "skipped" and checks["transformers"].detail == "not installed"
 
 
-def test_another_token_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, 1, 0.01))
-    with pytest.raises(
-        CheckpointError, match=r"out: mlx_lm predicts token .* .greedy token 1 of 8.*without cross_check"
-    ):
-        verify(memory, memory, "out", ("mlx_lm",))
-
-
-def test_not_a_number_is_an_error(memory, monkeypatch):
-    answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, 0, float("nan")))
-    with pytest.raises(CheckpointError, match="mlx_lm predicts token"):
+@pytest.mark.parametrize(("other", "gap"), [(1, 0.01), (0, float("nan"))])
+def test_another_token_is_an_error(memory, monkeypatch, other, gap):
+    answering(monkeypatch, lambda backend, path, ids, start: predictions(ids, start, other, gap))
+    with pytest.raises(CheckpointError, match=r"out: mlx_lm predicts token .*greedy token 1 of 8.*without .cross"):
         verify(memory, memory, "out", ("mlx_lm",))
 
 
 def test_a_difference_that_is_not_ours_is_a_warning(memory, tmp_path, monkeypatch):
-    wrong = {"mlx_lm"}
-    answering(
-        monkeypatch, lambda backend, path, ids, start: predictions(ids, start, *((1, 1.0) if backend in wrong else ()))
-    )
+    def only_mlx_lm(backend, path, ids, start):
+        return predictions(ids, start, *((1, 1.0) if backend == "mlx_lm" else ()))
+
+    answering(monkeypatch, only_mlx_lm)
     found = {check.name: check for check in verify(memory, memory, "out", ("transformers", "mlx_lm"))}
     assert found["mlx_lm"].result == "differs" and found["mlx_lm"].detail.endswith("transformers agrees with mlxlm")
     (tmp_path / "config.json").touch()
@@ -138,7 +114,7 @@ def test_a_rejected_output_is_a_warning_with_its_final_name(folder, tmp_path, mo
     assert {check.name: check.result for check in report.checks}["mlx_lm"] == "refused"
     (folder / "config.json").rename(tmp_path / "config.json")
     source = replace(open_checkpoint(tmp_path / "out"), path=tmp_path / "nowhere")
-    with pytest.raises(cross_check.BackendRejected, match=r"out: mlx_lm can't read it.*try: without cross_check"):
+    with pytest.raises(cross_check.BackendRejected, match=r"out: mlx_lm can't read it.*try: without .cross_check"):
         verify(source, open_checkpoint(tmp_path / "out"), "out", ("mlx_lm",))
 
 
@@ -171,18 +147,8 @@ def test_process(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "stderr", "kind", "reason"),
     [
-        (
-            "mlx_lm",
-            "Traceback\nValueError: Model type mamba9 not supported.",
-            cross_check.BackendUnavailable,
-            "mamba9 not",
-        ),
-        (
-            "mlx_lm",
-            "Traceback\nValueError: Missing 3 parameters",
-            cross_check.BackendRejected,
-            "mlx_lm can't read it: .*Missing 3",
-        ),
+        ("mlx_lm", "ValueError: Model type mamba9 not supported.", cross_check.BackendUnavailable, "mamba9 not"),
+        ("mlx_lm", "Traceback\nValueError: Missing 3 parameters", cross_check.BackendRejected, "read it: .*Missing 3"),
         ("mlx_lm", "", cross_check.BackendRejected, "exit code 1"),
         (
             "llama.cpp",

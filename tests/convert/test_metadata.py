@@ -6,24 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.convert.metadata import check_metadata
-from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer, train
 from mlxlm.utils.errors import CheckpointError, TokenizerError
+from tests.small_models import in_memory, random_decoder
 
 
 @pytest.fixture
 def source(tiny_config, tiny_tokenizer):
     ids = {"bos_token_id": tiny_tokenizer.bos_token_id, "eos_token_id": tiny_tokenizer.eos_token_id}
-    model = Decoder(tiny_config.with_changes(**ids))
-    model.init_weights(0)
-    tensors = {name: lazy_tensor(value) for name, value in tree_flatten(model.parameters())}
-    return Checkpoint("here", "safetensors", {}, tensors, lambda: tiny_tokenizer, model.config)
+    return with_tokenizer(in_memory(random_decoder(tiny_config.with_changes(**ids))), tiny_tokenizer)
 
 
 def with_config(source: Checkpoint, format="safetensors", **changes) -> Checkpoint:

@@ -3,34 +3,17 @@
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
-from mlxlm.config import ModelConfig
-from mlxlm.convert import convert
 from mlxlm.convert import verify as module
 from mlxlm.convert.verify import verify
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
-from mlxlm.utils.errors import CheckpointError, TokenizerError
+from mlxlm.utils.errors import CheckpointError
+from tests.small_models import arrays_of, in_memory, random_decoder
 
 
 @pytest.fixture
 def model(tiny_config):
-    model = Decoder(tiny_config.with_changes(num_hidden_layers=3))
-    model.init_weights(0)
-    return model
-
-
-def no_tokenizer():
-    raise TokenizerError("no tokenizer")
-
-
-def checkpoint(model: Decoder, config: ModelConfig | None = None, **changed) -> Checkpoint:
-    arrays = dict(tree_flatten(model.parameters())) | changed
-    tensors = {name: lazy_tensor(value) for name, value in arrays.items()}
-    return Checkpoint("here", "safetensors", {}, tensors, no_tokenizer, config or model.config)
+    return random_decoder(tiny_config.with_changes(num_hidden_layers=3))
 
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -41,7 +24,7 @@ def swapped(value: mx.array) -> mx.array:
 
 
 def test_equal_to_the_bit(model):
-    checks = verify(checkpoint(model), checkpoint(model), "out")
+    checks = verify(in_memory(model), in_memory(model), "out")
     assert [(check.name, check.result) for check in checks] == [
         ("tensors", "equal"), ("tokenizer", "skipped"), ("configuration", "equal"), ("logits", "equal"),
         ("greedy tokens", "equal"),
@@ -49,33 +32,13 @@ def test_equal_to_the_bit(model):
 
 
 def test_two_rows_in_each_others_place_are_named(model):
-    value = dict(tree_flatten(model.parameters()))[NAME]
+    value = arrays_of(model)[NAME]
     with pytest.raises(CheckpointError, match=f"out: {NAME} differs"):
-        verify(checkpoint(model), checkpoint(model, **{NAME: swapped(value)}), "out")
-
-
-def test_a_writer_that_swaps_two_rows_leaves_nothing(model, tmp_path, tiny_tokenizer, monkeypatch):
-    from mlxlm.checkpoint import save_weights
-    from mlxlm.utils.json_files import write_json
-
-    source = tmp_path / "source"
-    source.mkdir()
-    save_weights(source, dict(tree_flatten(model.parameters())))
-    write_json(source / "config.json", config_to_hf(model.config))
-    tiny_tokenizer.save(source)
-    write = huggingface.write
-
-    def faulty(folder, values, config, tensors, tokenizer):
-        write(folder, values, config, {**tensors, NAME: tensors[NAME].transform(swapped)}, tokenizer)
-
-    monkeypatch.setattr(huggingface, "write", faulty)
-    with pytest.raises(CheckpointError, match=f"out: {NAME} differs from"):
-        convert(source, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+        verify(in_memory(model), in_memory(model, **{NAME: swapped(value)}), "out")
 
 
 def test_tensors_that_are_not_on_both_sides(model):
-    whole, part = checkpoint(model), checkpoint(model)
+    whole, part = in_memory(model), in_memory(model)
     del part.tensors["model.norm.weight"]
     for a, b in ((whole, part), (part, whole)):
         with pytest.raises(CheckpointError, match="model.norm.weight is in only one"):
@@ -85,19 +48,19 @@ def test_tensors_that_are_not_on_both_sides(model):
 def test_a_layer_that_computes_otherwise_is_named(model, monkeypatch):
     other = model.config.with_changes(rope_theta=500.0)
     with pytest.raises(CheckpointError, match="out: the configuration's rope_theta is 500.0 and was 10000.0 in here"):
-        verify(checkpoint(model), checkpoint(model, other), "out")
+        verify(in_memory(model), in_memory(model, config=other), "out")
     monkeypatch.setattr(module, "check_metadata", lambda *_: [])
     with pytest.raises(CheckpointError, match=r"logits differ from the source's, from model.layers.0 on \(KL"):
-        verify(checkpoint(model), checkpoint(model, other), "out")
+        verify(in_memory(model), in_memory(model, config=other), "out")
 
 
 def test_rounding_is_no_error_and_more_than_rounding_is(model):
-    arrays = dict(tree_flatten(model.parameters()))
+    arrays = arrays_of(model)
     half = {name: value.astype(mx.float16) for name, value in arrays.items()}
-    checks = verify(checkpoint(model), checkpoint(model, **half), "out")
+    checks = verify(in_memory(model), in_memory(model, **half), "out")
     assert checks[0].result == "within rounding" and checks[0].detail == "rounded to float16"
     with pytest.raises(CheckpointError, match=NAME):
-        verify(checkpoint(model), checkpoint(model, **(half | {NAME: half[NAME] * 1.001})), "out")
+        verify(in_memory(model), in_memory(model, **(half | {NAME: half[NAME] * 1.001})), "out")
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 127), ("Q4_0", 8)])
@@ -124,7 +87,7 @@ def test_the_bound_of_a_block(kind, steps):
 
 def test_a_model_too_large_is_compared_layer_by_layer_only(model, monkeypatch):
     monkeypatch.setattr(module, "_too_large", lambda checkpoint: "too large")
-    a = checkpoint(model)
+    a = in_memory(model)
     found = {check.name: check.result for check in verify(a, a, "out", ("mlx_lm",))}
     skipped = dict.fromkeys(("tokenizer", "greedy tokens", "mlx_lm"), "skipped")
     assert found == {"tensors": "equal", "configuration": "equal", "logits": "equal", **skipped}

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_outcomes(run, status, reason, values):
     assert (result.status, result.reason, result.values) == (status, reason, values)
     assert bool(result.traceback) == ("Error" in reason or "room" in reason)
     assert result.title == "name: case" and result.seconds >= 0
-    json.dumps(result.to_dict(), allow_nan=False)
+    json.dumps(asdict(result), allow_nan=False)
 
 
 def test_personal_data_is_removed(monkeypatch):

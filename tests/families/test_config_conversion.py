@@ -1,33 +1,37 @@
-"""config.json to ModelConfig and back, for published and random configurations."""
+"""config.json to ModelConfig and back, for published and random configurations; presets; tensor names."""
 
 import json
+import re
 import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import (
     FAMILIES,
     MLXLM_MODEL_TYPE,
+    compatibility_warning,
     config_from_hf,
     config_to_hf,
     family_config,
-    unrepresentable_fields,
+    load_config,
+    load_preset,
+    normalize_tensor_name,
+    preset_names,
+    resolve_model_type,
     unsupported_feature,
 )
+from mlxlm.families.config_conversion import unrepresentable_fields
 from mlxlm.utils.errors import ConfigError
 from tests.families.published import PUBLISHED, read_published
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 100,
-}
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -39,11 +43,7 @@ def test_published_configurations(name):
 
 
 def test_fields_of_published_configurations():
-    llama, mistral, qwen = (
-        read_published("Llama-3.2-1B"),
-        read_published("Mistral-7B-v0.1"),
-        read_published("Qwen2.5-0.5B"),
-    )
+    llama, mistral, qwen = map(read_published, ("Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-0.5B"))
     assert llama.rope_scaling["rope_type"] == "llama3" and llama.rope_theta == 500000.0
     assert llama.eos_token_ids == {128001, 128008, 128009}
     assert mistral.sliding_window == mistral.window(31) == 4096
@@ -190,7 +190,6 @@ def test_bos_and_eos_beyond_the_vocabulary_are_dropped():
         ("SmolLM2-135M", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 in a llama"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
-        ("opt-125m", {"word_embed_proj_dim": 512}, "word_embed_proj_dim 512"),
         ("bloom-560m", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("SmolLM2-135M", {"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
         (
@@ -229,16 +228,9 @@ def test_quantized_modules_get_the_names_of_the_decoder():
     config = read_published("gpt2", quantization=plan)
     result = config.quantization
     assert module_quantization(result, "model.embed_tokens") is None
-    assert module_quantization(result, "model.layers.3.self_attn.k_proj") == {
-        "bits": 8,
-        "group_size": 32,
-        "mode": "affine",
-    }
-    assert module_quantization(result, "model.layers.2.self_attn.k_proj") == {
-        "bits": 4,
-        "group_size": 64,
-        "mode": "affine",
-    }
+    for layer, chosen in ((3, {"bits": 8, "group_size": 32}), (2, {"bits": 4, "group_size": 64})):
+        found = module_quantization(result, f"model.layers.{layer}.self_attn.k_proj")
+        assert found == {**chosen, "mode": "affine"}
     assert config_to_hf(config)["quantization"] == plan
 
 
@@ -311,3 +303,108 @@ def test_round_trip(config):
     assert unsupported_feature(values) is None
     assert config_from_hf(values) == config
     assert config_to_hf(config) == values
+
+
+def test_presets_span_the_range_and_are_named_by_their_size():
+    counts = [load_preset(name).parameter_count() for name in preset_names()]
+    assert counts == sorted(counts)
+    assert counts[0] < 0.4e6 and counts[-1] > 1e9
+    for name, count in zip(preset_names(), counts, strict=True):
+        stated = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+        assert stated / 1.2 < count < stated * 1.2
+
+
+def test_every_preset_quantizes_in_every_layer():
+    for name in preset_names():
+        c = load_preset(name)
+        assert c.hidden_size % 32 == 0 and c.intermediate_size % 32 == 0
+        assert c.num_attention_heads * c.head_dim % 32 == 0
+
+
+def test_unknown_preset_lists_the_presets():
+    with pytest.raises(ConfigError, match="no preset '2m'.*0.3m, 1m"):
+        load_preset("2m")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"hidden_size": 1e999}'])
+def test_malformed_config_is_one_error(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match="config.json"):
+        load_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"sliding_window": 9}, "mistral"),
+        ({"qk_norm": "head"}, "qwen3"),
+        ({"qk_norm": "head", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, "qwen3"),
+        ({"attention_bias": True, "attention_out_bias": False}, "qwen2"),
+        ({"partial_rotary_factor": 0.5}, "phi3"),
+        ({"qk_norm": "projection", "norm_placement": "output"}, "olmo2"),
+        ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True}, "gpt_neox"),
+        (
+            {
+                "norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "positions": "learned",
+                "position_offset": 2, "norm_placement": "post",
+            },
+            "opt",
+        ),
+        ({"qk_norm": "head", "positions": "none"}, "mlxlm"),
+    ],
+)  # fmt: skip
+def test_resolve_model_type(changes, family):
+    config = ModelConfig(32, 2, 4, 128, 97, **changes)
+    resolved = resolve_model_type(config)
+    assert resolved.model_type == family == config_to_hf(config)["model_type"]
+    assert resolved == config.with_changes(model_type=family) and resolve_model_type(resolved) == resolved
+    # What goes back to a family's parts goes back to its format.
+    assert resolve_model_type(resolved.with_changes(model_type="mlxlm")).model_type == family
+
+
+def test_no_family_has_an_odd_head_dim():
+    config = ModelConfig(14, 2, 2, 16, 97, positions="alibi")
+    assert config.head_dim == 7 and config_to_hf(config)["model_type"] == "mlxlm"
+    assert "nearest family, llama, has no positions 'alibi'" in compatibility_warning(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"hidden_act": "gelu"}, "mlx_lm opens .* its llama computes silu, this model uses gelu"),
+        ({"norm": "layer", "mlp_gated": False, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}, None),
+        (
+            {"positions": "none", "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 500},
+            "no positions 'none', no such layer_types$",
+        ),
+    ],
+)
+def test_compatibility_warning(changes, message):
+    layers = len(changes.get("layer_types", "ab"))
+    result = compatibility_warning(ModelConfig(32, layers, 4, 128, 97, **changes))
+    assert result is None if message is None else re.search(message, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "name_in_file", "expected"),
+    [
+        ("gpt2", "transformer.h.0.ln_1.weight", "h.0.ln_1.weight"),
+        ("gpt2", "h.0.ln_1.weight", "h.0.ln_1.weight"),
+        ("gpt2", "h.0.attn.bias", None),
+        ("gpt2", "lm_head.weight", None),
+        ("gpt2", "model.h.0.ln_1.weight", "model.h.0.ln_1.weight"),
+        ("opt-125m", "decoder.layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("opt-125m", "layers.0.fc1.weight", "model.decoder.layers.0.fc1.weight"),
+        ("bloom-560m", "word_embeddings.weight", "transformer.word_embeddings.weight"),
+        ("SmolLM2-135M", "layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("SmolLM2-135M", "model.layers.1.self_attn.rotary_emb.inv_freq", None),
+        ("Mistral-7B-v0.1", "lm_head.weight", "lm_head.weight"),
+        ("pythia-70m", "lm_head.weight", "embed_out.weight"),
+        ("pythia-70m", "gpt_neox.layers.0.attention.masked_bias", None),
+        ("gpt2", "score.weight", "score.weight"),
+    ],
+)
+def test_normalize_tensor_name(name, name_in_file, expected):
+    assert normalize_tensor_name(read_published(name), name_in_file) == expected

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint import save_weights
+from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.families import config_to_hf
-from mlxlm.model import Decoder
-from mlxlm.utils.json_files import write_json
+from tests.small_models import arrays_of, random_decoder, write_folder
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -25,14 +22,9 @@ def write_model(tiny_tokenizer):
 
     def write(folder: Path, dtype: mx.Dtype = mx.float16, **changes) -> ModelConfig:
         config = ModelConfig(**{**LLAMA, **changes})
-        model = Decoder(config)
-        model.init_weights(0)
-        folder.mkdir(parents=True)
-        values = {name: (4 * v if v.ndim == 2 else v).astype(dtype) for name, v in tree_flatten(model.parameters())}
-        write_json(
-            folder / "config.json", {**config_to_hf(config), "torch_dtype": str(dtype).removeprefix("mlx.core.")}
-        )
-        save_weights(folder, values)
+        model = arrays_of(random_decoder(config))
+        values = {name: (4 * v if v.ndim == 2 else v).astype(dtype) for name, v in model.items()}
+        write_folder(folder, values, config, torch_dtype=str(dtype).removeprefix("mlx.core."))
         tiny_tokenizer.save(folder)
         return config
 

@@ -6,11 +6,11 @@ import pytest
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
-from mlxlm.model import Decoder
 from mlxlm.quantize import awq
 from mlxlm.quantize.calibrate import InputStats
 from mlxlm.quantize.gptq import row_errors
 from mlxlm.quantize.rtn import quantize_rtn
+from tests.small_models import random_decoder
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,
@@ -47,11 +47,18 @@ def outliers(width: int) -> np.ndarray:
     return (inputs.T @ inputs).astype(np.float32)
 
 
+def scaled(block, config, chosen, dtype, size=1):
+    """Scale a block for inputs with outliers; see `CalibratedMethod.change_block` for the result."""
+    next_layers = {name for group in awq.scale_groups(config) for name in group.next_layers}
+    widths = {name: awq.get_submodule(block, name).weight.shape[1] for name in next_layers}
+    inputs = {name: InputStats(size * outliers(width)) for name, width in widths.items()}
+    return awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, chosen), dtype)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_scaled_block_computes_the_same(family):
     config = ModelConfig(**{**SIZES, **FAMILIES[family]})
-    model = Decoder(config)
-    model.init_weights(0)
+    model = random_decoder(config)
     block = model.layers[0]
     for name, value in tree_flatten(block.parameters()):
         if value.ndim == 1:
@@ -61,9 +68,7 @@ def test_a_scaled_block_computes_the_same(family):
             )
     stream = mx.random.normal((1, 12, 64), key=mx.random.key(2))
     before = list(block(stream, None))
-    next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
-    inputs = {name: InputStats(outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
-    _, changed = awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.float32)
+    _, changed = scaled(block, config, Format(3, 32), mx.float32)
     assert changed
     for old, new in zip(before, block(stream, None), strict=True):
         assert mx.abs(old - new).max().item() < 2e-4 * max(1.0, mx.abs(old).max().item())
@@ -84,18 +89,15 @@ def test_scale_groups_of_families():
 
 def test_scaling_reduces_the_error_of_outliers():
     config = ModelConfig(**{**SIZES, **FAMILIES["llama"]})
-    model = Decoder(config)
-    model.init_weights(0)
+    model = random_decoder(config)
     block, chosen, own = model.layers[0], Format(3, 32), outliers(64)
     name = "self_attn.q_proj"
     source = np.array(awq.get_submodule(block, name).weight)
     plain = row_errors(source, quantize_rtn(mx.array(source).astype(mx.float16), chosen), chosen, own).sum()
-    next_layers = {fold_name for fold in awq.scale_groups(config) for fold_name in fold.next_layers}
-    inputs = {reader: InputStats(outliers(awq.get_submodule(block, reader).weight.shape[1])) for reader in next_layers}
-    after, _ = awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, chosen), mx.float16)
+    after, _ = scaled(block, config, chosen, mx.float16)
     weight = awq.get_submodule(block, name).weight
-    scaled = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
-    assert scaled.sum() < 0.3 * plain
+    errors = row_errors(np.array(weight), quantize_rtn(weight.astype(mx.float16), chosen), chosen, after[name].moments)
+    assert errors.sum() < 0.3 * plain
 
 
 def test_clipping_reduces_the_error():
@@ -116,15 +118,12 @@ def test_clipping_reduces_the_error():
 def test_next_layers_compensate_for_a_rounded_norm():
     """A norm that is stored less one has few bits left where its gain is small."""
     config = ModelConfig(**{**SIZES, **FAMILIES["gemma2"]})
-    model = Decoder(config)
-    model.init_weights(0)
+    model = random_decoder(config)
     block = model.layers[0]
     norm, reader = block.input_layernorm, block.self_attn.q_proj
     norm.weight = mx.random.normal((64,), scale=0.3, key=mx.random.key(3)).astype(mx.bfloat16).astype(mx.float32)
     before = (1 + norm.weight) * reader.weight
-    next_layers = {name for fold in awq.scale_groups(config) for name in fold.next_layers}
-    inputs = {name: InputStats(1000 * outliers(awq.get_submodule(block, name).weight.shape[1])) for name in next_layers}
-    awq.AWQ().change_block(block, config, inputs, dict.fromkeys(next_layers, Format(3, 32)), mx.bfloat16)
+    scaled(block, config, Format(3, 32), mx.bfloat16, size=1000)
     for weight in (norm.weight, reader.weight):
         assert mx.array_equal(weight.astype(mx.bfloat16).astype(mx.float32), weight)
     after = (1 + norm.weight) * reader.weight

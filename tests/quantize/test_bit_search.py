@@ -13,9 +13,8 @@ from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search, quantize
 from mlxlm.quantize.calibrate import get_submodule
-from mlxlm.quantize.packed_matrix import dequantized
 from mlxlm.quantize.quantization_plan import uniform
-from mlxlm.quantize.rtn import quantize_rtn
+from mlxlm.quantize.rtn import dequantized, quantize_rtn
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes
 
@@ -34,8 +33,6 @@ def test_fit_to_size(model):
         found = bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() + extra)
         assert found.nbytes() <= smallest.nbytes() + extra
     assert set(found.formats.values()) == {Format(8)}
-    with pytest.raises(ValueError, match="the smallest plan takes"):
-        bit_search.fit_to_size(plan, sensitivities, smallest.nbytes() - 1)
 
 
 def test_formats_above_the_convex_hull_are_left_out(model):
@@ -51,7 +48,7 @@ def test_sensitivities_fall_with_bits_and_are_positive(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
-    for cost in bit_search.estimate_sensitivities(checkpoint, plan, windows).values():
+    for cost in bit_search.estimate_sensitivities(checkpoint, plan, windows, print).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
         assert values == sorted(values, reverse=True) and values[-1] > 0
 
@@ -61,7 +58,7 @@ def test_estimated_costs_are_those_of_single_matrices(model):
     checkpoint = open_checkpoint(model)
     plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
     windows = np.random.default_rng(0).integers(20, 300, (16, 32)).astype(np.int32)
-    estimated = bit_search.estimate_sensitivities(checkpoint, plan, windows)
+    estimated = bit_search.estimate_sensitivities(checkpoint, plan, windows, print)
     decoder = load_model(model)[0]
     source = log_softmax(decoder(mx.array(windows)).astype(mx.float32))
     ratios = []

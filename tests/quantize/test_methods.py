@@ -29,9 +29,13 @@ def test_rtn_equals_mlx_lm(model, tmp_path, settings):
     if "recipe" in settings:
         theirs = {"quant_predicate": settings["recipe"], "q_group_size": 64}
     convert(str(model), str(tmp_path / "theirs"), quantize=True, q_mode=settings.get("mode", "affine"), **theirs)
-    ours, reference = (load_weights(tmp_path / name) for name in ("ours", "theirs"))
-    assert set(ours) == set(reference)
-    for name, value in reference.items():
+    assert_equal(tmp_path / "ours", tmp_path / "theirs")
+
+
+def assert_equal(*folders):
+    ours, theirs = map(load_weights, folders)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
         assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
 
 
@@ -47,10 +51,7 @@ def test_rtn_of_other_dtypes_equals_mlx_lm(write_model, tmp_path, dtype):
     quantize(tmp_path / "source", tmp_path / "ours", evaluate=False)
     asked = "float16" if dtype == mx.float32 else None
     mlx_lm.convert(str(tmp_path / "source"), str(tmp_path / "theirs"), quantize=True, dtype=asked)
-    ours, theirs = (load_weights(tmp_path / name) for name in ("ours", "theirs"))
-    assert set(ours) == set(theirs)
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype and mx.array_equal(ours[name], value), name
+    assert_equal(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(

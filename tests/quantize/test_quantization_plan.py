@@ -94,11 +94,6 @@ def test_recipes_equal_mlx_lm(name, layers):
         assert plan.format_of(matrix).to_dict() == theirs(matrix.name, None), matrix.name
 
 
-def test_unknown_recipe():
-    with pytest.raises(ConfigError, match="mixed_9_9.*mixed_2_6"):
-        recipe(config_of(), described(config_of()), "mixed_9_9")
-
-
 def test_most_frequent_format_is_the_default():
     config = config_of()
     plan = uniform(config, described(config), Format(2))

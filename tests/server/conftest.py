@@ -1,4 +1,4 @@
-"""A tiny chat model with random weights, served in this process; and a real server on a free port."""
+"""The tiny model of the chat tests, served in this process; and a real server on a free port."""
 
 from __future__ import annotations
 
@@ -10,49 +10,27 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlxlm import tokenizer
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint import save_weights
-from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
-from mlxlm.model import Decoder
 from mlxlm.server import run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
-from mlxlm.utils.json_files import write_json
+from tests.chat.conftest import CONTEXT, TEMPLATE, TEXT, decoder, save  # noqa: F401 - a fixture
 from tests.server.apis import events
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-SPECIAL = 7  # special tokens of a trained tokenizer
-TEXT = ["The quick brown fox jumps over the lazy dog. Grüße, 世界! How are you today?\n" * 4]
-CONTEXT = 4096
 HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
 
 
 @pytest.fixture(scope="session")
-def lm(tiny_config, tmp_path_factory) -> LoadedModel:
-    """Its answers never end by themselves, and are long enough to be interrupted."""
+def lm(decoder, tmp_path_factory) -> LoadedModel:  # noqa: F811
     tokens = tokenizer.train(TEXT, 300)
     tokens.chat_template = TEMPLATE
-    model = Decoder(tiny_config.with_changes(tie_word_embeddings=False, max_position_embeddings=CONTEXT))
-    model.init_weights(seed=3)
-    # Logits far apart, so that rounding decides nothing, but 0 for the special tokens: they would end answers.
-    model.lm_head.weight = model.lm_head.weight * 20 * (mx.arange(300) >= SPECIAL)[:, None]
-    mx.eval(model.parameters())
-    return LoadedModel(model, tokens, model.config, tmp_path_factory.getbasetemp())
+    return LoadedModel(decoder, tokens, decoder.config, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")
 def model_folder(lm, tmp_path_factory):
     """The same model as a folder."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    folder.mkdir()
-    save_weights(folder, dict(tree_flatten(lm.model.parameters())))
-    write_json(folder / "config.json", config_to_hf(lm.config))
-    lm.tokenizer.save(folder)
-    return folder
+    return save(lm.model, lm.tokenizer, tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")

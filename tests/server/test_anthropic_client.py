@@ -46,16 +46,6 @@ def test_stop_sequence(api):
     assert answer.content[0].text == text[: text.index(text[2:4])]
 
 
-def test_conversation_of_blocks(api):
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]},
-    ]
-    system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
-    answer = api.messages.create(**{**OPTIONS, "messages": messages}, system=system)
-    assert answer.content[0].text
-
-
 def test_tools(api):
     schema = {"type": "object", "properties": {"city": {"enum": ["Ulm", "Rome"]}}, "required": ["city"]}
     tools = [{"name": "get_weather", "description": "The weather.", "input_schema": schema}]

@@ -105,3 +105,9 @@ def test_reasoning_is_separate(thinking, api, stream):
     assert answer.text == "" and answer.reasoning == ask(thinking, api).reasoning != ""
     constrained = ask(thinking, api, choice=["yes", "no"], stream=stream)  # it has no reasoning
     assert constrained.text in ("yes", "no") and constrained.reasoning == ""
+
+
+def test_a_constrained_answer_closes_the_block_first(thinking):
+    bodies = [body_for("chat", **fields) for fields in ({}, {"choice": ["yes"]})]
+    plain, constrained = (thinking.post(PATHS["chat"], json=body).json()["usage"]["prompt_tokens"] for body in bodies)
+    assert constrained > plain

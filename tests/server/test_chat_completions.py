@@ -44,9 +44,6 @@ def test_stream_has_openais_form(chat):
     assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == usage["timings"]["predicted_n"] == 20
     assert all(c["usage"] is None for c in chunks[:-1])
-
-
-def test_stream_has_no_usage_unless_asked_for(chat):
     assert not any("usage" in chunk for chunk in chat(stream=True)[:-1])
 
 
@@ -57,6 +54,7 @@ def test_samples_differ_and_depend_on_the_seed(chat):
     assert [choice["message"]["content"] for choice in chat(**fields)["choices"]] == texts
     streamed = chat(stream=True, **fields)
     assert [text_of(streamed, index=n) for n in range(3)] == texts
+    assert len({chat(temperature=1.5)["choices"][0]["message"]["content"] for _ in range(3)}) > 1  # without a seed
     usage, alone = chat(**fields)["usage"], chat()["usage"]
     assert usage["completion_tokens"] == 60 and usage["prompt_tokens"] == alone["prompt_tokens"]  # of all samples
     assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
@@ -66,11 +64,6 @@ def test_samples_differ_and_depend_on_the_seed(chat):
 def test_a_single_text_with_a_seed_is_deterministic(options, n, wanted):
     requests = sample_requests([[5]], GenerationOptions(**options), frozenset(), n)
     assert {request.options.is_deterministic for request in requests} == {wanted}
-
-
-def test_a_seed_is_random_unless_given(chat):
-    texts = {chat(temperature=1.5)["choices"][0]["message"]["content"] for _ in range(3)}
-    assert len(texts) > 1
 
 
 def test_limits_under_both_names(chat):
@@ -132,17 +125,13 @@ def test_messages_of_parts_and_prefill(client, chat):
         ({"messages": [*HELLO["messages"], {"role": "nobody", "content": "x"}]}, "messages.1.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "tool", "tool_call_id": "call_1"}]}, "messages.0"),
         ({"messages": None}, "messages"),
-        ({"messages": 5}, "messages"),
         ({"messages": ["hi"]}, "messages.0"),
-        ({"messages": [{}]}, "messages.0.role"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role"),
-        ({"messages": [{"role": 5, "content": "hi"}]}, "messages.0.role"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1e999}, None),
@@ -166,10 +155,7 @@ def test_invalid_fields_are_named(client, fields, param):
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and error["message"]
     assert param is None or error["param"] == param
-
-
-def test_a_misspelt_field_has_a_hint(chat):
-    assert "temperature" in chat(temprature=1)["error"]["message"]
+    assert "temprature" not in fields or "did you mean temperature?" in error["message"]
 
 
 def test_fields_without_effect_on_the_text_are_accepted(chat):

@@ -181,14 +181,3 @@ def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatc
     response = client.post("/v1/completions", json={"prompt": "a"})
     assert response.headers["x-request-id"] in check_error(response, 500)["message"]
     assert "secret" not in response.text
-
-
-def test_a_model_that_cannot_be_loaded_is_a_503_and_others_work(served, tmp_path):
-    models = Models({"broken": str(tmp_path / "none"), "tiny": ""}, ModelSettings())
-    models.add(served)
-    client = TestClient(make_app(models))
-    for _ in range(2):
-        response = client.post("/v1/completions", json={"prompt": "a"})
-        check_error(response, 503)
-        assert str(tmp_path) not in response.text
-    assert client.post("/v1/completions", json={"prompt": "a", "model": "tiny"}).status_code == 200

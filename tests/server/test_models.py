@@ -35,15 +35,23 @@ class FakeModel:
         self.name, self.engine = name, FakeEngine()
 
 
+STARTED, GO_ON = threading.Event(), threading.Event()  # of a model that takes long
+
+
 @pytest.fixture
 def loads(monkeypatch):
     """The names of the models that were loaded."""
     names = []
+    STARTED.clear()
+    GO_ON.clear()
 
     def load(name, path, settings):
         names.append(name)
         if path == "broken":
             raise OSError("disk on fire")
+        if path == "slow":
+            STARTED.set()
+            assert GO_ON.wait(10)
         return FakeModel(name)
 
     monkeypatch.setattr(models_module, "load_model", load)
@@ -81,23 +89,13 @@ def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
 
 def test_the_least_recently_used_model_makes_room(loads):
     models = make(250, a="", b="", c="")
-    asyncio.run(touch(models, "a", "b", "a", "c"))
-    assert [m.name for m in models.loaded] == ["a", "c"]
+    asyncio.run(touch(models, "a", "b"))
+    second = models.loaded[1]
+    asyncio.run(touch(models, "a", "c"))
+    assert [m.name for m in models.loaded] == ["a", "c"] and second.engine.closed
     asyncio.run(touch(models, "b"))
     assert [m.name for m in models.loaded] == ["b", "c"]
     assert loads == ["a", "b", "c", "b"]
-
-
-def test_an_unloaded_model_is_closed(loads):
-    models = make(150, a="", b="")
-
-    async def use():
-        async with models.use("a") as first:
-            pass
-        await touch(models, "b")
-        return first
-
-    assert asyncio.run(use()).engine.closed
 
 
 def test_models_in_use_stay(loads):
@@ -149,53 +147,23 @@ def test_a_model_that_cannot_be_loaded(loads, caplog):
     assert loads == ["a", "a", "b"]
 
 
-def test_requests_for_a_loaded_model_do_not_wait_for_one_that_is_being_loaded(monkeypatch):
-    started, go_on = threading.Event(), threading.Event()
-
-    def load(name, path, settings):
-        if name == "slow":
-            started.set()
-            assert go_on.wait(10)
-        return FakeModel(name)
-
-    monkeypatch.setattr(models_module, "load_model", load)
+def test_a_model_that_takes_long_to_load(loads):
+    """Requests for another model don't wait for it, and it is loaded once even if its first client leaves."""
     models = make(1000, slow="", fast="")
 
     async def use():
         await touch(models, "fast")
-        slow = asyncio.create_task(touch(models, "slow"))
-        await asyncio.to_thread(started.wait)
-        await asyncio.wait_for(touch(models, "fast"), 1)
-        go_on.set()
-        await slow
-
-    asyncio.run(use())
-    assert len(models.loaded) == 2
-
-
-def test_a_client_that_leaves_while_its_model_is_loaded(monkeypatch):
-    started, go_on, names = threading.Event(), threading.Event(), []
-
-    def load(name, path, settings):
-        names.append(name)
-        started.set()
-        assert go_on.wait(10)
-        return FakeModel(name)
-
-    monkeypatch.setattr(models_module, "load_model", load)
-    models = make(a="")
-
-    async def use():
-        leaving = asyncio.create_task(touch(models, "a"))
-        await asyncio.to_thread(started.wait)
+        leaving = asyncio.create_task(touch(models, "slow"))
+        await asyncio.to_thread(STARTED.wait)
         leaving.cancel()
-        staying = asyncio.create_task(touch(models, "a"))
+        await asyncio.wait_for(touch(models, "fast"), 1)
+        staying = asyncio.create_task(touch(models, "slow"))
         await asyncio.sleep(0)
-        go_on.set()
+        GO_ON.set()
         await staying
 
     asyncio.run(use())
-    assert names == ["a"] and len(models.loaded) == 1
+    assert loads == ["fast", "slow"] and len(models.loaded) == 2
 
 
 def test_defaults_are_those_of_the_server_then_of_the_model(lm):

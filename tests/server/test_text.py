@@ -85,35 +85,20 @@ def test_hints_for_the_template():
     assert reasoning_kwargs("none")["enable_thinking"] is False
 
 
-def push(buffer, content, text, finish_reason=None):
-    entry = TokenLogprobs(9, -0.5, (), content)
-    return b"".join(token.bytes for token in buffer.push(entry, text, finish_reason))
-
-
-def test_tokens_come_with_their_text():
+@pytest.mark.parametrize(
+    "steps",  # tokens, the text that comes with them, and the tokens that come with it
+    [
+        [(b"ab", "ab", None, b"ab"), (b"\xc3", "", None, b""), (b"\xa9", "é", None, b"\xc3\xa9")],
+        [(b"a", "a", None, b"a"), (b"EN", "", None, b""), (b"D", "", "stop", b"")],  # a stop string
+        [(b"EN", "", None, b""), (b"T", "ENT", None, b"ENT"), (b"x", "", "length", b"x")],  # none in the end
+    ],
+)
+def test_tokens_come_with_their_text(steps):
     buffer = LogprobBuffer()
-    assert push(buffer, b"ab", "ab") == b"ab"
-    assert push(buffer, "é".encode()[:1], "") == b""
-    assert push(buffer, "é".encode()[1:], "é") == "é".encode()
-
-
-def test_tokens_of_a_stop_string_are_dropped():
-    buffer = LogprobBuffer()
-    assert push(buffer, b"a", "a") == b"a"
-    assert push(buffer, b"EN", "") == b""
-    assert push(buffer, b"D", "", "stop") == b""
-
-
-def test_tokens_of_what_was_no_stop_string_follow():
-    buffer = LogprobBuffer()
-    assert push(buffer, b"EN", "") == b""
-    assert push(buffer, b"T", "ENT") == b"ENT"
-    assert push(buffer, b"x", "", "length") == b"x"
-
-
-def test_the_end_token_is_left_out():
-    buffer = LogprobBuffer()
-    assert buffer.push(TokenLogprobs(1, -0.1, (), b""), "", "eos") == []
+    for content, text, reason, expected in steps:
+        found = buffer.push(TokenLogprobs(9, -0.5, (), content), text, reason)
+        assert b"".join(token.bytes for token in found) == expected
+    assert LogprobBuffer().push(TokenLogprobs(1, -0.1, (), b""), "", "eos") == []  # the end token is left out
 
 
 def test_special_tokens_have_their_name_and_no_infinity(lm):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.apis import events
 from tests.server.conftest import HELLO
 
 PARAMETERS = {
@@ -97,24 +96,3 @@ def test_results_go_back_to_the_model(chat, client):
 def test_invalid_tools(chat, fields, param):
     error = chat(**fields)["error"]
     assert error["param"] == param
-
-
-def test_responses(client):
-    body = {"input": "Hello!", "tools": [{"type": "function", **WEATHER["function"]}], "temperature": 1.0, "seed": 1}
-    body |= {"tool_choice": {"type": "function", "name": "get_weather"}, "parallel_tool_calls": False}
-    answer = client.post("/v1/responses", json=body).json()
-    [made] = answer["output"]
-    assert made["type"] == "function_call" and made["name"] == "get_weather" and answer["status"] == "completed"
-    stream = events(client.post("/v1/responses", json={**body, "stream": True}).text)
-    assert [event["type"] for event in stream if not event["type"].endswith("delta")] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.function_call_arguments.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    output = {"type": "function_call_output", "call_id": made["call_id"], "output": "Rain"}
-    items = [{"role": "user", "content": "Hello!"}, made, output]
-    again = client.post("/v1/responses", json={"input": items, "max_output_tokens": 5, "tools": body["tools"]})
-    assert again.status_code == 200, again.text

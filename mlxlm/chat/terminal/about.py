@@ -23,7 +23,10 @@ def first_screen(chat: Chat) -> list[str]:
 
     The speed is what the memory bandwidth allows, which is measured if that was not done before.
     """
-    lines = [model_name(chat.lm), f"{_size(chat.lm)}, a context of {chat.context_size:,} tokens"]
+    size = f"{human_bytes(chat.lm.weight_bytes)} of memory, a context of {chat.context_size:,} tokens"
+    if isinstance(chat.lm.config, ModelConfig):  # mlx_lm's don't count their parameters
+        size = f"{human_count(chat.lm.config.parameter_count())} parameters, {size}"
+    lines = [model_name(chat.lm), size]
     weights = bandwidth.weight_bytes(chat.lm.model)
     if weights is not None and weights >= bandwidth.MIN_MODEL_BYTES:
         limit = float(f"{memory_bandwidth() / weights:.2g}")
@@ -51,12 +54,6 @@ def model_name(lm: LoadedModel) -> str:
         return str(path)
     parent = f"{path.parent.name}/" if _PART_OF_RUN.fullmatch(path.name) else ""
     return parent + path.name.removesuffix(".gguf")
-
-
-def _size(lm: LoadedModel) -> str:
-    if not isinstance(lm.config, ModelConfig):  # mlx_lm's don't count their parameters
-        return f"{human_bytes(lm.weight_bytes)} of memory"
-    return f"{human_count(lm.config.parameter_count())} parameters, {human_bytes(lm.weight_bytes)} of memory"
 
 
 def bytes_read_per_token(chat: Chat, result: GenerationResult) -> BytesPerToken | str:

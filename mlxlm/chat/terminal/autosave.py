@@ -18,12 +18,10 @@ from mlxlm.chat.session import Chat
 from mlxlm.chat.session_file import peek_session
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.checkpoint.download import find
-from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line, os_errors_as
 from mlxlm.utils.formatting import printable
 
 MAX_UNNAMED_SESSIONS = 50  # older ones are removed
-_MAX_BYTES = 4 << 20  # of each file are read: a chat of 400,000 tokens
 
 
 @dataclass
@@ -83,13 +81,9 @@ class Autosave:
                 self.path.unlink()
         self.path, self.named, self.cached = path, True, cached
 
-    def open(self, path: Path, named: bool) -> None:
-        """Save another chat from now on, to its own file. The file used before stays."""
+    def open(self, path: Path | None, named: bool = False) -> None:
+        """Save another chat from now on, to its own file or a new one. The file used before stays."""
         self.path, self.named, self.cached = path, named, False
-
-    def forget(self) -> None:
-        """Start a new, unnamed chat. The old file stays."""
-        self.path, self.named, self.cached = None, False, False
 
     @property
     def failed(self) -> bool:
@@ -113,7 +107,11 @@ def latest_session() -> Path:
 
 def session_paths() -> list[Path]:
     """Return the files in the private folder, the newest first."""
-    return _by_age(_folder())[::-1]
+    files = []
+    for path in _folder().glob("*.jsonl"):
+        with suppress(OSError):  # another chat has just removed it
+            files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files, reverse=True)]
 
 
 def _new_unnamed() -> Path:
@@ -121,19 +119,10 @@ def _new_unnamed() -> Path:
     folder = _folder()
     with os_errors_as(GenerationError, "write", folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in _by_age(folder)[: -(MAX_UNNAMED_SESSIONS - 1)]:
+    for path in session_paths()[MAX_UNNAMED_SESSIONS - 1 :]:
         with suppress(OSError):
             path.unlink()
     return folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-{os.getpid()}.jsonl"
-
-
-def _by_age(folder: Path) -> list[Path]:
-    """Return the session files in a folder, the newest last."""
-    files = []
-    for path in folder.glob("*.jsonl"):
-        with suppress(OSError):  # another chat has just removed it
-            files.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(files)]
 
 
 def _folder() -> Path:
@@ -148,9 +137,8 @@ class SavedSession:
         path: The file.
         time: When it was changed.
         model: The model's name.
-        messages: The messages of all branches; of a large file, the first ones.
+        messages: The messages of all branches.
         problem: Why the file can't be read, or "".
-        is_partial: Whether there are more messages.
     """
 
     path: Path
@@ -158,7 +146,6 @@ class SavedSession:
     model: str = ""
     messages: Sequence[Message] = ()
     problem: str = ""
-    is_partial: bool = False
 
     @classmethod
     def read(cls, path: Path) -> SavedSession:
@@ -167,13 +154,10 @@ class SavedSession:
         try:
             with os_errors_as(GenerationError, "read", path):
                 time = datetime.fromtimestamp(path.stat().st_mtime)
-            with open_regular(path, GenerationError) as file:
-                content, is_partial = file.read(_MAX_BYTES), bool(file.read(1))
-            complete = content[: content.rfind(b"\n") + 1] if is_partial else content
-            model, messages = peek_session(complete, path)
+            model, messages = peek_session(path)
         except MlxlmError as error:
             return cls(path, time, problem=f"can't be read: {one_line(error.message.replace(str(path), path.name))}")
-        return cls(path, time, model, messages, is_partial=is_partial)
+        return cls(path, time, model, messages)
 
     @property
     def short_model(self) -> str:
@@ -183,7 +167,7 @@ class SavedSession:
     @property
     def count(self) -> str:
         """The number of messages."""
-        return "?" if self.problem else f"{len(self.messages)}{'+' if self.is_partial else ''}"
+        return "?" if self.problem else str(len(self.messages))
 
     @property
     def first_question(self) -> str:
@@ -202,14 +186,10 @@ class SavedSession:
 
     def lines_with(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the role and the text of the lines that contain any of these words; without words, of all lines."""
+        wanted = [word.lower() for word in words or ("",)]
         for message in self.messages:
-            lines = (
-                message.content.splitlines()
-                if any(w.lower() in message.content.lower() for w in words or ("",))
-                else ()
-            )
-            for line in lines:
-                if line.strip() and any(word.lower() in line.lower() for word in words or ("",)):
+            for line in message.content.splitlines():
+                if line.strip() and any(word in line.lower() for word in wanted):
                     yield message.role, single_line(line)
 
 

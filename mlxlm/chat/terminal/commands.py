@@ -186,7 +186,9 @@ def _load(terminal: TerminalChat, name: str) -> None:
 
 def _sessions(terminal: TerminalChat, _: str) -> None:
     """Let the user choose a chat of the private folder, and continue it with its model."""
-    session = terminal.choose_session()
+    from mlxlm.chat.terminal.session_picker import choose_session  # prompt_toolkit takes time to import
+
+    session = choose_session(terminal.autosave.path, terminal.run_application)
     if session is None or session.path == terminal.autosave.path:
         return
     lm = terminal.chat.lm
@@ -263,7 +265,7 @@ def _branch(terminal: TerminalChat, name: str) -> None:
 def _reset(terminal: TerminalChat, _: str) -> None:
     saved = terminal.autosave.path if terminal.chat.branches != {terminal.chat.branch_name: 0} else None
     terminal.chat.reset()
-    terminal.autosave.forget()
+    terminal.autosave.open(None)
     print_status("the conversation is removed" + (f"; /load {saved} brings it back" if saved else ""))
 
 

@@ -222,7 +222,7 @@ class LiveTail:
         lines, final = list(lines), list(final)
         if lines == self._lines and not final:
             return
-        columns, rows = self.size()
+        columns, _ = self.size()
         # After a resize, terminals wrap lines that have become too long.
         drawn = [max(1, -(-cell_len(_SGR.sub("", line)) // max(columns, 1))) for line in self._lines]
         old, new = self._lines, final + lines
@@ -231,7 +231,7 @@ class LiveTail:
             out = "\r\n" if len(new) > same else ""
         elif old:
             same = max(0, min(same, len(new) - 1))
-            up = min(sum(drawn[same:]), rows) - 1
+            up = sum(drawn[same:]) - 1  # terminals stop at their first row
             out = "\r" + (f"\x1b[{up}A" if up > 0 else "") + "\x1b[J"
         else:
             out = ""

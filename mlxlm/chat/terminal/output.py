@@ -22,26 +22,20 @@ def write(text: str) -> None:
 
 def print_status(text: str) -> None:
     """Print a status message on standard error, dimmed in a terminal."""
-    _print(text, dim)
+    print_info(text, dim)
 
 
-def print_info(text: str) -> None:
-    """Print requested information on standard error."""
-    _print(text, str)
-
-
-def _print(text: str, style: Callable[[str], str]) -> None:
+def print_info(text: str, style: Callable[[str], str] = str) -> None:
+    """Print requested information on standard error, in a terminal wrapped and in a style."""
     text = printable(text)
-    print(style(_wrapped(text)) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        text = style("\n".join(map(_wrapped, text.split("\n"))))
+    print(text, file=sys.stderr, flush=True)
 
 
-def _wrapped(text: str) -> str:
-    """Wrap `text` to the terminal's width. If it has a first column, the second is indented."""
+def _wrapped(line: str) -> str:
+    """Wrap a line to the terminal's width. If it has a first column, the second is indented."""
     width = max(shutil.get_terminal_size().columns, 20)
-    return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
-
-
-def _wrapped_line(line: str, width: int) -> str:
     column = _FIRST_COLUMN.match(line)
     indent = " " * column.end() if column and column.end() < width // 2 else ""
     return textwrap.fill(

@@ -146,23 +146,13 @@ class SessionPicker:
     def _key_bindings(self) -> KeyBindings:
         keys, is_deleting = KeyBindings(), Condition(lambda: self._is_deleting)
 
-        @keys.add("up")
-        @keys.add("c-p")
-        def _up(event: KeyPressEvent) -> None:
-            self._select(self._selected - 1)
+        def add_move(key: str, sign: int, by_page: bool = False) -> None:
+            keys.add(key)(lambda event: self._select(self._selected + sign * (self._list_rows if by_page else 1)))
 
-        @keys.add("down")
-        @keys.add("c-n")
-        def _down(event: KeyPressEvent) -> None:
-            self._select(self._selected + 1)
-
-        @keys.add("pageup")
-        def _page_up(event: KeyPressEvent) -> None:
-            self._select(self._selected - self._list_rows)
-
-        @keys.add("pagedown")
-        def _page_down(event: KeyPressEvent) -> None:
-            self._select(self._selected + self._list_rows)
+        for key, sign in (("up", -1), ("c-p", -1), ("down", 1), ("c-n", 1)):
+            add_move(key, sign)
+        add_move("pageup", -1, by_page=True)
+        add_move("pagedown", 1, by_page=True)
 
         @keys.add("enter")
         def _open(event: KeyPressEvent) -> None:

@@ -18,7 +18,7 @@ from mlxlm.chat.answer import Answer
 from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import about
-from mlxlm.chat.terminal.autosave import Autosave, SavedSession
+from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
@@ -137,12 +137,6 @@ class TerminalChat:
         messages = sum(message.role != "system" for message in chat.messages)
         where = str(path) if named else "them"
         print_status(f"{messages} messages; new messages are added to {where}. /show messages shows them")
-
-    def choose_session(self) -> SavedSession | None:
-        """Let the user choose one of the saved conversations; see `choose_session`."""
-        from mlxlm.chat.terminal.session_picker import choose_session  # prompt_toolkit takes time to import
-
-        return choose_session(self.autosave.path, self.run_application)
 
 
 def _confirms_drop(ask: Callable[[str], str], full: ContextFullError) -> bool:

@@ -9,14 +9,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
-from mlxlm.families import WeightMapping
+from mlxlm.families import FAMILIES, WeightMapping
 
 TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TYPES = ("linear", "yarn")
+# Metadata below the architecture's prefix -> ModelConfig's field.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _GELU = ("gelu", *_GELU_TANH)  # llama.cpp has the tanh form for all of them
 _NORMS = {"attn_norm": ("input_layernorm",), "ffn_norm": ("post_attention_layernorm",)}
@@ -43,7 +54,7 @@ _GEMMA2_LAYER = {
     "post_ffw_norm": ("post_feedforward_layernorm",),
 }
 _GPT_LAYER = {**_NORMS, **_FUSED_QKV, **_PLAIN_MLP}
-_GPT: dict[str, Any] = {"norm": "layer", "activations": _GELU}
+_SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, with its defaults
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,6 @@ class Architecture:
         layer: Names below `blk.N.` -> modules below `model.layers.N.`, several where one tensor holds their rows.
         top_modules: Names -> modules outside of the layers.
         extra_layer: Further entries of `layer` that depend on the configuration.
-        norm: "rms" or "layer".
         norm_offset: Norm weights are stored plus one.
         interleaved: Rows of queries and keys are rotary pairs.
         biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
@@ -64,9 +74,7 @@ class Architecture:
         free_head_dim: heads · head_dim need not be the hidden size.
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         sliding_window: Reads `attention.sliding_window`.
-        uses_rope: Has rotary positions.
         rope_types: Values of `rope_type` that it computes.
-        partial_rotary: Reads `rope.dimension_count`.
         read_fields: Further fields of Hugging Face's configuration, from the metadata of a file.
         metadata: Further metadata, from a configuration; keys without the architecture's prefix.
         problems: Further reasons why it can't run a configuration.
@@ -77,7 +85,6 @@ class Architecture:
     layer: Mapping[str, tuple[str, ...]]
     top_modules: Mapping[str, str] = field(default_factory=lambda: TOP_MODULES)
     extra_layer: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}
-    norm: str = "rms"
     norm_offset: bool = False
     interleaved: bool = False
     biases: str = "qkv"
@@ -85,17 +92,31 @@ class Architecture:
     free_head_dim: bool = False
     ties_head: bool = True
     sliding_window: bool = False
-    uses_rope: bool = True
     rope_types: tuple[str, ...] = ROPE_TYPES
-    partial_rotary: bool = False
     read_fields: Callable[[MetadataReader], dict[str, Any]] = lambda keys: {}
     metadata: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     problems: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
 
+    def with_norm_offset(self, tensors: LazyTensors, sign: int) -> LazyTensors:
+        """The tensors of a file with `sign` added to the weights of norms, if files have them plus one."""
+        if not self.norm_offset:
+            return tensors
+
+        def add(tensor: LazyTensor) -> LazyTensor:
+            return tensor.astype(mx.float32).transform(lambda value: value + sign)
+
+        return {name: add(tensor) if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
+
     @property
     def norm_eps_key(self) -> str:
         """Key of the epsilon of its norms."""
-        return f"attention.layer_norm{'_rms' if self.norm == 'rms' else ''}_epsilon"
+        norm = "layer_norm" if self.fixed_values.get("norm") == "layer" else "layer_norm_rms"
+        return f"attention.{norm}_epsilon"
+
+    @property
+    def fixed_values(self) -> Mapping[str, Any]:
+        """ModelConfig values that all of its models have; Gemma 3, which only mlx_lm runs, has Llama's."""
+        return FAMILIES.get(self.families[0], FAMILIES["llama"]).fixed_values
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture stores the modules of `config`."""
@@ -129,10 +150,6 @@ def _read_qwen2(keys: MetadataReader) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0} if window else {}
 
 
-def _read_qwen3(keys: MetadataReader) -> dict[str, Any]:
-    return {**_read_qwen2(keys), **_read_biases(keys)}
-
-
 def _read_gemma(keys: MetadataReader) -> dict[str, Any]:
     return {"hidden_activation": "gelu_pytorch_tanh", **_read_biases(keys)}
 
@@ -152,16 +169,8 @@ def _read_gemma2(keys: MetadataReader) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": _gemma2_attention_scalar(*map(keys.count, sizes)),
         "sliding_window": keys.count("attention.sliding_window", 4096),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        **{name: keys.number(name, default) for name, default in _SOFT_CAPS.items()},
         **_read_gemma(keys),
-    }
-
-
-def _gemma2_metadata(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attn_logit_softcapping": float(config.attn_logit_softcapping or 0),
-        "final_logit_softcapping": float(config.final_logit_softcapping or 0),
     }
 
 
@@ -171,7 +180,7 @@ def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
     scalar = _gemma2_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
     if config.query_pre_attn_scalar != scalar:
         yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
-    if not (config.attn_logit_softcapping and config.final_logit_softcapping):
+    if not all(getattr(config, name) for name in _SOFT_CAPS):
         yield "attn_logit_softcapping and final_logit_softcapping must be set"
     types = config.layer_types or ((SLIDING,) * layers if config.sliding_window else ())
     if [layer_type == SLIDING for layer_type in types] != [i % 2 == 0 for i in range(layers)]:
@@ -195,8 +204,8 @@ def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
-    if keys.count("attention.sliding_window", 0):
-        raise keys.error("this is OLMo 3 (it has a sliding window), which this decoder doesn't support", "OLMo 2")
+    problem = "this is OLMo 3 (it has a sliding window), which this decoder doesn't support"
+    keys.check(keys.count("attention.sliding_window", 0) == 0, problem, "OLMo 2")
     return _read_biases(keys)
 
 
@@ -242,7 +251,13 @@ ARCHITECTURES = {
             read_fields=_read_llama,
         ),
         Architecture("qwen2", ("qwen2",), _LLAMA_LAYER, read_fields=_read_qwen2),
-        Architecture("qwen3", ("qwen3",), {**_LLAMA_LAYER, **_QK_NORMS}, free_head_dim=True, read_fields=_read_qwen3),
+        Architecture(
+            "qwen3",
+            ("qwen3",),
+            {**_LLAMA_LAYER, **_QK_NORMS},
+            free_head_dim=True,
+            read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
+        ),
         Architecture(
             "gemma3",  # run by mlx_lm, and not written
             ("gemma3_text",),
@@ -260,7 +275,7 @@ ARCHITECTURES = {
             sliding_window=True,
             activations=_GELU_TANH,
             read_fields=_read_gemma2,
-            metadata=_gemma2_metadata,
+            metadata=lambda config: {name: float(getattr(config, name)) for name in _SOFT_CAPS},
             problems=_gemma2_problems,
         ),
         Architecture(
@@ -292,7 +307,6 @@ ARCHITECTURES = {
             {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},
             biases="none",
             rope_types=(*ROPE_TYPES, "longrope"),
-            partial_rotary=True,
             read_fields=lambda keys: {"sliding_window": keys.count("attention.sliding_window", 0) or None},
             # llama.cpp recognizes Phi-4 by a window of 0
             metadata=lambda config: {"attention.sliding_window": config.sliding_window or 0},
@@ -303,8 +317,7 @@ ARCHITECTURES = {
             _GPT_LAYER,
             {**TOP_MODULES, "position_embd": "model.embed_positions"},
             biases="all",
-            uses_rope=False,
-            **_GPT,
+            activations=_GELU,
         ),
         Architecture(
             "bloom",
@@ -312,8 +325,7 @@ ARCHITECTURES = {
             _GPT_LAYER,
             {**TOP_MODULES, "token_embd_norm": "model.embed_layernorm"},
             biases="all",
-            uses_rope=False,
-            **_GPT,
+            activations=_GELU,
         ),
         Architecture(
             "gptneox",
@@ -321,10 +333,9 @@ ARCHITECTURES = {
             _GPT_LAYER,
             biases="all",
             ties_head=False,
-            partial_rotary=True,
             read_fields=lambda keys: {"use_parallel_residual": keys.flag("gptneox.use_parallel_residual", True)},
             metadata=lambda config: {"use_parallel_residual": config.parallel_residual},
-            **_GPT,
+            activations=_GELU,
         ),
         Architecture(
             "falcon",
@@ -335,7 +346,7 @@ ARCHITECTURES = {
             read_fields=_read_falcon,
             metadata=lambda config: {"tensor_data_layout": "jploski"},  # queries, keys and values one after another
             problems=_falcon_problems,
-            **_GPT,
+            activations=_GELU,
         ),
     )
 }

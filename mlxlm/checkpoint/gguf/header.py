@@ -20,21 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from mlxlm.utils.errors import CheckpointError, os_errors_as
+from mlxlm.utils.errors import CheckpointError, MlxlmError, os_errors_as
 
 # Tensor types of ggml that `gguf.quants` dequantizes.
 _READABLE = (
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
-)  # fmt: skip
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, "
+    "IQ3_S, IQ1_S, IQ1_M, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4"
+)
 # Far above those of models: the largest vocabularies (260,000 tokens, 515,000 merges) make headers of 20 MB.
 _MAX_HEADER = 64 << 20  # bytes
-_MAX_TENSORS = _MAX_KEYS = 1 << 15
+_MAX_ENTRIES = 1 << 15  # tensors, and values of the metadata
 _MAX_STRINGS = 1 << 21  # in all arrays together; skipping them takes half a second
 _MAX_STRING = 16 << 20  # bytes of one value, e.g. a chat template
 _MAX_NAME = 1024  # bytes; llama.cpp reads names of at most 63
 _MAX_DEPTH = 4  # of nested arrays
 _MAX_ALIGNMENT = 1 << 20
+_AGAIN = "copy or download the file again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
 _NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in _CODES.items()}
@@ -59,7 +60,7 @@ def ggml_types() -> Mapping[int, GGMLType]:
     """All readable tensor types by their number in GGUF files."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # half a second
 
-    kinds = (GGMLQuantizationType[name] for name in _READABLE)
+    kinds = (GGMLQuantizationType[name] for name in _READABLE.split(", "))
     return {kind.value: GGMLType(kind.name, *GGML_QUANT_SIZES[kind]) for kind in kinds}
 
 
@@ -129,7 +130,7 @@ def read_header(path: Path) -> Header:
             cursor = _Cursor(path, data, size)
             tensor_count, key_count = _preamble(cursor)
             metadata = _metadata(cursor, key_count)
-            return Header(path, metadata, _tensors(cursor, tensor_count, _alignment(metadata, path)))
+            return Header(path, metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32)))
 
 
 class _Cursor:
@@ -140,16 +141,17 @@ class _Cursor:
         self.position = 0
         self.strings = 0
 
-    def fail(self, message: str, hint: str | None = None) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {message}", hint)
+    def check(self, condition: bool, message: str, hint: str | None = None) -> None:
+        """Raise CheckpointError unless `condition` holds."""
+        if not condition:
+            raise CheckpointError(f"{self.path}: {message}", hint)
 
     def advance(self, count: int, what: str) -> int:
         """Advance by `count` bytes and return their start; `what` names the field in an error."""
         start = self.position
-        if count > self.size - start:
-            raise self.fail(f"{what} ends past the end of the file", "copy or download the file again")
-        if count > len(self.data) - start:
-            raise self.fail(f"the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
+        if count > len(self.data) - start:  # no message is made before: vocabularies have a million strings
+            self.check(count <= self.size - start, f"{what} ends past the end of the file", _AGAIN)
+            raise CheckpointError(f"{self.path}: the header is larger than {_MAX_HEADER >> 20} MB (at {what})")
         self.position = start + count
         return start
 
@@ -162,14 +164,13 @@ class _Cursor:
     def text(self, what: str, limit: int = _MAX_STRING) -> str:
         length = self.u64(what)
         if length > limit:
-            raise self.fail(f"{what} claims {length} bytes, at most {limit} are possible")
+            raise CheckpointError(f"{self.path}: {what} claims {length} bytes, at most {limit} are possible")
         start = self.advance(length, what)
         return self.data[start : start + length].decode("utf-8", "replace")
 
     def name(self, what: str) -> str:
         name = self.text(what, _MAX_NAME)
-        if not name or not name.isprintable():
-            raise self.fail(f"{what} is {name!r}, which is not a name")
+        self.check(bool(name) and name.isprintable(), f"{what} is {name!r}, which is not a name")
         return name
 
     def value(self, kind: int, what: str, depth: int = 0, load_arrays: bool = False) -> Any:
@@ -178,20 +179,16 @@ class _Cursor:
             return self.text(what)
         if kind == _ARRAY:
             return self._array(what, depth, load_arrays)
-        number = _NUMBERS.get(kind)
-        if number is None:
-            raise self.fail(f"{what} has the unknown type {kind}")
-        [value] = number.unpack_from(self.data, self.advance(number.size, what))
+        self.check(kind in _NUMBERS, f"{what} has the unknown type {kind}")
+        [value] = _NUMBERS[kind].unpack_from(self.data, self.advance(_NUMBERS[kind].size, what))
         if kind != _BOOL:
             return value
-        if value > 1:
-            raise self.fail(f"{what} is {value}, which is neither true (1) nor false (0)")
+        self.check(value <= 1, f"{what} is {value}, which is neither true (1) nor false (0)")
         return bool(value)
 
     def _array(self, what: str, depth: int, load_arrays: bool) -> Any:
         kind, count = self.u32(what), self.u64(what)
-        if depth >= _MAX_DEPTH:
-            raise self.fail(f"{what} has more than {_MAX_DEPTH} nested arrays")
+        self.check(depth < _MAX_DEPTH, f"{what} has more than {_MAX_DEPTH} nested arrays")
         if load_arrays:
             return [self.value(kind, what, depth + 1, load_arrays) for _ in range(count)]
         start = self.position
@@ -202,11 +199,10 @@ class _Cursor:
         return Array(self.path, kind, count, start, self.position)
 
     def _skip(self, kind: int, count: int, what: str, depth: int) -> None:
-        if kind not in (_STRING, _ARRAY):
-            raise self.fail(f"{what} is an array of the unknown type {kind}")
+        self.check(kind in (_STRING, _ARRAY), f"{what} is an array of the unknown type {kind}")
         self.strings += count
-        if count * 8 > self.size - self.position or self.strings > _MAX_STRINGS:
-            raise self.fail(f"{what} claims {count} elements, more than the file can hold or a model needs")
+        fits = count * 8 <= self.size - self.position and self.strings <= _MAX_STRINGS
+        self.check(fits, f"{what} claims {count} elements, more than the file can hold or a model needs")
         if kind == _ARRAY:
             for _ in range(count):
                 self._array(what, depth + 1, load_arrays=False)
@@ -220,18 +216,15 @@ class _Cursor:
 
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
-    if cursor.data[:4] != b"GGUF":
-        raise cursor.fail("not a GGUF file")
+    cursor.check(cursor.data[:4] == b"GGUF", "not a GGUF file")
     cursor.position = 4
     version = cursor.u32("the version")
-    if version and version & 0xFFFF == 0:
-        raise cursor.fail("this GGUF file is big-endian", "gguf-convert-endian of the gguf package")
-    if version not in (2, 3):
-        raise cursor.fail(f"GGUF version {version} is not supported", "a file of version 2 or 3")
+    hint = "gguf-convert-endian of the gguf package"
+    cursor.check(version == 0 or version & 0xFFFF > 0, "this GGUF file is big-endian", hint)
+    cursor.check(version in (2, 3), f"GGUF version {version} is not supported", "a file of version 2 or 3")
     tensors, keys = cursor.u64("the tensor count"), cursor.u64("the metadata count")
-    for count, limit, what in ((tensors, _MAX_TENSORS, "tensors"), (keys, _MAX_KEYS, "metadata values")):
-        if count > limit:
-            raise cursor.fail(f"the header claims {count} {what}, at most {limit} are possible")
+    for count, what in ((tensors, "tensors"), (keys, "metadata values")):
+        cursor.check(count <= _MAX_ENTRIES, f"the header claims {count} {what}, at most {_MAX_ENTRIES} are possible")
     return tensors, keys
 
 
@@ -239,60 +232,46 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for i in range(count):
         key = cursor.name(f"the key of metadata value {i}")
-        if key in metadata:
-            raise cursor.fail(f"{key} occurs twice")
+        cursor.check(key not in metadata, f"{key} occurs twice")
         metadata[key] = cursor.value(cursor.u32(key), key)
     return metadata
 
 
-def _alignment(metadata: Mapping[str, Any], path: Path) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        shown = alignment if isinstance(alignment, int | float) else "not a number"
-        raise CheckpointError(
-            f"{path}: general.alignment is {shown}, it must be a power of 2 from 8 to {_MAX_ALIGNMENT}"
-        )
-    return alignment
-
-
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, TensorInfo]:
+    valid = type(alignment) is int and 8 <= alignment <= _MAX_ALIGNMENT and not alignment & (alignment - 1)
+    shown = alignment if isinstance(alignment, int | float) else "not a number"
+    cursor.check(valid, f"general.alignment is {shown}, it must be a power of 2 from 8 to {_MAX_ALIGNMENT}")
     relative: dict[str, tuple[tuple[int, ...], GGMLType, int]] = {}
     for i in range(count):
         name = cursor.name(f"the name of tensor {i}")
-        if name in relative:
-            raise cursor.fail(f"tensor {name} occurs twice")
+        cursor.check(name not in relative, f"tensor {name} occurs twice")
         relative[name] = _tensor(cursor, name)
     start = -(-cursor.position // alignment) * alignment
     result = {}
     for name, (shape, kind, offset) in relative.items():
         nbytes = kind.nbytes(shape)
-        if offset % alignment:
-            raise cursor.fail(f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
-        if start + offset + nbytes > cursor.size:
-            beyond = start + offset + nbytes - cursor.size
-            raise cursor.fail(f"tensor {name} ends {beyond} bytes past the end", "copy or download the file again")
+        beyond = start + offset + nbytes - cursor.size
+        aligned = offset % alignment == 0
+        cursor.check(aligned, f"tensor {name} begins at {offset}, which is not a multiple of {alignment}")
+        cursor.check(beyond <= 0, f"tensor {name} ends {beyond} bytes past the end", _AGAIN)
         result[name] = TensorInfo(cursor.path, shape, kind, start + offset, nbytes)
     in_order = sorted(result.items(), key=lambda item: item[1].offset)
     for (before, first), (name, second) in zip(in_order, in_order[1:], strict=False):
-        if first.offset + first.nbytes > second.offset:
-            raise cursor.fail(f"tensors {before} and {name} overlap")
+        cursor.check(first.offset + first.nbytes <= second.offset, f"tensors {before} and {name} overlap")
     return result
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], GGMLType, int]:
     what = f"tensor {name}"
     rank = cursor.u32(what)
-    if not 1 <= rank <= 4:
-        raise cursor.fail(f"{what} has {rank} dimensions, 1 to 4 are possible")
+    cursor.check(1 <= rank <= 4, f"{what} has {rank} dimensions, 1 to 4 are possible")
     shape = tuple(cursor.u64(what) for _ in range(rank))[::-1]
     number = cursor.u32(what)
-    kind = ggml_types().get(number)
-    if kind is None:
-        known = ", ".join(kind.name for kind in ggml_types().values())
-        raise cursor.fail(f"{what} is of type {number}, which can't be read", f"one of {known}")
-    if min(shape) < 1 or max(shape) >= 2**31 or shape[-1] % kind.block_size:
-        needed = f", rows of {kind.name} are multiples of {kind.block_size}" if kind.block_size > 1 else ""
-        raise cursor.fail(f"{what} is {list(shape)}, which is not a valid shape{needed}")
+    cursor.check(number in ggml_types(), f"{what} is of type {number}, which can't be read", f"one of {_READABLE}")
+    kind = ggml_types()[number]
+    needed = f", rows of {kind.name} are multiples of {kind.block_size}" if kind.block_size > 1 else ""
+    valid = min(shape) >= 1 and max(shape) < 2**31 and shape[-1] % kind.block_size == 0
+    cursor.check(valid, f"{what} is {list(shape)}, which is not a valid shape{needed}")
     return shape, kind, cursor.u64(what)
 
 
@@ -311,11 +290,11 @@ class MetadataReader:
 
     `text`, `flag` and `id` take whole keys; `count`, `number` and `has` take keys below the architecture's prefix
     ("attention.head_count" for "llama.attention.head_count"). Each raises CheckpointError, naming the key, for a value
-    of another type and for a missing one without a default.
+    of another type and for a missing one without a default. For a tokenizer, `error_type` is TokenizerError.
     """
 
-    def __init__(self, header: Header):
-        self.header = header
+    def __init__(self, header: Header, error_type: type[MlxlmError] = CheckpointError):
+        self.header, self._error_type = header, error_type
         self.architecture = self.text("general.architecture")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -334,13 +313,16 @@ class MetadataReader:
     def count(self, short: str, default: int | None = None) -> int:
         """A size, which may also be an array with the same value for each layer."""
         key = f"{self.architecture}.{short}"
-        value = self.header.metadata.get(key)
-        if isinstance(value, Array):
-            value = self._uniform(key, value)
-        else:
-            value = self._get(key, int, "a whole number", default)
-        if not 0 <= value < 2**31:
-            raise self.error(f"{key} is {value}, it must be a size")
+        value = self.header.metadata.get(key, default)
+        if isinstance(value, Array) and not value.holds_strings and 0 < value.count <= len(self.header.tensors):
+            values = value.read()
+            self.check(
+                all(other == values[0] for other in values),
+                f"{key} differs between the layers, which this decoder doesn't support",
+            )
+            value = values[0]
+        value = self._check_type(key, int, "a whole number", value)
+        self.check(0 <= value < 2**31, f"{key} is {value}, it must be a size")
         return value
 
     def number(self, short: str, default: float | None = None) -> float:
@@ -356,27 +338,23 @@ class MetadataReader:
         """Whether there is such a tensor."""
         return name in self.header.tensors
 
-    def error(self, message: str, hint: str | None = None) -> CheckpointError:
+    def check(self, condition: bool, message: str, hint: str | None = None) -> None:
+        """Raise an error that names the file unless `condition` holds."""
+        if not condition:
+            raise self.error(message, hint)
+
+    def error(self, message: str, hint: str | None = None) -> MlxlmError:
         """An error that names the file."""
-        return CheckpointError(f"{self.header.path}: {message}", hint)
+        return self._error_type(f"{self.header.path}: {message}", hint)
 
     def _get(self, key: str, kind: type | tuple[type, ...], expected: str, default: Any) -> Any:
-        value = self.header.metadata.get(key, default)
-        if value is None:
-            raise self.error(f"the metadata lacks {key}")
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(f"{key} must be {expected}")
-        return value
+        return self._check_type(key, kind, expected, self.header.metadata.get(key, default))
 
-    def _uniform(self, key: str, array: Array) -> int:
-        if array.holds_strings or not 0 < array.count <= len(self.header.tensors):
-            raise self.error(f"{key} must be a whole number")
-        values = array.read()
-        if any(value != values[0] for value in values):
-            raise self.error(f"{key} differs between the layers, which this decoder doesn't support")
-        if type(values[0]) is not int:
-            raise self.error(f"{key} must be a whole number")
-        return values[0]
+    def _check_type(self, key: str, kind: type | tuple[type, ...], expected: str, value: Any) -> Any:
+        self.check(value is not None, f"the metadata lacks {key}")
+        valid = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        self.check(valid, f"{key} must be {expected}")
+        return value
 
 
 def shortest_decimal(value: float) -> float:

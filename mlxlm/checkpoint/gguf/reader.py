@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, FileFormat, MlxLmCheckpoint
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
-from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.families import FAMILIES, config_from_hf, family_config, unsupported_feature
@@ -32,25 +30,20 @@ def open_gguf(path: Path | str) -> AnyCheckpoint:
     """
     header = _join_parts(read_header(Path(path)))
     keys = MetadataReader(header)
-    architecture = get_architecture(keys)
-    values = read_hf_config(keys, architecture)
+    architecture = _architecture(keys)
+    values = _read_hf_config(keys, architecture)
     reason = unsupported_feature(values)
     sizes = {**values, "model_type": "llama", "rope_parameters": None} if reason else values
     config = config_from_hf(sizes, source=str(header.path))
-    tensors = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
-    if architecture.norm_offset:
-        tensors = {name: _minus_one(t) if name.endswith("norm.weight") else t for name, t in tensors.items()}
+    described = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
+    tensors = architecture.with_norm_offset(described, -1)
     tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
     if reason:
-        return MlxLmCheckpoint(header.path, "gguf", values, tensors, lambda: read_tokenizer(keys), reason)
-    return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(keys), config)
+        return MlxLmCheckpoint(header.path, "gguf", values, tensors, lambda: read_tokenizer(header), reason)
+    return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(header), config)
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)
-
-
-def _minus_one(tensor: LazyTensor) -> LazyTensor:
-    return tensor.astype(mx.float32).transform(lambda value: value - 1)
 
 
 def _join_parts(header: Header) -> Header:
@@ -60,11 +53,9 @@ def _join_parts(header: Header) -> Header:
         return header
     name = GGUF_PART.fullmatch(header.path.name)
     if type(count) is not int or not 1 < count <= _MAX_PARTS or name is None or int(name[3]) != count:
-        raise CheckpointError(
-            f"{header.path}: split.count is {count if isinstance(count, int) else 'not a number'}, "
-            "which doesn't match the file's name",
-            "the original names of the parts, ...-00001-of-00002.gguf",
-        )
+        shown = count if isinstance(count, int) else "not a number"
+        problem = f"split.count is {shown}, which doesn't match the file's name"
+        raise CheckpointError(f"{header.path}: {problem}", "the original names of the parts, ...-00001-of-00002.gguf")
     parts: list[Header] = []
     tensors: dict[str, TensorInfo] = {}
     for i in range(1, count + 1):
@@ -72,78 +63,62 @@ def _join_parts(header: Header) -> Header:
         part = header if path == header.path else read_header(path)
         if part.metadata.get("split.count") != count or part.metadata.get("split.no") != i - 1:
             raise CheckpointError(f"{path}: split.no and split.count are not those of part {i} of {count}")
-        duplicate = next((name for name in part.tensors if name in tensors), None)
-        if duplicate:
-            raise CheckpointError(f"{path}: tensor {duplicate} is also in another part")
+        if duplicates := part.tensors.keys() & tensors:
+            raise CheckpointError(f"{path}: tensor {min(duplicates)} is also in another part")
         parts.append(part)
         tensors |= part.tensors
-    first = parts[0]
-    expected = first.metadata.get("split.tensors.count", len(tensors))
-    if expected != len(tensors):
-        raise CheckpointError(f"{first.path}: split.tensors.count is {expected}, the parts have {len(tensors)}")
-    return replace(first, tensors=tensors)
+    return replace(parts[0], tensors=tensors)
 
 
-def get_architecture(keys: MetadataReader) -> Architecture:
+def _architecture(keys: MetadataReader) -> Architecture:
     """The architecture of a file. Raises CheckpointError for one that this decoder doesn't have."""
-    architecture = ARCHITECTURES.get(keys.architecture)
-    if architecture is None:
-        hint = "one of " + ", ".join(ARCHITECTURES)
-        raise keys.error(f"general.architecture is {keys.architecture!r}, which this decoder doesn't support", hint)
-    if keys.count("expert_count", 0):
-        raise keys.error("this model is a mixture of experts, which this decoder doesn't support")
-    return architecture
+    problem = f"general.architecture is {keys.architecture!r}, which this decoder doesn't support"
+    keys.check(keys.architecture in ARCHITECTURES, problem, "one of " + ", ".join(ARCHITECTURES))
+    is_mixture = keys.count("expert_count", 0) > 0
+    keys.check(not is_mixture, "this model is a mixture of experts, which this decoder doesn't support")
+    return ARCHITECTURES[keys.architecture]
 
 
-def read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str, Any]:
+def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str, Any]:
     """Build Hugging Face's configuration of a file.
 
     Raises:
         CheckpointError: Names the file and the key.
     """
-    _check_sizes(keys)
-    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    hidden, heads = _check_sizes(keys)
     head_dim = keys.count("attention.key_length", hidden // heads)
     values = {
         "vocab_size": keys.header.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "num_hidden_layers": keys.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
-        "intermediate_size": keys.count("feed_forward_length"),
-        "max_position_embeddings": keys.count("context_length"),
+        **{name: keys.count(key, heads if key == "attention.head_count_kv" else None) for key, name in SIZES.items()},
         "rms_norm_eps": keys.number(architecture.norm_eps_key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         **_read_token_ids(keys),
     }
     if architecture.free_head_dim:
         values["head_dim"] = head_dim
-        if keys.count("attention.value_length", hidden // heads) != head_dim:
-            raise keys.error(f"{keys.architecture}.attention.value_length differs from key_length")
+        equal = keys.count("attention.value_length", hidden // heads) == head_dim
+        keys.check(equal, f"{keys.architecture}.attention.value_length differs from key_length")
     extra = architecture.read_fields(keys)
     model_type = extra.get("model_type", architecture.families[0])
     family = FAMILIES.get(model_type, FAMILIES["llama"])  # mlx_lm's models have Llama's names
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
-    if architecture.uses_rope:
+    if architecture.fixed_values.get("positions", "rope") == "rope":
         rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim)
         values |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}  # for Phi-3
     return {"model_type": model_type, **values, **extra}
 
 
-def _check_sizes(keys: MetadataReader) -> None:
-    """Compare the sizes that others are derived from with the tensors."""
-    embedding = keys.header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise keys.error("there is no matrix token_embd.weight")
-    layers, tensors = keys.count("block_count"), len(keys.header.tensors)
-    if not 0 < layers <= tensors:
-        raise keys.error(f"{keys.architecture}.block_count is {layers}, there are {tensors} tensors")
+def _check_sizes(keys: MetadataReader) -> tuple[int, int]:
+    """The hidden size and the number of heads, after comparing the sizes that others are derived from with tensors."""
+    tensors = keys.header.tensors
+    shape = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()
+    keys.check(len(shape) == 2, "there is no matrix token_embd.weight")
+    layers, name = keys.count("block_count"), keys.architecture
+    keys.check(0 < layers <= len(tensors), f"{name}.block_count is {layers}, there are {len(tensors)} tensors")
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
-    if embedding.shape[1] != hidden or not heads:
-        raise keys.error(
-            f"token_embd.weight is {list(embedding.shape)}, {keys.architecture}.embedding_length is {hidden}"
-            f" and attention.head_count {heads}"
-        )
+    sizes = f"{name}.embedding_length is {hidden} and attention.head_count {heads}"
+    keys.check(shape[1] == hidden and heads > 0, f"token_embd.weight is {list(shape)}, {sizes}")
+    return hidden, heads
 
 
 def _read_token_ids(keys: MetadataReader) -> dict[str, Any]:

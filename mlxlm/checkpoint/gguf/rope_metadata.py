@@ -104,11 +104,11 @@ def _read_scaling(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise keys.error(f"{keys.architecture}.rope.scaling.type is {kind!r}, this decoder supports linear and yarn")
+    prefix = f"{keys.architecture}.rope.scaling"
+    keys.check(kind == "yarn", f"{prefix}.type is {kind!r}, this decoder supports linear and yarn")
     for name in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
-        if keys.has(f"rope.scaling.{name}") and keys.number(f"rope.scaling.{name}") not in (1.0, -1.0):
-            raise keys.error(f"{keys.architecture}.rope.scaling.{name} is not 1, which this decoder doesn't support")
+        is_one = keys.number(f"rope.scaling.{name}", 1.0) in (1.0, -1.0)
+        keys.check(is_one, f"{prefix}.{name} is not 1, which this decoder doesn't support")
     yarn = {
         "rope_type": "yarn",
         "factor": factor,
@@ -129,9 +129,7 @@ def _read_llama3(keys: MetadataReader, theta: float) -> dict[str, Any] | None:
         scaling = {"rope_type": "llama3", **lengths, **_LLAMA3_BOUNDS}
         if factor > 1 and np.allclose(llama3_factors(scaling, theta, 2 * len(factors)), factors, rtol=1e-4):
             return scaling
-    raise keys.error(
-        f"{_LLAMA3_FACTORS} is not the scaling of a Llama 3 model, the only one that this decoder supports"
-    )
+    raise keys.error(f"{_LLAMA3_FACTORS} is not the scaling of a Llama 3 model, the only one that is supported")
 
 
 def _read_longrope(keys: MetadataReader) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -20,9 +19,6 @@ _EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set in NaN and infinity,
 _MAX_FLOAT16 = 65504
 _CHUNK = 1 << 18  # weights at a time: 1 MB in float32, and as much again for each temporary of `gguf.quants`
 _MAX_THREADS = 8  # each has a chunk and its temporaries; the disk is slower than eight
-
-Piece = TypeVar("Piece")
-Result = TypeVar("Result")
 
 
 def read_tensor(info: TensorInfo) -> LazyTensor:
@@ -53,8 +49,8 @@ def _dequantize(info: TensorInfo) -> mx.array:
             with np.errstate(all="ignore"):  # random bytes can be scales that overflow
                 flat[part] = dequantize(rows[part], kind)
 
-        for _ in parallel_map(fill, _row_slices(*flat.shape)):
-            pass
+        with _thread_pool() as pool:
+            list(pool.map(fill, _row_slices(*flat.shape)))  # raises the first error
     return mx.array(result)
 
 
@@ -85,7 +81,14 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
         from gguf.quants import quantize
 
         ggml = GGMLQuantizationType[kind]
-        yield from parallel_map(lambda chunk: quantize(chunk, ggml).data, checked)
+        with _thread_pool() as pool:
+            while batch := list(itertools.islice(checked, 4 * _MAX_THREADS)):  # so that few are in memory
+                yield from pool.map(lambda chunk: quantize(chunk, ggml).data, batch)
+
+
+def _thread_pool() -> ThreadPoolExecutor:
+    """NumPy releases the GIL while it computes."""
+    return ThreadPoolExecutor(min(platform.cpu_cores(), _MAX_THREADS), thread_name_prefix="gguf")
 
 
 def _checked_float32(name: str, chunk: mx.array, kind: str) -> np.ndarray:
@@ -107,23 +110,3 @@ def _row_slices(rows: int, width: int) -> Iterator[slice]:
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def parallel_map(function: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-    """Map `function` over pieces in a thread pool, in order, without reading far ahead.
-
-    `pieces` is iterated in this thread, at most one piece per thread ahead of the results, so that few are in memory.
-    NumPy releases the GIL while it computes. The first exception is raised here, and the rest is cancelled.
-    """
-    threads = min(platform.cpu_cores(), _MAX_THREADS)
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="gguf")
-    pending: deque[Future[Result]] = deque()
-    try:
-        for piece in pieces:
-            pending.append(pool.submit(function, piece))
-            if len(pending) > threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
 
 from mlxlm.checkpoint.checkpoint import token_id_list
-from mlxlm.checkpoint.gguf.header import Array, MetadataReader
+from mlxlm.checkpoint.gguf.header import Array, Header, MetadataReader
 from mlxlm.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer, sentencepiece
@@ -29,23 +29,23 @@ Metadata = dict[str, Any]
 Pieces = dict[int, tuple[str, float, int]]  # id -> text, score, type
 
 
-def read_tokenizer(keys: MetadataReader) -> Tokenizer:
+def read_tokenizer(header: Header) -> Tokenizer:
     """Rebuild the tokenizer of a file: SentencePiece BPE ("llama") or byte-level BPE ("gpt2").
 
     Raises:
         TokenizerError: Names the file and the key; also for other types of tokenizers.
     """
+    keys = MetadataReader(header, TokenizerError)
     kind = keys.text("tokenizer.ggml.model", "none")
     build = {"llama": _from_pieces, "gpt2": _from_merges}.get(kind)
     if build is None:
-        raise _error(keys, f"tokenizer.ggml.model is {kind!r}, which is not supported", "a model with llama or gpt2")
+        raise keys.error(f"tokenizer.ggml.model is {kind!r}, which is not supported", "a model with llama or gpt2")
     tokens = _strings(keys, "tokenizer.ggml.tokens")
     types = _numbers(keys, "tokenizer.ggml.token_type", len(tokens), NORMAL)
     while types and types[-1] == UNUSED:  # rows of the embedding without a token
         types.pop()
     tokens = tokens[: len(types)]
-    if len(set(tokens)) != len(tokens):
-        raise _error(keys, "tokenizer.ggml.tokens has duplicates")
+    keys.check(len(set(tokens)) == len(tokens), "tokenizer.ggml.tokens has duplicates")
     return build(keys, tokens, types)
 
 
@@ -54,18 +54,18 @@ def _from_merges(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         problem = f"tokenizer.ggml.pre is {name!r}, which is unknown" if name else "there is no tokenizer.ggml.pre"
-        raise _error(keys, f"{problem}; without it the ids would be wrong", "the model's tokenizer.json")
+        raise keys.error(f"{problem}; without it the ids would be wrong", "the model's tokenizer.json")
     merges = []
     for merge in _strings(keys, "tokenizer.ggml.merges"):
         space = merge.find(" ", 1)
         if space < 0:
-            raise _error(keys, f"tokenizer.ggml.merges has {merge[:40]!r}, which is not a pair")
+            raise keys.error(f"tokenizer.ggml.merges has {merge[:40]!r}, which is not a pair")
         merges.append((merge[:space], merge[space + 1 :]))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
-        vocabulary = {token: i for i, token in enumerate(tokens)}
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges)
     except Exception as error:  # tokenizers raises Exception itself
-        raise _error(keys, f"tokenizer.ggml.merges: {error}") from None
+        raise keys.error(f"tokenizer.ggml.merges: {error}") from None
     runtime = tokenizers.Tokenizer(model)
     if normalizer := pre.normalizer():
         runtime.normalizer = normalizer
@@ -79,7 +79,7 @@ def _from_merges(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     runtime.post_processor = (
         bos_eos_processor(runtime, bos, eos) if bos or eos else processors.ByteLevel(trim_offsets=False)
     )
-    return Tokenizer(runtime, names, chat_template=_chat_template(keys))
+    return Tokenizer(runtime, names, chat_template=keys.text("tokenizer.chat_template", "") or None)
 
 
 def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> Tokenizer:
@@ -90,9 +90,9 @@ def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     types = [NORMAL if i in space_runs else kind for i, kind in enumerate(types)]
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind == NORMAL and len(token) > MAX_PIECE_LENGTH:
-            raise _error(keys, f"tokenizer.ggml.tokens has a token of more than {MAX_PIECE_LENGTH} characters")
+            raise keys.error(f"tokenizer.ggml.tokens has a token of more than {MAX_PIECE_LENGTH} characters")
         if not NORMAL <= kind <= sentencepiece.BYTE or math.isnan(score):
-            raise _error(keys, f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
+            raise keys.error(f"tokenizer.ggml: token {token[:40]!r} has type {kind} and score {score}")
     model = sentencepiece.build(
         zip(tokens, scores, types, strict=True),
         {role: None if name is None else tokens.index(name) for role, name in names.items()},
@@ -104,7 +104,8 @@ def _from_pieces(keys: MetadataReader, tokens: list[str], types: list[int]) -> T
     _add_user_defined(runtime, tokens, types)
     representable = not {USER_DEFINED, UNUSED} & set(types)  # types that SentencePiece models are read with
     content = model.SerializeToString() if representable else None
-    return Tokenizer(runtime, names, chat_template=_chat_template(keys), sentencepiece_model=content)
+    template = keys.text("tokenizer.chat_template", "") or None
+    return Tokenizer(runtime, names, chat_template=template, sentencepiece_model=content)
 
 
 def _add_user_defined(runtime: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
@@ -124,7 +125,7 @@ def _special_token_names(
         present = key in keys.header.metadata
         id = keys.id(key) if present else defaults[role]
         if present and id is not None and id >= rows:
-            raise _error(keys, f"{key} is {id}, there are {rows} tokens")
+            raise keys.error(f"{key} is {id}, there are {rows} tokens")
         names[role] = tokens[id] if id is not None and id < len(tokens) else None
     return names
 
@@ -136,14 +137,10 @@ def _added_bos_eos(keys: MetadataReader, names: dict[str, str | None], add_bos: 
     return names["bos"] if bos else None, names["eos"] if eos else None
 
 
-def _chat_template(keys: MetadataReader) -> str | None:
-    return keys.text("tokenizer.chat_template", "") or None
-
-
 def _strings(keys: MetadataReader, key: str) -> list[str]:
     value = keys.header.metadata.get(key)
     if not isinstance(value, Array) or not value.holds_strings or not value.count:
-        raise _error(keys, f"{key} must be a list of strings")
+        raise keys.error(f"{key} must be a list of strings")
     return value.read()
 
 
@@ -152,12 +149,8 @@ def _numbers(keys: MetadataReader, key: str, count: int, default: int | None) ->
     if value is None and default is not None:
         return [default] * count
     if not isinstance(value, Array) or not value.holds_numbers or value.count < count:
-        raise _error(keys, f"{key} must be a list of {count} numbers")
+        raise keys.error(f"{key} must be a list of {count} numbers")
     return value.read()[:count]
-
-
-def _error(keys: MetadataReader, message: str, hint: str | None = None) -> TokenizerError:
-    return TokenizerError(f"{keys.header.path}: {message}", hint)
 
 
 def tokenizer_metadata(tokenizer: Tokenizer | None, config: ModelConfig) -> tuple[Metadata, list[str]]:

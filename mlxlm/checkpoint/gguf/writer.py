@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import ggml_type
 from mlxlm.checkpoint.gguf.rope_metadata import rope_metadata, rope_problems, rope_tensors, rope_type
 from mlxlm.checkpoint.gguf.tensors import encode_tensor
@@ -30,17 +30,19 @@ _POSITIONS = "position_embd.weight"
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What `write` wrote.
+    """What a writer wrote.
 
     Attributes:
+        warnings: Where llama.cpp computes something else than the source, or what is missing.
         other_types: Matrices that are not of the requested type, and their types.
-        notes: Where llama.cpp computes something else than the source.
-        tokens_may_differ: Whether a note is about the tokenizer, so that some texts get other token ids.
+        outtype: The requested type of a GGUF file's matrices.
+        tokens_may_differ: Whether a warning is about the tokenizer, so that some texts get other token ids.
     """
 
-    other_types: Mapping[str, str]
-    notes: tuple[str, ...]
-    tokens_may_differ: bool
+    warnings: list[str] = field(default_factory=list)
+    other_types: Mapping[str, str] = field(default_factory=dict)
+    outtype: str | None = None
+    tokens_may_differ: bool = False
 
 
 def write(
@@ -84,8 +86,8 @@ def write(
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
     matrices = [name for name, tensor in file_tensors.items() if len(tensor.shape) > 1 and name != _POSITIONS]
     other_types = {name: types[name] for name in matrices if types[name] != outtype}
-    notes = (*compatibility_notes(config, architecture), *tokenizer_notes)
-    return WriteResult(other_types, notes, tokens_may_differ=bool(tokenizer_notes))
+    warnings = [*compatibility_notes(config, architecture), *tokenizer_notes]
+    return WriteResult(warnings, other_types, outtype, tokens_may_differ=bool(tokenizer_notes))
 
 
 def _model_name(name: str) -> str:
@@ -103,13 +105,7 @@ def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: Lazy
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     result = to_file_weights(architecture.weight_mappings(config), tensors)
-    if architecture.norm_offset:
-        result = {name: _plus_one(t) if name.endswith("norm.weight") else t for name, t in result.items()}
-    return {**rope_tensors(config), **result}
-
-
-def _plus_one(tensor: LazyTensor) -> LazyTensor:
-    return tensor.astype(mx.float32).transform(lambda value: value + 1)
+    return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
 
 
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:
@@ -202,8 +198,6 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
         yield "layer_types differ"
     yield from architecture.problems(config)
     yield from rope_problems(config, architecture.rope_types)
-    if config.partial_rotary_factor != 1 and not architecture.partial_rotary:
-        yield f"partial_rotary_factor is {config.partial_rotary_factor}"
 
 
 def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list[str]:
@@ -223,12 +217,7 @@ def compatibility_notes(config: ModelConfig, architecture: Architecture) -> list
 def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     """The model's metadata: keys with the architecture's prefix, values as `write_header` expects them."""
     values: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        **{key: getattr(config, name) for key, name in SIZES.items()},
         "vocab_size": config.vocab_size,
         architecture.norm_eps_key: float(config.rms_norm_eps),
     }

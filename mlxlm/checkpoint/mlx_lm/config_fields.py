@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxlm.checkpoint.mlx_lm.install_rope import (
-    MODEL_SPECIFIC_ROPE,
-    is_known,
-    layer_rope,
-    original_context,
-    unsupported_rope_type,
-)
+from mlxlm.checkpoint.mlx_lm.install_rope import MODEL_SPECIFIC_ROPE, is_known, layer_rope, unsupported_rope_type
 from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.numbers import is_count
 from mlxlm.families.activations import MLX_LM_ACTIVATIONS, same_activation
@@ -274,7 +268,10 @@ def supported_length(name: str, fields: Mapping[str, Any], config: Mapping[str, 
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     types = config.get("layer_types")
-    limits = {"rope_parameters": original_context(config)}
+    rope = layer_rope(config)
+    longrope = rope["rope_type"] == "longrope" and rope.get("short_factor") != rope.get("long_factor")
+    # "longrope" uses other wavelengths, for all positions, for texts longer than the original context.
+    limits = {"rope_parameters": rope.get("original_max_position_embeddings") if longrope else None}
     if "index_topk" in config:  # mlx_lm's indexer selects other tokens than transformers'
         limits["index_topk"] = config["index_topk"]
     windowed = SLIDING in types if isinstance(types, list) else config.get("use_sliding_window") is not False

@@ -11,15 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
+from mlxlm.config import rope_scaling
 from mlxlm.config.components import FULL, SLIDING
 from mlxlm.config.numbers import is_positive
-from mlxlm.config.rope_scaling import (
-    SCALINGS,
-    attention_factor,
-    scaled_wavelengths,
-    unscaled_wavelengths,
-    validate_scaling,
-)
 from mlxlm.families import rope_parameters
 from mlxlm.utils.errors import CheckpointError
 
@@ -82,8 +76,8 @@ def install_rope(model: nn.Module, values: Mapping[str, Any], reads_partial_fact
     if isinstance(values.get("text_config"), Mapping):
         values = values["text_config"]
     modules = dict(model.named_modules())
-    paths = {path: _LAYER.search(path) for path, module in modules.items() if _is_rope(module)}
-    layers = {path: int(match[1]) for path, match in paths.items() if match}
+    paths = [path for path, module in modules.items() if isinstance(module, nn.RoPE) or hasattr(module, "_freqs")]
+    layers = {path: int(match[1]) for path in paths if (match := _LAYER.search(path))}
     if not layers and (rope_type := layer_rope(values)["rope_type"]) != "default":
         raise unsupported_rope_type(rope_type)
     for path, layer in layers.items():
@@ -103,24 +97,9 @@ def _layer_type(values: Mapping[str, Any], layer: int) -> str:
     return SLIDING if values.get("model_type") == "gemma3_text" and (layer + 1) % pattern else FULL
 
 
-def original_context(values: Mapping[str, Any]) -> int | None:
-    """Length up to which the rotary embedding of `install_rope` is right, or None for any length.
-
-    "longrope" uses other wavelengths, for all positions, for texts longer than the original context.
-    """
-    rope = layer_rope(values)
-    if rope["rope_type"] != "longrope" or rope.get("short_factor") == rope.get("long_factor"):
-        return None
-    return rope.get("original_max_position_embeddings")
-
-
 def is_known(rope_type: Any) -> bool:
     """Whether `install_rope` computes this rope_type instead of leaving it to mlx_lm."""
-    return rope_type == "default" or rope_type in SCALINGS
-
-
-def _is_rope(module: nn.Module) -> bool:
-    return isinstance(module, nn.RoPE) or hasattr(module, "_freqs")
+    return rope_type == "default" or rope_type in rope_scaling.SCALINGS
 
 
 def unsupported_rope_type(rope_type: Any) -> CheckpointError:
@@ -141,7 +120,7 @@ def _layer_rope(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str,
     traditional, base = getattr(module, "traditional", False), rope.get("rope_theta", getattr(module, "base", None))
     if base is None:
         raise CheckpointError("config.json lacks rope_theta")
-    problems = [] if rope_type == "default" else [*validate_scaling(rope, dims, base)]
+    problems = [] if rope_type == "default" else [*rope_scaling.validate_scaling(rope, dims, base)]
     wrong = [name for name in ("alpha", "short_mscale") if not is_positive(rope.get(name, 1))]
     if problems := [*problems, *(f"{name} is {rope[name]!r}, it must be a positive number" for name in wrong)]:
         raise CheckpointError("; ".join(problems))
@@ -154,8 +133,8 @@ def _layer_rope(module: nn.Module, rope: Mapping[str, Any], values: Mapping[str,
             return initialize_rope(dims, base, traditional, {**rope, "type": rope_type}, context)
         else:
             raise unsupported_rope_type(rope_type)
-    wavelengths = scaled_wavelengths(base, dims, rope) or unscaled_wavelengths(base, dims)
-    scale = rope.get("short_mscale", attention_factor(rope, context))
+    wavelengths = rope_scaling.scaled_wavelengths(base, dims, rope) or rope_scaling.unscaled_wavelengths(base, dims)
+    scale = rope.get("short_mscale", rope_scaling.attention_factor(rope, context))
     if not hasattr(module, "_freqs"):
         same = rope_type == "default" and module.dims == dims and module.base == base
         return module if same else FixedRope(dims, traditional, wavelengths, scale)

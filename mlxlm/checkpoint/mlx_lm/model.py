@@ -276,16 +276,13 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
         def sanitize(self, weights: Weights) -> Weights:
             """Rename and reshape tensors before mlx_lm's own `sanitize`."""
             if text_only:
-                weights = {_with_prefix(name): value for name, value in weights.items()}
+                prefix = "language_model."
+                weights = {prefix + name.removeprefix(prefix): value for name, value in weights.items()}
             if name in _CONVERT:
                 weights = _CONVERT[name](weights)
             return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
 
     return PatchedModel
-
-
-def _with_prefix(name: str) -> str:
-    return name if name.startswith("language_model.") else f"language_model.{name}"
 
 
 def _ernie4_5_moe(weights: Weights) -> Weights:

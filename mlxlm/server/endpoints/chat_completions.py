@@ -16,9 +16,9 @@ from mlxlm.generation import GenerationOptions
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import ChoicesReply, new_id, respond
+from mlxlm.server.reply import ChoicesReply, respond
 from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChoicesRequest, Fields, TextContent, read_body
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 
@@ -28,7 +28,7 @@ class JsonSchema(Fields):
 
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None  # no effect: the schema is always enforced
 
 
@@ -65,27 +65,23 @@ class CalledFunction(Fields):
 class MessageToolCall(Fields):
     """A tool call in an assistant's message."""
 
+    ignored = {"index"}  # of a streamed delta, which some clients send back
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # of a streamed delta, which some clients send back
     function: CalledFunction
 
 
 class ChatMessage(Fields):
     """A message of a conversation."""
 
+    ignored = {"annotations", "provider_specific_fields"}  # of an answer that a client sends back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    # Fields of an answer, which clients send back.
     refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:

@@ -18,9 +18,9 @@ from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.scoring import prompt_logprobs
 from mlxlm.server.conversation import check_constraint
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import Models, ServedModel
-from mlxlm.server.reply import ChoicesReply, json_response, new_id, respond
+from mlxlm.server.reply import ChoicesReply, json_response, respond
 from mlxlm.server.schemas import MAX_PROMPTS, ChoicesRequest, Prompts, read_body
 from mlxlm.server.text import Piece, Text, finite, sample_requests, token_text
 from mlxlm.tokenizer import Tokenizer

@@ -16,9 +16,9 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
 from mlxlm.server.conversation import Conversation, ToolUse, named_tool, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, new_id, respond
+from mlxlm.server.reply import Event, Reply, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -36,6 +36,8 @@ from mlxlm.tokenizer import Tokenizer
 class Block(Fields):
     """A content block of a message. Its type decides which fields it needs."""
 
+    # Prompts are always cached, and there are no citations or server tools.
+    ignored = {"signature", "data", "cache_control", "citations", "caller"}
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     id: str | None = None
@@ -45,12 +47,6 @@ class Block(Fields):
     content: TextContent | None = None
     is_error: bool | None = None
     thinking: str | None = None
-    signature: str | None = None
-    data: str | None = None
-    # No effect: prompts are always cached, and there are no citations or server tools.
-    cache_control: dict[str, Any] | None = None
-    citations: Any = None
-    caller: Any = None
 
 
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
@@ -84,13 +80,12 @@ class AnthropicMessage(Fields):
 class AnthropicTool(Fields):
     """A function that the model may call."""
 
+    ignored = {"cache_control", "eager_input_streaming"}  # arguments are always streamed
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None  # no effect: arguments are always streamed
 
     def to_chat(self) -> dict[str, Any]:
         """The tool as in chat completions."""
@@ -100,11 +95,10 @@ class AnthropicTool(Fields):
 
 
 class Thinking(Fields):
-    """`thinking`. `budget_tokens` has no effect: the model decides how long it thinks."""
+    """`thinking`."""
 
+    ignored = {"budget_tokens", "display"}  # the model decides how long it thinks
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
 
 
 class OutputFormat(Fields):
@@ -136,6 +130,7 @@ class ContextManagement(Fields):
 class CountTokensRequest(Fields):
     """The body of /v1/messages/count_tokens, whose fields /v1/messages also has."""
 
+    ignored = {"cache_control"}
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
@@ -143,20 +138,16 @@ class CountTokensRequest(Fields):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # no effect: prompts are always cached
     context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
     """The body of /v1/messages."""
 
+    ignored = {"cache_control", "metadata", "service_tier", "inference_geo"}
     max_tokens: int
     stop_sequences: Strings | None = None
     stream: bool | None = None
-    # No effect.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
 
 
 async def messages(request: Request) -> Response:

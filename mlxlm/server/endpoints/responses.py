@@ -15,14 +15,15 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import ApiError, invalid
+from mlxlm.server.endpoints.chat_completions import JsonSchema
+from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import Event, Reply, new_id, respond
+from mlxlm.server.reply import Event, Reply, respond
 from mlxlm.server.schemas import (
+    IGNORED_BY_OPENAI,
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
-    IgnoredFields,
     SamplingFields,
     StreamOptions,
     TextContent,
@@ -36,32 +37,25 @@ _INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 class InputItem(Fields):
     """An item of the input. Its type decides which fields it needs."""
 
+    ignored = {"id", "status", "phase", "encrypted_content"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    id: str | None = None
-    status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    phase: str | None = None
     content: TextContent | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: TextContent | None = None
     summary: TextContent | None = None
-    encrypted_content: str | None = None
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextFormat(Fields):
+class TextFormat(JsonSchema):
     """`text.format`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
 
 
 class TextSettings(Fields):
@@ -74,9 +68,8 @@ class TextSettings(Fields):
 class Reasoning(Fields):
     """`reasoning`. The reasoning itself is always returned; there are no summaries."""
 
+    ignored = {"summary", "generate_summary"}
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class ResponseTool(Fields):
@@ -94,9 +87,11 @@ class ResponseTool(Fields):
         return {"type": "function", "function": function}
 
 
-class ResponseRequest(SamplingFields, IgnoredFields):
+class ResponseRequest(SamplingFields):
     """The body of /v1/responses."""
 
+    ignored = IGNORED_BY_OPENAI - {"metadata"} | {"max_tool_calls"}  # of tools that OpenAI runs
+    metadata: dict[str, Any] | None = None
     model: str | None = None
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -112,9 +107,7 @@ class ResponseRequest(SamplingFields, IgnoredFields):
     include: list[_INCLUDES] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    max_tool_calls: int | None = None  # no effect: it is about tools that OpenAI runs
     previous_response_id: str | None = None
-    conversation: None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

@@ -139,6 +139,14 @@ def test_a_resized_window_loses_nothing():
     assert set(re.findall(r"\w+\d", text)) <= set(re.findall(r"\w+\d", " ".join(lines)))
 
 
+def test_a_tail_that_ends_leaves_nothing():
+    terminal = FakeTerminal(20, 5)
+    tail = LiveTail(terminal.write, lambda: (20, 5))
+    for lines in (["one", "two"], []):
+        tail.draw(lines)
+        assert terminal.lines == lines
+
+
 def test_a_finished_block_is_written_once():
     written, now = [], [0]
     stream = MarkdownStream(LiveTail(written.append, lambda: (60, 24)), clock=lambda: now[0])

@@ -72,12 +72,27 @@ def say(chat, line, *answers):
     chat.expect(PROMPT)
 
 
-def leave(chat):
-    chat.sendeof()
+def leave(chat, keys="\x04", status=0):
+    """End the chat, and return what it printed."""
+    chat.send(keys)
     chat.expect(pexpect.EOF)
     chat.close()
-    assert chat.exitstatus == 0
+    assert chat.exitstatus == status
     return chat.before
+
+
+def choose(chat, keys, *answers):
+    """Open the list of saved conversations, and type into it."""
+    chat.send("/sessions\r")
+    chat.expect("Esc leaves")
+    chat.send(keys)
+    for answer in (*answers, PROMPT):
+        chat.expect(answer)
+    return chat.before
+
+
+def questions_in(path):
+    return [message["content"] for message in messages_in(path)][::2]
 
 
 def unnamed_sessions(tmp_path):
@@ -123,15 +138,11 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     say(chat, "/show messages", "user:", "Hello!", "assistant:")
     say(chat, "/hepl", r"there is no command /hepl \(try: /help")
     say(chat, "/help", r"/reset .*/clear", r"/exit +leave the chat .*/bye", "Alt-Enter")
-    chat.send("/exit\r")
-    chat.expect("this conversation is saved: mlxlm chat --continue")
-    chat.expect(pexpect.EOF)
-    chat.close()
-    assert chat.exitstatus == 0
+    assert "this conversation is saved: mlxlm chat --continue" in leave(chat, "/exit\r")
     history = tmp_path / "state" / "mlxlm" / "chat_history"
     assert "+And you?" in history.read_text()
     (session,) = unnamed_sessions(tmp_path)
-    assert [m["content"] for m in messages_in(session)][0] == "Hello!" and len(messages_in(session)) == 2
+    assert questions_in(session) == ["Hello!"]
     modes = [p.stat().st_mode & 0o777 for p in (history, session, session.parent)]
     assert modes == [0o600, 0o600, 0o700]
     chat = terminal("--continue")
@@ -140,8 +151,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     say(chat, "More", "cut off")
     say(chat, "/set context_overflow drop")
     leave(chat)
-    assert unnamed_sessions(tmp_path) == [session]
-    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "More"]
+    assert unnamed_sessions(tmp_path) == [session] and questions_in(session) == ["Hello!", "More"]
     chat = terminal("--continue")
     say(chat, "/set context", r"context_overflow +drop")
     (tmp_path / "tiny").rename(tmp_path / "moved")
@@ -158,7 +168,7 @@ def test_enter_sends_an_example_once(terminal, model_folder, tmp_path):
     say(chat, "", "cut off")
     say(chat, "", PROMPT)  # nothing happens
     (session,) = unnamed_sessions(tmp_path)
-    assert [m["content"] for m in messages_in(session)][::2] == ["Why is the sky blue?"]
+    assert questions_in(session) == ["Why is the sky blue?"]
     say(chat, "/reset", "is removed")
     assert "example" not in leave(chat)
     (model_folder / "generation_config.json").write_text('{"example_prompt": "Count to 3."}')
@@ -177,10 +187,8 @@ def test_enter_sends_an_example_once(terminal, model_folder, tmp_path):
 def test_settings_branches_edits_and_abbreviations(terminal):
     chat = terminal("-n", "5")
     say(chat, "/system Be brief.", "system prompt: Be brief.")
-    say(chat, "/set temperature 7000", "temperature is 7000.* to 100")
     say(chat, "/set top-k 3", r"top_k +3")
     say(chat, "/set", r"reasoning +dim", r"context_overflow +ask", r"top_k +3", r"max_tokens +5")
-    say(chat, "/set colour red", "there is no setting colour")
     say(chat, "One", "cut off")
     say(chat, "/branch other", "in a new branch, other")
     say(chat, "Two", "cut off")
@@ -189,9 +197,7 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "/show", "chat_template +model", r"branch +main, of main, other")
     chat.send("/edit\r")
     chat.expect(PROMPT + ".*One")
-    chat.send(" more\r")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
+    say(chat, " more", "cut off")
     say(chat, "/tokens", "user +One more")
     say(chat, '/system """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
     say(chat, "//etc?", "cut off")
@@ -201,26 +207,21 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "/tokens", r"user +/etc\?")
     say(chat, "/set temp 0.5", r"temperature +0\.5")
     say(chat, "/set top-", r"error: top_ could be top_k, top_p or top_n_sigma \(try: more of its letters")
-    say(chat, "/set top-p 0.9", r"top_p +0\.9")
     say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save, /sessions or /stats")
     say(chat, "/show set", r"temperature +0\.5")
     say(chat, "/", "error: there is no command / ")
     say(chat, "/?", r"/help \[COMMAND\] +show the commands")
     say(chat, "/? quit", r"/exit +leave the chat")
-    say(chat, '/sys """\rYou are\rbrief."""', "system prompt: You are\r\nbrief.")
     for short in ("/cl", "/by", "/q"):
         say(chat, short, f"error: there is no command {short} ")
     say(chat, "/clear", "the conversation is removed")
     say(chat, "/tok", "0  in all")
-    chat.send("/sh sys\t\r")
-    chat.expect("system prompt: You are")
-    chat.expect(PROMPT)
+    say(chat, "/sh sys\t", "system prompt: You are")
     chat.send("/b\t\t")
     chat.expect("/branch +/bye")
     chat.send("\x03")
     chat.expect(PROMPT)
-    chat.send("/bye\r")
-    chat.expect(pexpect.EOF)
+    leave(chat, "/bye\r")
 
 
 def test_the_last_answer_is_edited_and_continued(terminal, tmp_path, piped):
@@ -234,16 +235,14 @@ def test_the_last_answer_is_edited_and_continued(terminal, tmp_path, piped):
     chat.send("/cont\r")
     chat.expect("Enter continues it")
     chat.expect(PROMPT + ".*The quick")
-    chat.send("\x15//fox\r")  # the message of an answer can start with a slash, too
-    chat.expect("/fox.*cut off")
-    chat.expect(PROMPT)
+    say(chat, "\x15//fox", "/fox.*cut off")  # the message of an answer can start with a slash, too
     assert messages_in(session)[1]["content"].startswith("/fox") and len(messages_in(session)) == 2
     chat.send("/cont\r")
     chat.expect('>.*""".*/fox.*"""')
     say(chat, "", "cut off")
     say(chat, "Two", "cut off")  # a message again
     leave(chat)
-    assert [m["content"] for m in messages_in(session)][2] == "Two"
+    assert questions_in(session)[1] == "Two"
     out = piped(b'One\n/continue The quick\n/continue\n/continue """\nThe\nlazy"""\n', "-n", "5").out.decode()
     first, second = re.findall("The quick.*", out)
     assert second.startswith(first) and second != first and "The\nlazy" in out
@@ -256,7 +255,7 @@ def test_sessions_are_saved_and_loaded(terminal, tmp_path, piped):
     say(chat, f"/save {saved} --save-kv-cache", "saved to")
     assert unnamed_sessions(tmp_path) == []  # it has a name now
     say(chat, "More", "cut off")
-    assert [m["content"] for m in messages_in(saved)][2] == "More"  # and is kept up to date
+    assert questions_in(saved)[1] == "More"  # and is kept up to date
     say(chat, "/reset", "the conversation is removed; /load")
     say(chat, "/tokens", "0 +in all")
     say(chat, "New", "cut off")
@@ -283,28 +282,16 @@ def test_a_saved_conversation_is_chosen(terminal, tmp_path, piped, run):
     chat = terminal("-n", "5")
     say(chat, "About dogs", "cut off")
     second = next(path for path in unnamed_sessions(tmp_path) if path != first)
-    chat.send("/sessions\r")
-    chat.expect("Esc leaves")
-    chat.send("fox\r")
-    chat.expect("2 messages; new messages are added to them")
-    chat.expect(PROMPT)
+    choose(chat, "fox\r", "2 messages; new messages are added to them")
     say(chat, "More", "cut off")
     for keys in ("\x1b", "\x03", "\r"):  # the one that is open is the newest
-        chat.send("/sessions\r")
-        chat.expect("Esc leaves")
-        chat.send(keys)
-        chat.expect(PROMPT)
+        assert "new messages" not in choose(chat, keys)
     assert "--continue" in leave(chat)
-    assert [m["content"] for m in messages_in(first)][::2] == ["About foxes", "More"]
-    assert [m["content"] for m in messages_in(second)][::2] == ["About dogs"]
+    assert questions_in(first) == ["About foxes", "More"] and questions_in(second) == ["About dogs"]
     moved = second.read_text().replace(str(tmp_path / "tiny"), "/no/such/model")
     second.write_text(moved)
     chat = terminal("-n", "5")
-    chat.send("/sessions\r")
-    chat.expect("Esc leaves")
-    chat.send("dogs\r")
-    chat.expect(r"error: this is a chat with /no/such/model, which isn't on this\s+machine\s+\(try:")
-    chat.expect(PROMPT)
+    choose(chat, "dogs\r", r"error: this is a chat with /no/such/model, which isn't on this\s+machine\s+\(try:")
     leave(chat)
     done = run(b"", "--sessions")
     rows = [line.split("\t") for line in done.out.decode().splitlines()]
@@ -319,31 +306,18 @@ def test_a_saved_conversation_is_chosen(terminal, tmp_path, piped, run):
 def test_the_line_editor_and_a_private_chat(terminal, tmp_path):
     (tmp_path / "a-long-name.jsonl").write_text("")
     chat = terminal("-n", "5", "--private")
-    chat.send("/bra\t\r")
-    chat.expect("main: 0 turns")
-    chat.expect(PROMPT)
-    chat.send("\x1b[A\r")  # up: the last line again
-    chat.expect("main: 0 turns")
-    chat.expect(PROMPT)
-    chat.send("/set rea\thi\t\r")
-    chat.expect(PROMPT)
+    say(chat, "/bra\t", "main: 0 turns")
+    say(chat, "\x1b[A", "main: 0 turns")  # up: the last line again
+    say(chat, "/set rea\thi\t")
     say(chat, "/set reas", r"reasoning +hide")
-    chat.send("/set temper\t0.5\r")
-    chat.expect(r"temperature +0\.5")
-    chat.expect(PROMPT)
-    chat.send(f"/load {tmp_path}/a-lo\t\r")
-    chat.expect(r"error: .*a-long-name.jsonl")
-    chat.expect(PROMPT)
+    say(chat, "/set temper\t0.5", r"temperature +0\.5")
+    say(chat, f"/load {tmp_path}/a-lo\t", r"error: .*a-long-name.jsonl")
     for keys in ("\x07", "\x18\x05"):  # an external editor
         chat.send(f"draft{keys}")
         chat.expect("draft.*, edited")
         say(chat, "", "cut off")
-    chat.send('"""first\rsecond"""\r')
-    chat.expect("cut off")
-    chat.expect(PROMPT)
-    chat.send("\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped\r")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
+    say(chat, '"""first\rsecond"""', "cut off")
+    say(chat, "\x1b[200~pasted\nlines\x1b[201~\x1b\rtyped", "cut off")
     say(chat, "/show messages", "draft, edited", "first\r\nsecond\r\n", "pasted\r\nlines\r\ntyped\r\n")
     say(chat, f"/save {tmp_path / 's.jsonl'}", "saved to")
     say(chat, "/reset", "is removed")
@@ -387,8 +361,7 @@ def test_the_keyboard_during_an_answer(terminal, tmp_path):
     assert chat.waitnoecho(10)
     stop_answer(chat)
     chat.expect(PROMPT)
-    questions = [m["content"] for m in messages_in(unnamed_sessions(tmp_path)[0])][::2]
-    assert questions == ["Hello!", "Again", "Hello!", "And now this", "Hello!"]
+    assert questions_in(unnamed_sessions(tmp_path)[0]) == ["Hello!", "Again", "Hello!", "And now this", "Hello!"]
 
 
 def test_what_is_typed_or_pasted_during_an_answer_is_the_next_message(terminal, tmp_path):
@@ -410,7 +383,7 @@ def test_what_is_typed_or_pasted_during_an_answer_is_the_next_message(terminal, 
     chat.send("\r")
     chat.expect("cut off")
     chat.expect(PROMPT)
-    assert messages_in(unnamed_sessions(tmp_path)[0])[4]["content"] == "two\nlines"
+    assert questions_in(unnamed_sessions(tmp_path)[0])[2] == "two\nlines"
     assert re.findall(r"\x1b\[\?2004[hl]", leave(chat))[-1].endswith("l")
 
 
@@ -440,11 +413,8 @@ def test_a_terminal_that_is_closed_loses_nothing(terminal, tmp_path, number):
     chat.send("Again\r")
     chat.expect(ANSWERING)
     os.kill(chat.pid, number)
-    chat.expect(pexpect.EOF)
-    chat.close()
-    expected = {signal.SIGHUP: 129, signal.SIGTERM: 143}
-    assert chat.exitstatus == expected.get(number)
-    questions = [m["content"] for m in messages_in(unnamed_sessions(tmp_path)[0])][::2]
+    leave(chat, "", {signal.SIGHUP: 129, signal.SIGTERM: 143}.get(number))
+    questions = questions_in(unnamed_sessions(tmp_path)[0])
     assert questions == (["Hello!"] if number == signal.SIGKILL else ["Hello!", "Again"])
 
 
@@ -481,9 +451,7 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     chat = terminal("-n", "5")
     # The error about a message higher than the screen stays visible.
     chat.setwinsize(12, 60)
-    chat.send("🎈" * 400 + "\r")  # 4 tokens each
-    chat.expect("cut off")
-    chat.expect(PROMPT)
+    say(chat, "🎈" * 400, "cut off")  # 4 tokens each
     assert messages_in(unnamed_sessions(tmp_path)[0])[0]["content"] == "🎈" * 400
     chat.send("🎈" * 600 + "\r")
     chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 2048")
@@ -501,44 +469,29 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     chat.setwinsize(40, 160)
     # A full context is cleared when asked.
     fill(chat)
-    chat.send("n\r")
-    chat.expect("error: the conversation would have .* /set context_overflow drop")
-    chat.expect(PROMPT)
+    say(chat, "n", "error: the conversation would have .* /set context_overflow drop")
     chat.send("\r")  # the message is still there
     chat.expect("Drop the oldest turns")
-    chat.send("y\r")
-    chat.expect(r"\d messages dropped: the model no longer sees them")
-    chat.expect("cut off")
-    chat.expect(PROMPT)
+    say(chat, "y", r"\d messages dropped: the model no longer sees them", "cut off")
     say(chat, "/tokens", "the model no longer sees it")
     # A hang-up while the chat asks ends it.
     fill(chat)
     chat.kill(signal.SIGHUP)
-    chat.expect(pexpect.EOF)
-    chat.close()
-    assert chat.exitstatus == 129
+    leave(chat, "", 129)
 
 
 @pytest.mark.parametrize("keys", ["\x04", "/exit\r"])
 def test_what_is_typed_before_the_first_prompt_reaches_it(model_folder, environment, keys):
     script = (
-        "import select\n"
-        "from mlxlm.chat.terminal import repl\n"
-        "from mlxlm.cli.main import main\n"
+        "import select; from mlxlm.chat.terminal import repl; from mlxlm.cli.main import main\n"
         "show = repl.print_status\n"
-        "def print_status(text):\n"
-        "    show(text)\n"
-        "    if 'lists the commands' in text: select.select([0], [], [])\n"
-        "repl.print_status = print_status\n"
-        "main()\n"
+        "repl.print_status = lambda text: (show(text), 'lists the commands' in text and select.select([0], [], []))\n"
+        "main()"
     )
     command = ["-c", script, "chat", str(model_folder), "--private"]
     chat = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=15)
     chat.expect("lists the commands")
-    chat.send(keys)
-    chat.expect(pexpect.EOF)
-    chat.close()
-    assert chat.exitstatus == 0
+    leave(chat, keys)
 
 
 def test_a_dumb_terminal_gets_no_escapes_and_a_state_folder_that_cannot_be_written_is_reported(terminal, tmp_path):
@@ -642,7 +595,7 @@ def test_one_question(piped, tmp_path):
     for question in ("Hello!", "And?"):
         done = piped(b"", "-n", "9", "-p", question, "--session", str(session))
         assert (done.returncode, done.err) == (0, b"")
-    assert [m["content"] for m in messages_in(session)][::2] == ["Hello!", "And?"]
+    assert questions_in(session) == ["Hello!", "And?"]
 
 
 def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tmp_path):
@@ -651,7 +604,7 @@ def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tm
     done = subprocess.run(command, input=b"Two\nlines\n", env=environment, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
     piped(b"Two\nlines\n", "-n", "9", "-p", "-", "--session", str(session))
-    assert [m["content"] for m in messages_in(session)][::2] == ["Two\nlines\n\nSummarize", "Two\nlines"]
+    assert questions_in(session) == ["Two\nlines\n\nSummarize", "Two\nlines"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal import autosave
 from mlxlm.chat.terminal.autosave import SavedSession, highlighted, saved_sessions, session_table
 from mlxlm.chat.terminal.session_picker import SessionPicker, row_text
 from mlxlm.utils.errors import GenerationError
@@ -133,14 +132,6 @@ def test_files_that_can_not_be_read_are_listed(folder):
     text, _ = shown("binary")
     assert "can't be read" in text.preview
     assert SavedSession.read(folder / "nowhere").problem.endswith("No such file or directory")
-
-
-def test_only_the_beginning_of_a_large_file_is_read(folder, monkeypatch):
-    monkeypatch.setattr(autosave, "_MAX_BYTES", 120)
-    session = SavedSession.read(folder / "b.jsonl")
-    assert session.count == "1+" and not session.problem
-    monkeypatch.setattr(autosave, "_MAX_BYTES", (folder / "b.jsonl").stat().st_size)
-    assert SavedSession.read(folder / "b.jsonl").count == "2"
 
 
 def test_a_saved_chat_is_listed(lm, folder):

@@ -8,8 +8,9 @@ from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
-from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model
 from tests.checkpoint.gguf.gguf_tokenizers import SAMPLE
+from tests.small_models import tensors_of
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -69,7 +70,7 @@ def through(tmp_path, open_llama_cpp, tiny_tokenizer):
         config = model.config.with_changes(vocab_size=rows, bos_token_id=None, eos_token_id=None, pad_token_id=None)
         path = tmp_path / "my-phi3.gguf"  # a name that must not matter to llama.cpp
         result = gguf.write(path, config, tensors_of(Decoder(config)), tokenizer, "F16")
-        assert result.notes == tuple(notes)
+        assert result.warnings == list(notes)
 
         loaded = open_llama_cpp(path, vocab_only=True)
         again = open_checkpoint(path).load_tokenizer()

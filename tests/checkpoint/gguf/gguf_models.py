@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, tree_flatten
-from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.backend.mlx import mx
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
+from tests.small_models import arrays_of, random_decoder
 
 VOCAB = 307  # seven rows more than the tokenizer has tokens
 _COMMON = {
@@ -61,23 +61,14 @@ MODELS = {
 
 
 def random_model(name: str, tokenizer) -> Decoder:
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    decoder = Decoder(config_from_hf({**MODELS[name], **ids}))
-    decoder.init_weights(0)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    decoder = random_decoder(config_from_hf({**MODELS[name], **ids}))
     rng = np.random.default_rng(1)
     weights = []
-    for key, value in tree_flatten(decoder.parameters()):
+    for key, value in arrays_of(decoder).items():
         value = np.array(value)
         value = 3 * value if value.ndim > 1 else value + rng.normal(size=value.shape) / 5
         weights.append((key, mx.array(value.astype(np.float32)).astype(mx.bfloat16).astype(mx.float32)))
     decoder.load_weights(weights)
     decoder.eval()
     return decoder
-
-
-def tensors_of(decoder: Decoder, dtype: mx.Dtype = mx.float32) -> dict:
-    return {name: lazy_tensor(value.astype(dtype)) for name, value in tree_flatten(decoder.parameters())}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxlm.checkpoint.gguf.header import read_header
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.raw_files import Raw, array
+from tests.checkpoint.raw_files import Raw, array, finish
 
 NUMBERS = {
     gguf_package.GGUFValueType.UINT8: st.integers(0, 2**8 - 1),
@@ -52,10 +52,7 @@ def test_headers_of_the_gguf_package(scalars, arrays, shapes, alignment, tmp_pat
         writer.add_key_value(f"array.{i}", value, gguf_package.GGUFValueType.ARRAY, sub_type=kind)
     for i, shape in enumerate(shapes):
         writer.add_tensor(f"tensor.{i}", np.full(shape, i, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     header = read_header(path)
     assert header.metadata["general.alignment"] == alignment
     for i, (_, value) in enumerate(scalars):

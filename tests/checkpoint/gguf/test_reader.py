@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
 
 import gguf as gguf_package
 import numpy as np
@@ -13,8 +14,9 @@ from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.utils.errors import CheckpointError, ConfigError
-from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
-from tests.checkpoint.raw_files import array, small_llama
+from tests.checkpoint.gguf.gguf_models import random_model
+from tests.checkpoint.raw_files import add_sizes, array, finish, small_llama
+from tests.small_models import tensors_of
 
 
 def split(model, tokenizer, folder, parts=3):
@@ -35,10 +37,7 @@ def split(model, tokenizer, folder, parts=3):
         writer.add_int32("split.tensors.count", len(whole.tensors))
         for tensor in whole.tensors[i::parts]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return paths
 
 
@@ -102,15 +101,10 @@ GEMMA3 = {
 def write_gemma3(path, model, factor):
     """Write a file as llama.cpp's converter does."""
     writer = gguf_package.GGUFWriter(path, "gemma3")
-    writer.add_embedding_length(GEMMA3["hidden_size"])
-    writer.add_feed_forward_length(GEMMA3["intermediate_size"])
-    writer.add_block_count(GEMMA3["num_hidden_layers"])
-    writer.add_head_count(GEMMA3["num_attention_heads"])
-    writer.add_head_count_kv(GEMMA3["num_key_value_heads"])
+    add_sizes(writer, SimpleNamespace(**GEMMA3))
     writer.add_key_length(GEMMA3["head_dim"])
     writer.add_value_length(GEMMA3["head_dim"])
     writer.add_sliding_window(GEMMA3["sliding_window"])
-    writer.add_context_length(GEMMA3["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)  # of layers without a window
     if factor != 1:
@@ -121,10 +115,7 @@ def write_gemma3(path, model, factor):
         if name != "lm_head.weight":  # the embedding
             value = value.numpy() + (1 if name.endswith("norm.weight") else 0)
             writer.add_tensor(names.get_name(name, (".weight",)), value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("factor", [1, 8.0])

@@ -1,8 +1,6 @@
-"""Tensor types against the gguf package, values that a type cannot hold, and the thread pool."""
+"""Tensor types against the gguf package, and values that a type cannot hold."""
 
 from __future__ import annotations
-
-import threading
 
 import gguf as gguf_package
 import numpy as np
@@ -11,9 +9,10 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.header import ggml_types, read_header
-from mlxlm.checkpoint.gguf.tensors import _CHUNK, encode_tensor, parallel_map, read_tensor
+from mlxlm.checkpoint.gguf.tensors import _CHUNK, encode_tensor, read_tensor
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.raw_files import finish
 
 
 @pytest.mark.parametrize("number", ggml_types(), ids=lambda number: ggml_types()[number].name)
@@ -27,10 +26,7 @@ def test_every_type_reads_like_the_gguf_package(number, tmp_path):
         stored = rng.integers(0, 256, (rows, 512 // kind.block_size * kind.type_size), dtype=np.uint8)
     writer = gguf_package.GGUFWriter(tmp_path / "m.gguf", "test")
     writer.add_tensor("x", stored, raw_dtype=gguf_package.GGMLQuantizationType(number))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensor = read_tensor(read_header(tmp_path / "m.gguf").tensors["x"])
     value = tensor.read()
     assert (tensor.shape, tensor.stored_dtype, tensor.nbytes) == ((rows, 512), kind.name, stored.nbytes)
@@ -53,39 +49,3 @@ def test_values_that_are_not_finite_are_errors(kind, dtype, bad):
 def test_values_too_large_for_float16_are_errors():
     with pytest.raises(CheckpointError, match="tensor x has values that are too large for F16"):
         list(encode_tensor("x", lazy_tensor(mx.full((4, 32), -1e5)), "F16"))
-
-
-@pytest.fixture(params=[1, 2, 8])
-def cores(request, monkeypatch):
-    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: request.param)
-    return request.param
-
-
-def test_parallel_map_keeps_the_order(cores):
-    assert list(parallel_map(lambda i: i * i, range(50))) == [i * i for i in range(50)]
-    assert list(parallel_map(str, [])) == []
-
-
-def test_parallel_map_does_not_read_far_ahead(cores):
-    read = []
-    results = parallel_map(str, (read.append(i) or i for i in range(1000)))
-    assert [next(results), next(results)] == ["0", "1"]
-    assert len(read) <= cores + 2
-    results.close()
-
-
-@pytest.mark.parametrize("where", ["function", "pieces"])
-def test_parallel_map_raises_the_first_error(cores, where):
-    def odd(i):
-        if i == 7:
-            raise ValueError("seven")
-        return i
-
-    def pieces():
-        yield from map(odd, range(100)) if where == "pieces" else range(100)
-
-    results, before = [], threading.active_count()
-    with pytest.raises(ValueError, match="seven"):
-        results.extend(parallel_map(odd if where == "function" else int, pieces()))
-    assert results == list(range(len(results))) and len(results) <= 7
-    assert threading.active_count() == before

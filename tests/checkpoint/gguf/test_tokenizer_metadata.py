@@ -17,24 +17,22 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.utils.errors import TokenizerError
-from tests.checkpoint.gguf.gguf_models import random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import random_model
 from tests.checkpoint.gguf.gguf_tokenizers import SAMPLE, check
+from tests.checkpoint.raw_files import finish
+from tests.small_models import sentencepiece_proto, tensors_of
 
 
 def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     """Gemma's tokenizer has runs of spaces and tags among its pieces."""
-    import io
-
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(texts).split("\n")), model_writer=model, model_type="bpe", vocab_size=500,
-        hard_vocab_limit=False, byte_fallback=True, normalization_rule_name="identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=False, user_defined_symbols=["▁▁", "▁▁▁", "<table>"], minloglevel=2,
+    model = sentencepiece_proto(
+        500, tuple("\n".join(texts).split("\n")), hard_vocab_limit=False, add_dummy_prefix=False,
+        user_defined_symbols="▁▁,▁▁▁,<table>",
     )  # fmt: skip
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     writer = gguf_package.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.piece for piece in proto.pieces])
@@ -42,13 +40,10 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     writer.add_token_types([piece.type for piece in proto.pieces])
     writer.add_add_space_prefix(False)
     writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tokenizer = read_tokenizer(MetadataReader(read_header(tmp_path / "m.gguf")))
     llama_cpp = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
-    encoder = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    encoder = sentencepiece.SentencePieceProcessor(model_proto=model)
     for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
         assert tokenizer.encode(text) == encoder.encode(text)
         assert tokenizer.encode(text) == llama_cpp.tokenize(text.encode(), add_bos=False, special=False)
@@ -104,46 +99,31 @@ def test_rows_without_a_token_are_unused(trained, through):
     check(trained, again, llama_cpp, SAMPLE)
 
 
-@pytest.mark.parametrize("name", ["llama2", "gpt2"])
-def test_real_tokenizers_on_real_text(name, shared_data, through):
-    folder = shared_data.parent / "tokenizers" / name
+@pytest.mark.parametrize("name", ["llama2", "gpt2", "llama2 without its model", "llama2 of transformers"])
+def test_real_tokenizers_on_real_text(name, shared_data, through, tmp_path):
+    """Without tokenizer.model, scores follow the merges; transformers has them in another order, and puts no space
+    before a text that begins with one."""
+    kind, _, form = name.partition(" ")
+    folder = shared_data.parent / "tokenizers" / kind
     if not folder.is_dir():
-        pytest.skip(f"no tokenizer {name} beside this checkout")
-    tokenizer = load(folder)
-    again, llama_cpp = through(tokenizer)
-    assert again.fingerprint == tokenizer.fingerprint
-    for path in shared_data.glob("*.txt"):
-        text = path.read_text(encoding="utf-8")
-        assert again.encode(text) == tokenizer.encode(text)
-        check(tokenizer, again, llama_cpp, text[:100_000])  # llama.cpp takes seconds for a megabyte
-    check(tokenizer, again, llama_cpp, SAMPLE)
-
-
-def test_llama_tokenizer_json_without_its_model(shared_data, through, tmp_path):
-    """Scores follow the order of the merges."""
-    folder = shared_data.parent / "tokenizers" / "llama2"
-    if not folder.is_dir():
-        pytest.skip("no Llama 2 tokenizer beside this checkout")
-    load(folder).save(tmp_path / "saved")
-    (tmp_path / "saved" / "tokenizer.model").unlink()
-    tokenizer = load(tmp_path / "saved")
-    assert tokenizer.sentencepiece_model is None
-    again, llama_cpp = through(tokenizer)
-    for text in (SAMPLE, "  two  spaces ", "a", ""):
-        check(tokenizer, again, llama_cpp, text)
-
-
-def test_llama_tokenizer_json_of_transformers(shared_data, through, tmp_path):
-    """Its merges are in another order, and it puts no space before a text that begins with one."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    folder = shared_data.parent / "tokenizers" / "llama2"
-    if not folder.is_dir():
-        pytest.skip("no Llama 2 tokenizer beside this checkout")
-    transformers.LlamaTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    tokenizer = load(tmp_path / "saved")
-    again, llama_cpp = through(tokenizer, notes=[ONE_SPACE])
-    check(tokenizer, again, llama_cpp, SAMPLE)
+        pytest.skip(f"no tokenizer {kind} beside this checkout")
+    if form == "without its model":
+        load(folder).save(tmp_path / "saved")
+        (tmp_path / "saved" / "tokenizer.model").unlink()
+    elif form:
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        transformers.LlamaTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    tokenizer = load(tmp_path / "saved" if form else folder)
+    again, llama_cpp = through(tokenizer, notes=[ONE_SPACE] if form == "of transformers" else ())
+    if not form:
+        assert again.fingerprint == tokenizer.fingerprint
+        for path in shared_data.glob("*.txt"):
+            text = path.read_text(encoding="utf-8")
+            assert again.encode(text) == tokenizer.encode(text)
+            check(tokenizer, again, llama_cpp, text[:100_000])  # llama.cpp takes seconds for a megabyte
     assert again.encode("  two") == llama_cpp("  two")
+    for text in (SAMPLE, "a", ""):
+        check(tokenizer, again, llama_cpp, text)
 
 
 ONE_SPACE = "llama.cpp puts a space before every text, this tokenizer only before those without one"

@@ -17,7 +17,8 @@ from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import load_weights
 from mlxlm.families import config_from_hf, config_to_hf
 from mlxlm.utils.errors import CheckpointError
-from tests.checkpoint.gguf.gguf_models import MODELS, random_model, tensors_of
+from tests.checkpoint.gguf.gguf_models import MODELS, random_model
+from tests.small_models import tensors_of
 
 
 def bits(value: mx.array) -> bytes:
@@ -164,4 +165,4 @@ def test_unsupported_family_is_an_error():
 def test_ignored_sliding_window_is_noted(tiny_tokenizer, tmp_path):
     model = random_model("mistral", tiny_tokenizer)
     result = gguf.write(tmp_path / "m.gguf", model.config, tensors_of(model), tiny_tokenizer, "F16")
-    assert any("beyond 64 tokens" in note for note in result.notes)
+    assert any("beyond 64 tokens" in note for note in result.warnings)

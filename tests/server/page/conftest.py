@@ -7,19 +7,12 @@ import shutil
 
 import pytest
 
+from tests.server.conftest import running
 from tests.server.page.fake_chat_server import FakeChatServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC_BROWSERS = ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",)
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +29,12 @@ def browser():
         browser.close()
 
 
-@pytest.fixture(scope="module")
-def running_server():
-    server = FakeChatServer()
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture
-def server(running_server):
-    running_server.reset()
-    return running_server
+def server():
+    server = FakeChatServer()
+    with running(server.app(), shutdown_timeout=1) as address:
+        server.url = address + "/"
+        yield server
 
 
 @pytest.fixture

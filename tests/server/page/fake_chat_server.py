@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -49,46 +47,17 @@ class FakeChatServer:
     api_key: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    goes_on: bool = False
 
-    def start(self) -> None:
-        routes = [
-            *page_routes(),
-            Route("/v1/models", self._list_models),
-            Route("/v1/chat/completions", self._complete, methods=["POST"]),
-        ]
-        self._gate = asyncio.Event()
-        started = threading.Event()
-        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-
-        async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
-            serving = asyncio.create_task(self._server.serve())
-            while not self._server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            started.set()
-            await serving
-
-        self._thread = threading.Thread(target=lambda: asyncio.run(serve()))
-        self._thread.start()
-        assert started.wait(30)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/"
-
-    def stop(self) -> None:
-        self.go_on()
-        self._server.should_exit = True
-        self._thread.join(30)
+    def app(self) -> Starlette:
+        models = Route("/v1/models", self._list_models)
+        return Starlette(
+            routes=[*page_routes(), models, Route("/v1/chat/completions", self._complete, methods=["POST"])]
+        )
 
     def go_on(self) -> None:
         """Continue the answer that waits."""
-        self._loop.call_soon_threadsafe(self._gate.set)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.go_on()
-        self.answers, self.requests, self.models, self.api_key = [], [], ["tiny-model"], ""
-        self._loop.call_soon_threadsafe(self._gate.clear)
+        self.goes_on = True
 
     def _refused(self, request: Request) -> Response | None:
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
@@ -131,8 +100,9 @@ class FakeChatServer:
             yield "data: [DONE]\n\n"
 
     async def _wait(self) -> None:
-        await self._gate.wait()
-        self._gate.clear()
+        while not self.goes_on:
+            await asyncio.sleep(0.01)
+        self.goes_on = False
 
 
 def _chunk(delta: dict[str, Any], finish_reason: str | None = None) -> str:
