@@ -29,7 +29,8 @@ def one(preset: str, batch: int, length: int, seconds: float, text: str) -> dict
     from mlxlm.families import load_preset
     from mlxlm.plan import Training, training_memory
     from mlxlm.tokenizer import load
-    from mlxlm.train import Finished, TokenizerOptions, probe, start_run, train
+    from mlxlm.train import Finished, TokenizerOptions, start_run, train
+    from mlxlm.train.step_benchmark import probe
 
     config = load_preset(preset)
     # A short text supports only a small vocabulary; the embedding is then smaller than the preset's.

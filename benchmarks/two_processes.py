@@ -35,7 +35,8 @@ def work(name: str) -> None:
     from mlxlm.config import ModelConfig
     from mlxlm.data import Batch
     from mlxlm.model import Decoder
-    from mlxlm.train import TrainSettings, join_process_group
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.distributed import join_process_group
     from mlxlm.train.step import TrainStep
 
     config = ModelConfig(tie_word_embeddings=True, **SHAPES[name])

@@ -13,7 +13,8 @@ import numpy as np
 from mlxlm.chat.chat_encoder import chat_encoder
 from mlxlm.chat.chat_template import CHAT_FORMATS, ChatTemplate, Placeholders
 from mlxlm.chat.messages import Message
-from mlxlm.data import CHAT_TEMPLATE, Chunk, Document, check_role
+from mlxlm.data import CHAT_TEMPLATE, Chunk, Document
+from mlxlm.data.tokenize import check_role
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import DataError, TokenizerError
 

@@ -131,8 +131,7 @@ def scaling(
 
 
 def _grid(data: tuple[str, ...], out: Path, options: dict[str, Any], fit_only: bool) -> Grid:
-    from mlxlm.experiments.scaling_grid import Grid, start_grid
-    from mlxlm.experiments.scaling_runs import GridOptions
+    from mlxlm.experiments.scaling_grid import Grid, GridOptions, start_grid
 
     if not data or fit_only:
         if flags := [*(["DATA"] if data else []), *given_flags(options)]:

@@ -1,10 +1,13 @@
-"""Batches of token rows: shuffled epochs without end for training, one exact pass for validation."""
+"""Batches of token rows: shuffled epochs without end for training, one exact pass for validation; reading ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -104,6 +107,7 @@ class TrainBatches:
         mask_prompt: Only the assistant's messages are targets, see `TokenDataset.loss_mask`.
         rank: Of this process.
         num_processes: Processes that train together.
+        batches_per_step: Of each process.
 
     Attributes:
         rows: Rows per epoch of all parts.
@@ -126,11 +130,12 @@ class TrainBatches:
         mask_prompt: bool = False,
         rank: int = 0,
         num_processes: int = 1,
+        batches_per_step: int = 1,
     ):
         self._batch_size, self._max_seq_length = batch_size, max_seq_length
         self._document_mask, self._mask_prompt = document_mask, mask_prompt
         self._has_loss_weights = mask_prompt or packing == "best-fit"
-        self._rank, self._num_processes = rank, num_processes
+        self._rank, self._num_processes, self._per_step = rank, num_processes, batches_per_step
         self._parts = data.parts
         pack = _PACKINGS[packing]
         self._packings = [pack(part.data, max_seq_length + 1, seed, source) for source, part in enumerate(self._parts)]
@@ -154,14 +159,23 @@ class TrainBatches:
             raise DataError(f"batch {index} of {self._parts[0].data.name} has no training targets", _NO_TARGETS_HINT)
         return batch
 
-    def epochs(self, index: int) -> dict[str, float]:
-        """Epochs of each part before batch `index`."""
-        rows = self._mixture.rows_before(index * self._num_processes * self._batch_size)
+    def read_step(self, step: int) -> list[Batch]:
+        """The batches of step number `step`, from 1."""
+        first = (step - 1) * self._per_step
+        return [self.batch(first + i) for i in range(self._per_step)]
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Epochs of each part that all processes have seen after step `step`."""
+        rows = self._mixture.rows_before(step * self._rows_per_step)
         return {part.name: int(n) / p.rows for part, p, n in zip(self._parts, self._packings, rows, strict=True)}
 
-    def epoch_at(self, index: int) -> float:
-        """Epochs of all parts together before batch `index`."""
-        return index * self._num_processes * self._batch_size / self.rows
+    def epoch_at(self, step: int) -> float:
+        """Epochs of all parts together, by the rows they have, after step `step`."""
+        return step * self._rows_per_step / self.rows
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self._per_step * self._num_processes * self._batch_size
 
 
 def validation_batches(
@@ -204,17 +218,15 @@ def validation_batches(
     else:
         starts = [row * max_seq_length for row in numbers]
         chosen = [[Span(start, min(start + max_seq_length + 1, len(data)))] for start in starts]
-    return _padded_batches(data, chosen, (batch_size, max_seq_length), document_mask, mask_prompt)
 
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(chosen), batch_size):
+            batch = _padding_batch((batch_size, max_seq_length), segment_ids=document_mask, loss_weights=True)
+            for row, spans in enumerate(chosen[first : first + batch_size]):
+                _fill_row(batch, row, data, spans, mask_prompt)
+            yield batch
 
-def _padded_batches(
-    data: TokenDataset, rows: list[list[Span]], shape: tuple[int, int], document_mask: bool, mask_prompt: bool
-) -> Iterator[Batch]:
-    for first in range(0, len(rows), shape[0]):
-        batch = _padding_batch(shape, segment_ids=document_mask, loss_weights=True)
-        for row, spans in enumerate(rows[first : first + shape[0]]):
-            _fill_row(batch, row, data, spans, mask_prompt)
-        yield batch
+    return batches()
 
 
 def _conversation_rows(data: TokenDataset, length: int) -> list[list[Span]]:
@@ -266,3 +278,27 @@ def _consecutive_ids(segment_ids: list[np.ndarray]) -> np.ndarray:
         numbered.append(ids + first)
         first = numbered[-1][-1] + 1
     return np.concatenate(numbered)
+
+
+T = TypeVar("T")
+
+
+def prefetch(read: Callable[[int], T], numbers: Iterable[int], prefetch_factor: int = 2) -> Generator[T, None, None]:
+    """Yield `read(n)` for each of `numbers`, in order, computing up to `prefetch_factor` results ahead.
+
+    `read` runs in one thread, one call at a time. An exception in it is raised where its result would have come, and
+    ends the iteration; an exception in `numbers` can come up to `prefetch_factor` results early. Close the iterator if
+    you may leave it early: then its thread has ended.
+    """
+    rest = iter(numbers)
+    pending: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        try:
+            pending.extend(pool.submit(read, n) for n in islice(rest, prefetch_factor))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(pool.submit(read, n) for n in islice(rest, 1))
+                yield result
+        finally:
+            for future in pending:
+                future.cancel()

@@ -37,7 +37,6 @@ class TokenDataset:
         documents: Number of documents in this split.
         bytes: UTF-8 size of the text of this split.
         vocab_size: Of the tokenizer.
-        fingerprint: Of the tokenizer.
     """
 
     def __init__(self, manifest: Manifest, split: str, folder: Path, info: SplitInfo, part: str | None = None):
@@ -46,7 +45,6 @@ class TokenDataset:
         self.name = f"the {split} data" + (f" of {part}" if part is not None else "")
         self.documents, self.bytes = info.documents, info.bytes
         self.vocab_size = manifest.vocab_size
-        self.fingerprint = manifest.fingerprint
         self._folder = folder
         self._shards = [s for s in (_MappedShard(folder, shard, manifest.dtype) for shard in info.shards) if len(s)]
         self._ends = list(accumulate(map(len, self._shards)))

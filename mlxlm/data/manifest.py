@@ -18,12 +18,26 @@ MANIFEST_FILE = "manifest.json"
 SPLITS = ("train", "validation")
 DTYPES = {"uint16": 2, "uint32": 4}  # bytes per token, little-endian
 MIN_WEIGHT = 1e-3  # rows are drawn in blocks of 1000, see `mlxlm.data.batches`
+WEIGHTS_HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
 _MAX_BYTES = 1 << 28  # of a manifest; a shard of 64M tokens has a line of 120 bytes
 
 
 def is_prepared(path: str | Path) -> bool:
     """Whether `path` is a prepared dataset."""
     return Path(path, MANIFEST_FILE).is_file()
+
+
+def prepared_source(sources: Sequence[str | Path]) -> Path | None:
+    """Return the folder of prepared data that `sources` consists of; None for text.
+
+    Raises:
+        DataError: Prepared data is mixed with other sources.
+    """
+    folders = [Path(s) for s in sources if is_prepared(s)]
+    if folders and len(sources) > 1:
+        problem = f"{folders[0]} is prepared data and can't be used with other sources"
+        raise DataError(problem, "it alone, or text files")
+    return folders[0] if folders else None
 
 
 @dataclass
@@ -173,8 +187,8 @@ class Manifest:
                 raise ValueError(f"field 'version' is {version}, not {VERSION}")
             manifest = _value(fields, Manifest, "")
             manifest._check()
-        except ValueError as error:
-            raise DataError(f"{path}: {error}", hint) from None
+        except (ValueError, DataError) as error:
+            raise DataError(f"{path}: {getattr(error, 'message', error)}", hint) from None
         return manifest
 
     def _check(self) -> None:
@@ -198,15 +212,15 @@ def normalize_weights(weights: Sequence[float]) -> list[float]:
     """Divide the weights by their sum.
 
     Raises:
-        ValueError: A weight is not a positive number, or below a thousandth of the sum.
+        DataError: A weight is not a positive number, or below a thousandth of the sum.
     """
     for weight in weights:
         if not 0 < weight < math.inf:
-            raise ValueError(f"a weight is {weight}, it must be a positive number")
+            raise DataError(f"a weight is {weight}, it must be a positive number", WEIGHTS_HINT)
     shares = [weight / math.fsum(weights) for weight in weights]
     if shares and min(shares) < MIN_WEIGHT:
-        share = f"{min(shares):.2g}"
-        raise ValueError(f"a weight is {min(weights)}, {share} of their sum: the smallest share is {MIN_WEIGHT}")
+        problem = f"a weight is {min(weights)}, {min(shares):.2g} of their sum: the smallest share is {MIN_WEIGHT}"
+        raise DataError(problem, WEIGHTS_HINT)
     return shares
 
 

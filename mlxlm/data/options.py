@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import IO
 
 from mlxlm.config.option import option, range_problems
-from mlxlm.data.manifest import normalize_weights
+from mlxlm.data.manifest import WEIGHTS_HINT, normalize_weights
 from mlxlm.utils.errors import DataError
 
 PACKINGS = ("concatenate", "best-fit")
 BAD_INPUT_POLICIES = ("stop", "skip")
 _data = partial(option, section="Data")
-_WEIGHTS_HINT = "wiki.txt=0.7 books=0.3: all sources with a weight, or none"
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,7 @@ class DataOptions:
             return
         if len(self.weights) != len(self.sources):
             raise DataError(f"{len(self.sources)} sources have {len(self.weights)} weights", "one weight per source")
-        try:
-            object.__setattr__(self, "weights", normalize_weights(self.weights))
-        except ValueError as error:
-            raise DataError(str(error), "weights such as 0.7 and 0.3") from None
+        object.__setattr__(self, "weights", normalize_weights(self.weights))
 
     def source_names(self) -> list[str]:
         """Unique names of the sources: file names without their folder, since a dataset may be published."""
@@ -116,11 +112,8 @@ def parse_weighted_sources(sources: Sequence[str | Path]) -> tuple[list[str | Pa
         return paths, None
     if len(weights) < len(paths):
         unweighted = next(path for path, weight in pairs if weight is None)
-        raise DataError(f"{unweighted} has no weight, but other sources do", _WEIGHTS_HINT)
-    try:
-        return paths, normalize_weights(weights)
-    except ValueError as error:
-        raise DataError(str(error), _WEIGHTS_HINT) from None
+        raise DataError(f"{unweighted} has no weight, but other sources do", WEIGHTS_HINT)
+    return paths, normalize_weights(weights)
 
 
 def _split_weight(source: str | Path) -> tuple[str | Path, float | None]:

@@ -1,17 +1,18 @@
-"""Turns rows of JSON lines, CSV files, and Parquet and Arrow files (with pyarrow, the extra "data") into documents."""
+"""Rows of JSON lines, CSV files, and Parquet and Arrow files (with pyarrow, the extra "data"), as documents."""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from mlxlm.data.text import Advance, Document, OnBad, invalid_utf8, reading, split_pieces
+from mlxlm.data.text import Advance, Document, Row, invalid_utf8, raise_error, reading, split_pieces
 from mlxlm.utils.errors import DataError
 
 TEXT_COLUMNS = ("text", "messages")  # that are read by default
@@ -21,66 +22,46 @@ _REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_templ
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
-def json_documents(
-    stream: IO[bytes], name: str, explicit: bool, text_column: str | None, on_bad: OnBad
-) -> Iterator[Document]:
-    """Yield a document per line of JSON, see `read_documents`. An empty stream is an error if it is `explicit`."""
-    empty = True
+def json_rows(stream: IO[bytes], name: str, text_column: str | None) -> Iterator[Row]:
+    """Yield a row for each line of JSON that isn't blank."""
     offset = number = 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
         size, location = len(line), f"{name}, line {number}"
-        if size > MAX_ROW_BYTES:
-            on_bad(DataError(f"{location} is longer than {MAX_ROW_BYTES} bytes", "one object on each line"))
-            while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW_BYTES)):
-                size += len(line)
-            line = b""
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
-        if size > MAX_ROW_BYTES or line.strip():
-            empty = False
-        if line.strip():
-            try:
-                document = _document(line, location, offset, text_column)
-            except DataError as error:
-                on_bad(error)
-            else:
-                if document is not None:
-                    yield document
+        if size > MAX_ROW_BYTES:
+            error = DataError(f"{location} is longer than {MAX_ROW_BYTES} bytes", "one object on each line")
+            yield partial(raise_error, error)
+            while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW_BYTES)):
+                size += len(line)
+        elif line.strip():
+            yield partial(_json_document, line, location, offset, text_column)
         offset += size
-    if empty and explicit:
-        raise DataError(f"{name} is empty", _EXAMPLE)
 
 
-def csv_documents(
-    stream: IO[bytes], name: str, delimiter: str, explicit: bool, text_column: str | None, on_bad: OnBad
-) -> Iterator[Document]:
-    """Yield a document per row of a table with a header, see `read_documents`."""
+def csv_rows(stream: IO[bytes], name: str, delimiter: str, text_column: str | None) -> Iterator[Row]:
+    """Yield the rows of a table with a header."""
     csv.field_size_limit(MAX_ROW_BYTES)
     # A byte that isn't UTF-8 becomes half of a surrogate pair, so that only its row is bad.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows, number = csv.reader(text, delimiter=delimiter, strict=True), 0
     try:
-        header = next(rows, [])
-        if not header and not explicit:
+        header = next(filter(None, rows), None)
+        if header is None:
             return
         _check_utf8("".join(header), name)
         column = find_text_column(header, name, text_column)
         index = header.index(column)
         for number, row in enumerate(rows, start=1):
-            location, cell = f"{name}, row {number}", "".join(row[index : index + 1])
-            try:
-                _check_utf8(cell, location)
-                document = document_from_cell(cell, column, location)
-            except DataError as error:
-                on_bad(error)
-                continue
-            if document is not None:
-                yield document
+            yield partial(_csv_document, "".join(row[index : index + 1]), column, f"{name}, row {number}")
     except csv.Error as error:
         raise DataError(f"{name} is damaged after row {number}: {error}", "a table with quoted cells") from error
-    if number == 0 and explicit:
-        raise DataError(f"{name} has no rows", "a file with some text")
+
+
+def _csv_document(cell: str, column: str, location: str) -> Document | None:
+    _check_utf8(cell, location)
+    return document_from_cell(cell, column, location)
 
 
 def _check_utf8(text: str, location: str) -> None:
@@ -102,7 +83,7 @@ def find_text_column(names: Sequence[str], table: str, text_column: str | None) 
     return matches[0]
 
 
-def _document(line: bytes, location: str, offset: int, text_column: str | None) -> Document | None:
+def _json_document(line: bytes, location: str, offset: int, text_column: str | None) -> Document | None:
     row = _parse_object(line, location, offset)
     keys = row.keys() & ({text_column} if text_column else set(TEXT_COLUMNS))
     if keys and all(row[key] is None for key in keys):  # like an empty cell of a table
@@ -120,11 +101,13 @@ def _document(line: bytes, location: str, offset: int, text_column: str | None) 
 
 
 def document_from_cell(value: Any, column: str, location: str) -> Document | None:
-    """The document in a cell: a text or a list of messages; None if it has no text.
+    """The document in a cell: a text or a list of messages; None if it has no text or is null.
 
     Raises:
         DataError: The value is neither; the message names `location`.
     """
+    if value is None:
+        return None
     if column == "messages" or column != "text" and isinstance(value, list):
         messages = [_message(message, location) for message in _list(value, "messages", location)]
         return Document(location, iter(()), messages) if messages else None
@@ -188,45 +171,40 @@ _ROWS = 64  # converted to Python objects at a time: documents can be long
 _BUFFER_BYTES = 1 << 20  # of a Parquet column that are read at a time
 
 
-def table_documents(
-    path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
-) -> Iterator[Document]:
-    """Yield a document per row, see `read_documents`. Rows whose cell is null or empty are left out.
+def table_rows(path: Path, advance: Advance, text_column: str | None) -> Iterator[Row]:
+    """Yield the rows of a Parquet or Arrow file.
 
     Memory: one page of one column (Parquet), or a memory-mapped batch of rows (Arrow).
     """
+    reported, numbers = 0, itertools.count(1)
     with reading(str(path)):
-        size = path.stat().st_size
-    if size == 0 and not explicit:
-        return
-    reported = number = 0
-    for column, values, share in _columns(path, text_column):
-        for value in values:
-            number += 1
-            try:
-                document = None if value is None else document_from_cell(value, column, f"{path}, row {number}")
-            except DataError as error:
-                on_bad(error)
-                continue
-            if document is not None:
-                yield document
-        done = int(share * size)
-        advance(done - reported)
-        reported = done
+        if (size := path.stat().st_size) == 0:
+            return
+        for column, values, share in _columns(path, text_column):
+            for value in values:
+                yield partial(document_from_cell, value, column, f"{path}, row {next(numbers)}")
+            done = int(share * size)
+            advance(done - reported)
+            reported = done
     advance(size - reported)
-    if number == 0 and explicit:
-        raise DataError(f"{path} has no rows", "a file with some text")
 
 
 def _columns(path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
     """Yield the column's name, cells of some rows, and the fraction of the file read so far."""
-    pyarrow = _pyarrow(path)
-    with reading(str(path)), _table_errors(path, pyarrow):
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f"reading {path} needs pyarrow", "pip install 'mlxlm[data]'") from None
+    try:
         if path.suffix.lower() == ".parquet":
             yield from _parquet(path, text_column)
         else:
             with pyarrow.memory_map(str(path)) as source:
                 yield from _arrow(pyarrow, source, path, text_column)
+    except (pyarrow.ArrowException, OSError, MemoryError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # a disk error
+            raise
+        raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
 
 
 def _parquet(path: Path, text_column: str | None) -> Iterator[tuple[str, list[Any], float]]:
@@ -265,22 +243,3 @@ def _arrow(pyarrow: Any, source: Any, path: Path, text_column: str | None) -> It
 def _cells(values: Any) -> list[Any]:
     values.validate(full=True)  # pyarrow reads at the offsets in the file without checking them
     return values.to_pylist()
-
-
-@contextmanager
-def _table_errors(path: Path, pyarrow: Any) -> Iterator[None]:
-    """Turn pyarrow's errors for damaged files into a DataError that names the file."""
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, MemoryError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # a disk error
-            raise
-        raise DataError(f"{path} is damaged: {error}", "a complete copy of the file") from error
-
-
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise DataError(f"reading {path} needs pyarrow", "pip install 'mlxlm[data]'") from None
-    return pyarrow

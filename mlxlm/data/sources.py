@@ -15,8 +15,8 @@ from typing import IO, Any, BinaryIO
 
 import zstandard
 
-from mlxlm.data.rows import TABLE_SUFFIXES, csv_documents, json_documents, table_documents
-from mlxlm.data.text import READ_BYTES, Advance, Document, OnBad, raise_error, reading, text_document
+from mlxlm.data.rows import TABLE_SUFFIXES, csv_rows, json_rows, table_rows
+from mlxlm.data.text import READ_BYTES, Advance, Document, OnBad, Row, raise_error, reading, text_rows
 from mlxlm.utils.errors import DataError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
 
@@ -78,14 +78,8 @@ def read_documents(
                 return
 
     for path, explicit in _files(paths):
-        if path is None:
-            if stdin is None:
-                raise DataError("there is no stdin to read", "a file")
-            _check_no_columns("stdin", text_column)
-            yield from text_document(stdin, "stdin", count, explicit, on_bad)
-            continue
-        documents = _file_documents(path, count, text_column, explicit, on_bad)
-        if fraction >= 1:
+        documents = _documents(stdin if path is None else path, count, text_column, explicit, on_bad)
+        if path is None or fraction >= 1:
             yield from documents
             continue
         with os_errors_as(DataError, "read", path):
@@ -96,31 +90,47 @@ def read_documents(
                 yield replace(document, pieces=allowed(document.pieces))
 
 
-def _file_documents(
-    path: Path, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
+def _documents(
+    source: Path | IO[bytes] | None, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
 ) -> Generator[Document, None, None]:
-    """Yield the documents of a file, see `read_documents`."""
-    if path.suffix.lower() in TABLE_SUFFIXES:
-        yield from table_documents(path, advance, text_column, explicit, on_bad)
-        return
-    name = str(path)
-    with reading(name), open(path, "rb", buffering=0) as raw:
-        counted = io.BufferedReader(_CountingReader(raw, advance), READ_BYTES)
-        stream = _decompressed(counted, path)
-        suffix = _plain_suffix(path)
-        if suffix == ".jsonl":
-            yield from json_documents(stream, name, explicit, text_column, on_bad)
-        elif suffix in _DELIMITERS:
-            yield from csv_documents(stream, name, _DELIMITERS[suffix], explicit, text_column, on_bad)
+    """Yield the documents of a file or of stdin. An empty one is an error if it is `explicit`. See `read_documents`."""
+    if source is None:
+        raise DataError("there is no stdin to read", "a file")
+    name = str(source) if isinstance(source, Path) else "stdin"
+    row = None
+    for row in _rows(source, name, advance, text_column, explicit, on_bad):
+        try:
+            document = row()
+        except DataError as error:
+            on_bad(error)
         else:
-            if explicit:
-                _check_no_columns(name, text_column)
-            yield from text_document(stream, name, lambda _: None, explicit, on_bad)
+            if document is not None:
+                yield document
+    if row is None and explicit:
+        raise DataError(f"{name} is empty", "a file with some text")
 
 
-def _check_no_columns(name: str, text_column: str | None) -> None:
-    if text_column is not None:
-        raise DataError(f"{name} is plain text, without a column '{text_column}'", "a .jsonl, .csv or .parquet file")
+def _rows(
+    source: Path | IO[bytes], name: str, advance: Advance, text_column: str | None, explicit: bool, on_bad: OnBad
+) -> Iterator[Row]:
+    suffix = _plain_suffix(source) if isinstance(source, Path) else ""
+    if isinstance(source, Path) and suffix in TABLE_SUFFIXES:
+        yield from table_rows(source, advance, text_column)
+        return
+    with reading(name), ExitStack() as stack:
+        stream: Any = source
+        if isinstance(source, Path):
+            raw = stack.enter_context(open(source, "rb", buffering=0))
+            stream = _decompressed(io.BufferedReader(_CountingReader(raw, advance), READ_BYTES), source)
+        if suffix == ".jsonl":
+            yield from json_rows(stream, name, text_column)
+        elif suffix in _DELIMITERS:
+            yield from csv_rows(stream, name, _DELIMITERS[suffix], text_column)
+        elif explicit and text_column is not None:
+            problem = f"{name} is plain text, without a column '{text_column}'"
+            raise DataError(problem, "a .jsonl, .csv or .parquet file")
+        else:
+            yield from text_rows(stream, name, advance if stream is source else lambda _: None, on_bad)
 
 
 def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:
@@ -132,12 +142,8 @@ def read_texts(paths: Sequence[str | Path], **options: Any) -> Iterator[str]:
 
 def unseekable_source(paths: Sequence[str | Path]) -> str | None:
     """The first of `paths` that can be read only once: "stdin" or a named pipe; None if there is none."""
-    for path in paths:
-        if str(path) == STDIN:
-            return "stdin"
-        if Path(path).is_fifo():
-            return str(path)
-    return None
+    streams = (path for path in map(str, paths) if path == STDIN or Path(path).is_fifo())
+    return next(("stdin" if path == STDIN else path for path in streams), None)
 
 
 def spool_streams(

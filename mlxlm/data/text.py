@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,9 @@ class Document:
         return [message["content"] for message in self.messages or ()]
 
 
+Row = Callable[[], Document | None]  # reads a row: None if it has no text. Raises DataError if it can't be used
+
+
 def conversation_as_text(document: Document) -> Document:
     """A conversation as the text of its messages, separated by empty lines; a text as it is."""
     if document.messages is None:
@@ -103,19 +107,11 @@ def reading(name: str) -> Iterator[None]:
         raise DataError(f"{name} is damaged: {error}", "a complete copy of the file") from error
 
 
-def text_document(stream: IO[bytes], name: str, advance: Advance, explicit: bool, on_bad: OnBad) -> Iterator[Document]:
-    """Yield the text of a stream as one document; none if it is empty, which is an error if it is `explicit`."""
+def text_rows(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[Row]:
+    """Yield the text of a stream as one row; none if it is empty."""
     pieces = split_pieces(_decoded(stream, name, advance, on_bad))
-    first = next(pieces, None)
-    if first is not None:
-        yield Document(name, _chain(first, pieces))
-    elif explicit:
-        raise DataError(f"{name} is empty", "a file with some text")
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
+    if (first := next(pieces, None)) is not None:
+        yield lambda: Document(name, itertools.chain((first,), pieces))
 
 
 def _decoded(stream: IO[bytes], name: str, advance: Advance, on_bad: OnBad) -> Iterator[str]:

@@ -135,13 +135,11 @@ def _control_id(tokenizer: Tokenizer, name: str, location: str) -> int:
 
 def _encode(batch: list[_Part], tokenizer: Tokenizer) -> list[Chunk]:
     encoded = tokenizer.encode_batch([part.text for part in batch], continues=[part.continues for part in batch])
-    return [_chunk(part, ids) for part, ids in zip(batch, encoded, strict=True)]
-
-
-def _chunk(part: _Part, text_ids: list[int]) -> Chunk:
-    ids = np.array([*part.before, *text_ids, *part.after], np.uint32)
-    loss_mask = None
-    if part.loss_mask is not None:
-        loss_mask = np.full(len(ids), part.loss_mask, np.uint8)
-        loss_mask[: len(part.before)] = 0
-    return Chunk(ids, len(part.text.encode("utf-8")), part.starts_document, loss_mask)
+    chunks = []
+    for part, text_ids in zip(batch, encoded, strict=True):
+        ids = np.array([*part.before, *text_ids, *part.after], np.uint32)
+        loss_mask = None if part.loss_mask is None else np.full(len(ids), part.loss_mask, np.uint8)
+        if loss_mask is not None:
+            loss_mask[: len(part.before)] = 0
+        chunks.append(Chunk(ids, len(part.text.encode("utf-8")), part.starts_document, loss_mask))
+    return chunks

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import eval_arrays, mx, nn
-from mlxlm.data import Document, TokenDataset, validation_batches
+from mlxlm.data import Document, TokenDataset
+from mlxlm.data.batches import validation_batches
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.scoring import first_token_bytes
 from mlxlm.kernels import cross_entropy, linear_cross_entropy
@@ -229,8 +230,8 @@ def evaluate_dataset(
         max_seq_length: Predicted tokens per window.
         batch_size: Windows per batch.
         max_tokens: Predict at most this many tokens, in windows spread evenly over the data.
-        document_mask: See `mlxlm.data.validation_batches`.
-        mask_prompt: See `mlxlm.data.validation_batches`.
+        document_mask: See `mlxlm.data.batches.validation_batches`.
+        mask_prompt: See `mlxlm.data.batches.validation_batches`.
     """
     training = model.training
     model.eval()

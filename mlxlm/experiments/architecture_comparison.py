@@ -15,7 +15,7 @@ from mlxlm.checkpoint.locations import is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.config.overrides import apply_overrides, infer_field, parse_overrides, parse_value
 from mlxlm.data import DataOptions, TokenDataset
-from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, relative_data_path, saved_args
+from mlxlm.experiments.sweep import Sweep, is_finished, prepare_shared_data, saved_args
 from mlxlm.families import config_from_hf, config_to_hf, resolve_model_type
 from mlxlm.report import read_run
 from mlxlm.report.plots import plot_runs
@@ -35,7 +35,6 @@ from mlxlm.train.start import (
 from mlxlm.train.step_benchmark import probe
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.files import atomic_new_folder
-from mlxlm.utils.json_files import write_json
 
 BASE = "base"  # the variant that changes nothing
 SETTINGS = {field.name: str(field.type) for field in fields(TrainSettings)}
@@ -264,14 +263,8 @@ def start_comparison(
         if settings.get("steps") is None:
             settings["steps"] = _steps(configs, _variant_settings(variants, configs, settings), budget, shards, phase)
         _variant_settings(variants, configs, settings)  # check all variants before the first is trained
-        content = {
-            "config": config_to_hf(config),
-            "settings": settings,
-            "variants": args["variants"],
-            "data": relative_data_path(shards, folder),
-            "saved_args": args,
-        }
-        write_json(folder / Comparison.FILE, content)
+        model = {"config": args["config"], "variants": args["variants"]}
+        Comparison.write(folder, shards, **model, settings=settings, saved_args=args)
     return Comparison.open(out)
 
 

@@ -154,7 +154,9 @@ def _fit(
     samples = [_minimize(best, centered, sample)[0] for sample in noisy]
     is_at_bound = [min(abs(x - bound) for bound in EXPONENT_BOUNDS) < 1e-4 for x in best[2::2]]
     at_bounds = tuple(itertools.compress(exponent_names, is_at_bound))
-    laws = [law(_uncenter(params, center)) for params in (best, *samples)]
+    for params in (best, *samples):  # for the variables from which `center` was not subtracted
+        params[1::2] += params[2::2] * center
+    laws = [law(params) for params in (best, *samples)]
     return Fit(laws[0], tuple(laws[1:]), tuple(float(r) for r in residuals), at_bounds)
 
 
@@ -166,13 +168,6 @@ def _starts(losses: np.ndarray, terms: int) -> list[np.ndarray]:
         np.array([floor, *itertools.chain.from_iterable((scale, exponent) for exponent in exponents)])
         for exponents in itertools.product(_INITIAL_EXPONENTS, repeat=terms)
     ]
-
-
-def _uncenter(params: np.ndarray, center: np.ndarray) -> np.ndarray:
-    """Return the parameters for variables from which `center` was not subtracted."""
-    result = params.copy()
-    result[1::2] += params[2::2] * center
-    return result
 
 
 def _evaluate(params: np.ndarray, log_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

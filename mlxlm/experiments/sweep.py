@@ -15,6 +15,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
 from mlxlm.config import ModelConfig
 from mlxlm.data import DataOptions, Manifest
+from mlxlm.data.manifest import prepared_source
 from mlxlm.data.sources import unseekable_source
 from mlxlm.tokenizer import Tokenizer, load
 from mlxlm.train.run import Run
@@ -25,12 +26,11 @@ from mlxlm.train.start import (
     existing_tokenizer,
     no_phase,
     prepare_shards,
-    prepared_source,
     start_run,
     train_tokenizer,
 )
 from mlxlm.utils.errors import ConfigError, DataError
-from mlxlm.utils.json_files import read_json
+from mlxlm.utils.json_files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ class Sweep(ABC):
             hint = f"{cls.COMMAND} --resume {shlex.quote(str(path))} to continue it, or another `out`"
             raise ConfigError(f"{path} is a {cls.KIND} with other {', '.join(changed)}", hint)
         return sweep
+
+    @classmethod
+    def write(cls, folder: Path, shards: Path, **fields: Any) -> None:
+        """Write the file that describes a new sweep. A path of `shards` inside `folder` is relative."""
+        write_json(folder / cls.FILE, {**fields, "data": shards.name if shards.parent == folder else str(shards)})
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -182,11 +187,6 @@ def prepare_shared_data(
         check_tokenizer(Manifest.read(prepared), loaded, prepared)
         return loaded, prepared.resolve()
     return loaded, prepare_shards(data, loaded, folder / "data", seed, phase)
-
-
-def relative_data_path(data: Path, folder: Path) -> str:
-    """Return the path of the shards as the file in `folder` has it: relative if inside, so that both can be moved."""
-    return data.name if data.parent == folder else str(data)
 
 
 def is_finished(run: Run) -> bool:

@@ -191,25 +191,22 @@ def _combine(options: list[_Option], fits: Callable[[list[_Option]], bool]) -> l
 
 def _options(config: ModelConfig, training: Training) -> list[_Option]:
     """List the options that save memory, the cheapest first."""
-    options: list[_Option] = []
+    batches = []
     for batch in _halves(training.batch_size):
         steps = training.grad_accumulation_steps * -(-training.batch_size // batch)
         text = f"--batch-size {batch} --grad-accumulation-steps {steps}"
         changes = {"batch_size": batch, "grad_accumulation_steps": steps}
-        options.append(_Option("batch", text, "the same step in parts", changes))
-    if training.attention_path(config) == "plain" and training.max_seq_length >= 512:
-        options.append(_Option("attention", _KERNELS, "scores are computed twice", {"attention": "blockwise"}))
-    if not training.grad_checkpoint:
-        changes = {"grad_checkpoint": True}
-        options.append(_Option("grad_checkpoint", "--grad-checkpoint", "a third more operations", changes))
-    if training.ema_decay:
-        cost = "the last weights instead of their average"
-        options.append(_Option("ema_decay", "--ema-decay 0", cost, {"ema_decay": 0.0}))
-    if training.optimizer in ("adamw", "muon"):
-        options.append(_Option("optimizer", "--optimizer lion", "other learning rates", {"optimizer": "lion"}))
-    if training.optimizer != "adafactor":
-        options.append(_Option("optimizer", "--optimizer adafactor", "slower progress", {"optimizer": "adafactor"}))
-    return options
+        batches.append(_Option("batch", text, "the same step in parts", changes))
+    is_plain = training.attention_path(config) == "plain" and training.max_seq_length >= 512
+    optimizer, ema_cost = training.optimizer, "the last weights instead of their average"
+    others = (
+        (is_plain, "attention", _KERNELS, "scores are computed twice", "blockwise"),
+        (not training.grad_checkpoint, "grad_checkpoint", "--grad-checkpoint", "a third more operations", True),
+        (training.ema_decay > 0, "ema_decay", "--ema-decay 0", ema_cost, 0.0),
+        (optimizer in ("adamw", "muon"), "optimizer", "--optimizer lion", "other learning rates", "lion"),
+        (optimizer != "adafactor", "optimizer", "--optimizer adafactor", "slower progress", "adafactor"),
+    )
+    return [*batches, *(_Option(name, text, cost, {name: value}) for helps, name, text, cost, value in others if helps)]
 
 
 def _halves(batch: int) -> list[int]:

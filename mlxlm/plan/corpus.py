@@ -54,16 +54,13 @@ def count_corpus(
         DataError: A source can't be read, or has no size (a pipe).
     """
     from mlxlm.data import Manifest, parse_weighted_sources
-    from mlxlm.data.manifest import is_prepared
+    from mlxlm.data.manifest import prepared_source
 
     paths, _ = parse_weighted_sources(sources)
-    prepared = [Path(path) for path in paths if is_prepared(path)]
-    if prepared and len(paths) > 1:
-        raise DataError(f"{prepared[0]} is prepared data and can't be planned with other sources", "it alone")
-    if prepared:
-        train = Manifest.read(prepared[0]).train
+    if prepared := prepared_source(paths):
+        train = Manifest.read(prepared).train
         if not train.tokens:
-            raise DataError(f"{prepared[0]} has no tokens to train on", "mlxlm prepare on a longer text")
+            raise DataError(f"{prepared} has no tokens to train on", "mlxlm prepare on a longer text")
         return Corpus(train.tokens, train.bytes, True)
     size = round(sum(_text_bytes(path, text_column, on_bad) for path in paths))
     return Corpus(size / bytes_per_token(vocab_size), size, False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import count_parameters, kv_cache_values
-from mlxlm.config.numbers import is_int
+from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
@@ -17,6 +17,7 @@ from mlxlm.utils.errors import ConfigError
 BITS = (32, 16, 8, 6, 5, 4, 3, 2)
 CACHE_BITS = (32, 16, 8, 4)
 _GROUP_SIZES = (32, 64, 128)
+_MAX_COUNT = 2**40 - 1
 EXAMPLE_WINDOW = 4096  # sliding window to compare with, for a model without one (Mistral 7B's)
 
 
@@ -26,39 +27,20 @@ class Serving:
 
     Norms, scales and biases, which are not quantized, have 32 bits on a CPU and 16 elsewhere.
 
-    Attributes:
-        bits: Bits per weight in memory.
-        group_size: Of quantized weights. None for the model's own, or 64.
-        num_sequences: Sequences that are generated at the same time.
-        context_length: Tokens of each sequence.
-        kv_bits: Bits per element of the key-value cache.
-        device: "cpu", "metal" or "cuda".
-
     Raises:
         ConfigError: MLX doesn't have a value. The message names all of them.
     """
 
-    bits: int = 16
-    group_size: int | None = None
-    num_sequences: int = 1
-    context_length: int = 4096
-    kv_bits: int = 16
-    device: str = "cuda"
+    bits: int = option(16, "Bits per weight in memory.", choices=BITS)
+    group_size: int | None = option(None, "Of quantized weights. None: the model's own, or 64.", choices=_GROUP_SIZES)
+    num_sequences: int = option(1, "Sequences that are generated at the same time.", low=1, high=_MAX_COUNT)
+    context_length: int = option(4096, "Tokens of each sequence.", low=1, high=_MAX_COUNT)
+    kv_bits: int = option(16, "Bits per element of the key-value cache.", choices=CACHE_BITS)
+    device: str = option("cuda", "Device that generates.", choices=DEVICES)
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        if problems := list(range_problems(self)):
             raise ConfigError("invalid inference settings: " + "; ".join(problems))
-
-    def _problems(self) -> Iterator[str]:
-        choices = {"bits": BITS, "group_size": _GROUP_SIZES, "kv_bits": CACHE_BITS, "device": DEVICES}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed and (value is not None or name != "group_size"):
-                yield f"{name} is {value!r}, it must be one of {', '.join(map(str, allowed))}"
-        for name in ("num_sequences", "context_length"):
-            value = getattr(self, name)
-            if not is_int(value) or not 0 < value < 2**40:
-                yield f"{name} is {value!r}, it must be a whole number from 1 to {2**40 - 1:,}"
 
     @property
     def float_bytes(self) -> int:

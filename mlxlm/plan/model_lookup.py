@@ -30,6 +30,8 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     """
     if isinstance(source, ModelConfig):
         return source
+    from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
+
     name, path = str(source), Path(source)
     if name in preset_names():
         return load_preset(name)
@@ -37,7 +39,8 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         return load_config(resource("models", "reference", f"{name}.json"))
     if path.is_file() and path.suffix == ".json":
         return load_config(path)
-    root = _root(path)
+    run = path.absolute().parents[1] if checkpoint_step(path) >= 0 else path
+    root = run if is_run_folder(run) else path  # one of its checkpoints has no config.json
     if (root / "config.json").is_file():
         return config_from_hf(read_json(root), source=str(root / "config.json"))
     from mlxlm.checkpoint import hub
@@ -55,11 +58,3 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     if (found / "config.json").is_file():
         return load_config(found)
     return open_decoder_checkpoint(found, "planned").config
-
-
-def _root(path: Path) -> Path:
-    """Return the folder with config.json: the run's, for one of its checkpoints."""
-    from mlxlm.checkpoint.locations import checkpoint_step, is_run_folder
-
-    run = path.absolute().parents[1] if checkpoint_step(path) >= 0 else path
-    return run if is_run_folder(run) else path

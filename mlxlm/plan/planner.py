@@ -74,25 +74,6 @@ def seconds_for(flops: float, flops_per_second: float, mfu: float, num_devices: 
     return flops / (flops_per_second * mfu * num_devices)
 
 
-def estimate_duration(
-    flops: Flops, tokens: float, machine: Machine, num_devices: int = 1, mfu: float | None = None
-) -> Duration:
-    """Estimate the training time from the operations of a step and the machine's speed."""
-    mfu, mfu_source = (ASSUMED_MFU, "assumed") if mfu is None else (mfu, "given")
-    step = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
-    return Duration(machine, num_devices, mfu, mfu_source, step, tokens / flops.tokens_per_step, tokens)
-
-
-def measured_duration(flops: Flops, tokens: float, machine: Machine, seconds_per_step: float) -> Duration:
-    """Return the training time at a measured time per step.
-
-    The utilization counts only the attention scores that are computed on this machine. A utilization above 1 means
-    that the machine was busy when its speed was measured.
-    """
-    mfu = flops.computed_per_step / seconds_per_step / machine.flops
-    return Duration(machine, 1, mfu, "measured", seconds_per_step, tokens / flops.tokens_per_step, tokens)
-
-
 # The last two (the default of `--save-total-limit`) and the best. A loss spike may keep one more.
 CHECKPOINTS_KEPT = 3
 
@@ -117,14 +98,6 @@ class DiskUsage:
     def total(self) -> int:
         """Bytes of all of it."""
         return self.checkpoints + self.shards + self.model
-
-
-def estimate_disk(config: ModelConfig, training: Training, data_tokens: float) -> DiskUsage:
-    """Estimate the disk space of a run on a text of `data_tokens` tokens (2 bytes each; 4 for large vocabularies)."""
-    count = config.parameter_count()
-    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
-    shards = round(data_tokens) * (2 if config.vocab_size <= 1 << 16 else 4)
-    return DiskUsage(checkpoint, CHECKPOINTS_KEPT * checkpoint, shards, 2 * count)
 
 
 @dataclass(frozen=True)
@@ -180,8 +153,14 @@ class Plan:
         return None if self.corpus is None else self.tokens / self.corpus.tokens
 
     def with_measurement(self, seconds_per_step: float, peak_memory: int) -> Plan:
-        """Return the plan with the measured time and peak memory of a training step on its machine."""
-        measured = measured_duration(self.flops, self.tokens, self.duration.machine, seconds_per_step)
+        """Return the plan with the measured time and peak memory of a training step on its machine.
+
+        The utilization counts only the attention scores that are computed on this machine. A utilization above 1 means
+        that the machine was busy when its speed was measured.
+        """
+        machine, steps = self.duration.machine, self.tokens / self.flops.tokens_per_step
+        mfu = self.flops.computed_per_step / seconds_per_step / machine.flops
+        measured = Duration(machine, 1, mfu, "measured", seconds_per_step, steps, self.tokens)
         return replace(self, measured_memory=peak_memory, measured_duration=measured)
 
     def textbook(self) -> dict[str, float]:
@@ -204,36 +183,36 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a JSON object, in bytes, seconds and counts."""
-        memory, inference, flops = self.memory, self.inference, self.flops
+        flops, times = self.flops, ("seconds", "tokens_per_second")
         return {
             "config": config_to_hf(self.config),
             "parameters": {**self.parameters, "total": self.parameter_count},
             "training": asdict(self.training),
             "flops": {
-                **asdict(flops),
-                **{n: getattr(flops, n) for n in ("forward_total", "attention", "backward", "per_token", "per_step")},
+                **_as_dict(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
                 "total": flops.per_token * self.tokens,
             },
             "flops_by_length": [asdict(flops) for flops in self.flops_by_length],
-            "memory": {**asdict(memory), "backward": memory.backward, "update": memory.update, "total": memory.total},
+            "memory": _as_dict(self.memory, "backward", "update", "total"),
             "measured_memory": self.measured_memory,
             "serving": asdict(self.serving),
-            "inference": {**asdict(inference), "total": inference.total},
+            "inference": _as_dict(self.inference, "total"),
             "tokens": self.tokens,
             "optimal_tokens": self.optimal_tokens,
             "corpus": None if self.corpus is None else {**asdict(self.corpus), "epochs": self.epochs},
-            "duration": _duration(self.duration),
-            "measured_duration": None if self.measured_duration is None else _duration(self.measured_duration),
-            "disk": {**asdict(self.disk), "total": self.disk.total},
-            "fits": None if self.fits is None else asdict(self.fits),
+            "duration": _as_dict(self.duration, *times),
+            "measured_duration": self.measured_duration and _as_dict(self.measured_duration, *times),
+            "disk": _as_dict(self.disk, "total"),
+            "fits": self.fits and asdict(self.fits),
             "change": self.change
             and {"text": self.change.text, "cost": self.change.cost, "peak_memory": self.change.peak_memory},
             "textbook": self.textbook(),
         }
 
 
-def _duration(duration: Duration) -> dict[str, Any]:
-    return {**asdict(duration), "seconds": duration.seconds, "tokens_per_second": duration.tokens_per_second}
+def _as_dict(values: Any, *properties: str) -> dict[str, Any]:
+    """The fields of a dataclass, and some of its properties."""
+    return {**asdict(values), **{name: getattr(values, name) for name in properties}}
 
 
 def plan(
@@ -291,6 +270,11 @@ def plan(
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")
     flops = count_training_flops(config, training, num_devices)
+    source, mfu = ("assumed", ASSUMED_MFU) if mfu is None else ("given", mfu)
+    step_seconds = seconds_for(flops.per_step, machine.flops, mfu, num_devices)
+    checkpoint = 4 * count * (2 if training.ema_decay else 1) + optimizer_bytes(config, training.optimizer)
+    token_bytes = 2 if config.vocab_size <= 1 << 16 else 4
+    shards = token_bytes * round(corpus.tokens if corpus else tokens)
     return Plan(
         config=config,
         training=training,
@@ -303,8 +287,8 @@ def plan(
         tokens=tokens,
         optimal_tokens=optimal,
         corpus=corpus,
-        duration=estimate_duration(flops, tokens, machine, num_devices, mfu),
-        disk=estimate_disk(config, training, corpus.tokens if corpus else tokens),
+        duration=Duration(machine, num_devices, mfu, source, step_seconds, tokens / flops.tokens_per_step, tokens),
+        disk=DiskUsage(checkpoint, CHECKPOINTS_KEPT * checkpoint, shards, 2 * count),
         fits=None if machine.memory is None else find_limits(config, training, serving, machine.memory),
         change=None if machine.memory is None else suggest_change(config, training, machine.memory),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,8 +10,8 @@ from mlxlm.backend.device import num_batch_shards
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import attended_keys
-from mlxlm.config.numbers import is_int, is_number
 from mlxlm.config.optimizers import OPTIMIZERS
+from mlxlm.config.option import option, range_problems
 from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
@@ -23,7 +22,6 @@ from mlxlm.utils.errors import ConfigError
 DTYPES = {"float32": 4, "bfloat16": 2}  # bytes per element
 ATTENTION = ("plain", "blockwise", "fused")
 DEVICES = ("cpu", "metal", "cuda")
-MAX_COUNT = 1 << 53
 THIS_DEVICE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda"
 
 
@@ -31,34 +29,31 @@ THIS_DEVICE = "cpu" if ON_CPU else "metal" if mx.metal.is_available() else "cuda
 class Training:
     """Training settings. Fields have the names of `mlxlm.train.TrainSettings`.
 
-    Attributes:
-        batch_size: Sequences per forward pass.
-        max_seq_length: Tokens per sequence.
-        grad_accumulation_steps: Forward passes per optimizer step.
-        optimizer: A name in `mlxlm.config.optimizers.OPTIMIZERS`.
-        ema_decay: Decay of the averaged weights (EMA). 0 for none.
-        dtype: Of matrix products and activations. Weights, gradients and optimizer state are float32.
-        grad_checkpoint: Recompute each layer's activations in the backward pass.
-        attention: "plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" recompute
-            them. None for what training chooses on the device.
-        device: "cpu", "metal" or "cuda". None for this machine's.
-
     Raises:
         ConfigError: A field has a value that can't work. The message names all of them.
     """
 
-    batch_size: int = 16
-    max_seq_length: int = 256
-    grad_accumulation_steps: int = 1
-    optimizer: str = "adamw"
-    ema_decay: float = 0.0
-    dtype: str = "float32"
-    grad_checkpoint: bool = False
-    attention: str | None = None
-    device: str | None = None
+    batch_size: int = option(16, "Sequences per forward pass.", low=1)
+    max_seq_length: int = option(256, "Tokens per sequence.", low=1)
+    grad_accumulation_steps: int = option(1, "Forward passes per optimizer step.", low=1)
+    optimizer: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZERS))
+    ema_decay: float = option(0.0, "Decay of the averaged weights (EMA). 0: none.", low=0, below=1)
+    dtype: str = option(
+        "float32",
+        "Of matrix products and activations. Weights, gradients and optimizer state are float32.",
+        choices=tuple(DTYPES),
+    )
+    grad_checkpoint: bool = option(False, "Recompute each layer's activations in the backward pass.")
+    attention: str | None = option(
+        None,
+        '"plain" keeps the probabilities `[B, H, T, T]` for the gradient, "blockwise" and "fused" recompute them. '
+        "None: what training chooses on the device.",
+        choices=ATTENTION,
+    )
+    device: str | None = option(None, "Device that trains. None: this machine's.", choices=DEVICES)
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        if problems := list(range_problems(self)):
             raise ConfigError("invalid training settings: " + "; ".join(problems))
 
     @classmethod
@@ -66,19 +61,6 @@ class Training:
         """Take the fields from a `mlxlm.train.TrainSettings`."""
         values = {field.name: getattr(settings, field.name) for field in fields(cls) if hasattr(settings, field.name)}
         return cls(**values)
-
-    def _problems(self) -> Iterator[str]:
-        for name in ("batch_size", "max_seq_length", "grad_accumulation_steps"):
-            value = getattr(self, name)
-            if not is_int(value) or not 1 <= value < MAX_COUNT:
-                yield f"{name} is {value!r}, it must be a whole number from 1 to {MAX_COUNT - 1:,}"
-        if not is_number(self.ema_decay) or not 0 <= self.ema_decay < 1:
-            yield f"ema_decay is {self.ema_decay!r}, it must be at least 0 and less than 1"
-        choices = {"optimizer": tuple(OPTIMIZERS), "dtype": tuple(DTYPES), "attention": ATTENTION, "device": DEVICES}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in allowed and (value is not None or name in ("optimizer", "dtype")):
-                yield f"{name} is {value!r}, it must be one of {', '.join(allowed)}"
 
     @property
     def num_workers(self) -> int:

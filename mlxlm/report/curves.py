@@ -50,11 +50,6 @@ def downsample(points: Iterable[Point], max_points: int) -> list[Point]:
     for i in range(groups):
         group = inner[i * len(inner) // groups : (i + 1) * len(inner) // groups]
         if group:
-            sampled += _lowest_and_highest(group)
+            ends = {pick(range(len(group)), key=lambda i: group[i][1]) for pick in (min, max)}  # noqa: B023
+            sampled += [group[i] for i in sorted(ends)]
     return [*sampled, finite[-1]]
-
-
-def _lowest_and_highest(group: Sequence[Point]) -> list[Point]:
-    low = min(range(len(group)), key=lambda i: group[i][1])
-    high = max(range(len(group)), key=lambda i: group[i][1])
-    return [group[i] for i in sorted({low, high})]

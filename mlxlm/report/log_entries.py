@@ -43,7 +43,9 @@ def read_log_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 entry = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(entry, dict) and isinstance(entry.get("event"), str) and _is_step(entry.get("step", 0)):
+            if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+                continue
+            if is_int(step := entry.get("step", 0)) and 0 <= step < 2**53:
                 yield line.removesuffix(b"\n") + b"\n", entry
 
 
@@ -61,7 +63,3 @@ def number(value: Any) -> float:
     """`value` as a float if it is a finite number, else NaN."""
     is_finite = is_number(value) and abs(value) < 1e300
     return float(value) if is_finite else math.nan
-
-
-def _is_step(value: Any) -> bool:
-    return is_int(value) and 0 <= value < 2**53

@@ -156,15 +156,13 @@ def _differences(runs: Sequence[RunHistory]) -> list[tuple[Any, ...]]:
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
-def _non_default(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the default."""
-    steps = run.settings.get("steps")
-    values = defaults(steps) if isinstance(steps, int) and 0 < steps < 2**53 else {}
-    return [name for name, value in values.items() if run.settings.get(name, value) != value]
-
-
 def _details(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
     """Samples, events, settings, model and data of a run."""
+    notes = [f"{run.num_saved} checkpoints were saved"]
+    if len(run.events) > _MAX_EVENTS:
+        notes.append(f"{len(run.events) - _MAX_EVENTS} earlier events are not shown")
+    steps = run.settings.get("steps")
+    values = defaults(steps) if isinstance(steps, int) and 0 < steps < 2**53 else {}
     return {
         "name": run.name,
         "summary": _summary(run),
@@ -174,9 +172,9 @@ def _details(run: RunHistory, defaults: Callable[[int], Mapping[str, Any]]) -> d
             (e.get("step", _MISSING), str(e.get("time", _MISSING)).replace("T", " ")[:19], _describe(e))
             for e in run.events[-_MAX_EVENTS:]
         ],
-        "notes": _notes(run),
+        "notes": notes,
         "settings": run.settings.items(),
-        "non_default": _non_default(run, defaults),
+        "non_default": [name for name, value in values.items() if run.settings.get(name, value) != value],
         "model": run.model.items(),
         "data": run.data.items(),
     }
@@ -189,13 +187,6 @@ def _samples(run: RunHistory) -> list[tuple[int, str]]:
         chosen = [chosen[i * (count - 1) // (_MAX_SAMPLES - 1)] for i in range(_MAX_SAMPLES)]
     cut = _MAX_SAMPLE_CHARS
     return [(step, text if len(text) <= cut else f"{text[:cut]} …") for step, text in reversed(chosen)]
-
-
-def _notes(run: RunHistory) -> list[str]:
-    notes = [f"{run.num_saved} checkpoints were saved"]
-    if len(run.events) > _MAX_EVENTS:
-        notes.append(f"{len(run.events) - _MAX_EVENTS} earlier events are not shown")
-    return notes
 
 
 def _describe(event: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import tokenizers
 
@@ -46,7 +46,8 @@ class ByteDecoder:
             if step["type"] == "Replace" and "String" in step["pattern"] and "ByteFallback" not in types:
                 types.pop()
                 replacements.append((step["pattern"]["String"], step["content"]))
-        strips = types == ["ByteFallback", "Fuse", "Strip"] and _strips_one_space(steps[-1])
+        strip = [steps[-1].get(name) for name in ("content", "start", "stop")]
+        strips = types == ["ByteFallback", "Fuse", "Strip"] and strip == [" ", 1, 0]
         return cls(False, replacements, strips) if strips or types == ["ByteFallback", "Fuse"] else None
 
     def token_bytes(self, token: str) -> bytes:
@@ -62,18 +63,10 @@ class ByteDecoder:
         return bytes([int(match[1], 16)]) if match else token.encode("utf-8")
 
 
-def _strips_one_space(step: dict[str, Any]) -> bool:
-    return (step["content"], step["start"], step["stop"]) == (" ", 1, 0)
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1, and U+0100 on for the other 68 bytes."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = sorted({*range(256)} - printable)
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+# GPT-2's table (`bytes_to_unicode` in its encoder.py): printable Latin-1, and U+0100 on for the other 68 bytes.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = enumerate(sorted({*range(256)} - _PRINTABLE), start=0x100)
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(code): byte for code, byte in _OTHERS}
 
 
 class StreamingDetokenizer(Protocol):

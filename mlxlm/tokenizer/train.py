@@ -126,7 +126,10 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise _sentencepiece_error(error, vocab_size) from error
+        if too_small := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+            _check_min_size(vocab_size, int(too_small[1]), "bytes, special tokens and this text's characters")
+        problem = " ".join(str(error).split())
+        raise TokenizerError(f"SentencePiece cannot train on this text: {problem}") from error
     model = sentencepiece.parse(output.getvalue(), "the trained model")
     runtime = sentencepiece.convert(model)
     return Tokenizer(runtime, SENTENCEPIECE_SPECIAL_TOKENS, sentencepiece_model=output.getvalue())
@@ -164,18 +167,7 @@ def _record_errors(failures: list[BaseException], lines: Iterator[str]) -> Itera
         raise
 
 
-def _check_min_size(vocab_size: int, min_size: int) -> None:
+def _check_min_size(vocab_size: int, min_size: int, content: str = "bytes and special tokens alone") -> None:
     if vocab_size < min_size:
-        raise _too_small(vocab_size, "bytes and special tokens alone", min_size)
-
-
-def _too_small(vocab_size: int, content: str, min_size: int) -> TokenizerError:
-    message = f"a vocabulary of {vocab_size} is too small: {content} need {min_size}"
-    return TokenizerError(message, f"a vocabulary size of at least {min_size}")
-
-
-def _sentencepiece_error(error: RuntimeError, vocab_size: int) -> TokenizerError:
-    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
-    if too_small:
-        return _too_small(vocab_size, "bytes, special tokens and this text's characters", int(too_small[1]))
-    return TokenizerError(f"SentencePiece cannot train on this text: {' '.join(str(error).split())}")
+        message = f"a vocabulary of {vocab_size} is too small: {content} need {min_size}"
+        raise TokenizerError(message, f"a vocabulary size of at least {min_size}")

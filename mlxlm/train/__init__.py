@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     )
     from mlxlm.train.finetune import open_base_model, start_finetune
     from mlxlm.train.loop import train
-    from mlxlm.train.repeat import repeat_run
-    from mlxlm.train.run import Run
+    from mlxlm.train.run import Run, repeat_run
     from mlxlm.train.settings import TokenizerOptions, TrainSettings
     from mlxlm.train.start import start_run
     from mlxlm.train.step_benchmark import Probe, probe

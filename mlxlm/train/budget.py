@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -169,7 +168,34 @@ def seconds_per_token(
     """
     settings = TrainSettings.provisional({**values, "batch_size": 2, "grad_accumulation_steps": 1})
     length = min(_SHORT, config.max_position_embeddings, values.get("max_seq_length", _SHORT))
-    check = partial(_check_time, config, seconds, values, num_processes, finetuning)
+
+    given = TrainSettings.provisional(values)
+    rows = given.batch_size if "batch_size" in values else 1
+    fixed_length = finetuning or "max_seq_length" in values
+    row = given.max_seq_length if fixed_length else min(_SHORT, config.max_position_embeddings)
+    step_tokens = rows * row * given.grad_accumulation_steps
+    limit = human_seconds(seconds) if seconds >= 10 else f"{seconds:.2g}s"
+    subject = f"in {limit} a model of {human_count(config.parameter_count())} parameters would"
+
+    def check(token_seconds: float) -> None:
+        """Raise ConfigError if at this speed, `seconds` are too few for a useful run."""
+        tokens = seconds / token_seconds
+        if not finetuning and tokens < _MIN_TOKENS:
+            minutes = math.ceil(_RECOMMENDED_TOKENS * token_seconds / TRAINING_FRACTION / 60)
+            preset = _largest_preset(config, seconds, token_seconds)
+            hint = (f"`preset={preset}`, or " if preset else "") + f"`minutes={minutes}`"
+            raise ConfigError(f"{subject} see about {human_count(tokens)} tokens here, too few to learn from", hint)
+        if tokens < _MIN_STEPS * step_tokens:
+            too_large = {
+                "batch_size": rows > 1,
+                "max_seq_length": row > _SHORT,
+                "grad_accumulation_steps": given.grad_accumulation_steps > num_processes,
+            }
+            remedies = [f"a smaller `{name}`" for name, helps in too_large.items() if helps]
+            remedies.append(f"`minutes={math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60)}`")
+            steps = f"{human_count(tokens / step_tokens)} steps of {step_tokens:,} tokens"
+            raise ConfigError(f"{subject} make {steps} here, too few to learn from", ", or ".join(remedies))
+
     # No model is faster than large matrix products: if even they take too long, no step needs to be tried.
     flops = config.flops_per_token(length // 2, training=True)
     check(flops / (measure_matmul(seconds=0.1, dtype=settings.dtype) * 1e9) / num_processes)
@@ -177,36 +203,6 @@ def seconds_per_token(
     token_seconds = probe(config, settings).step / settings.tokens_per_step / num_processes
     check(token_seconds)
     return token_seconds
-
-
-def _check_time(
-    config: ModelConfig,
-    seconds: float,
-    values: Mapping[str, Any],
-    processes: int,
-    finetuning: bool,
-    token_seconds: float,
-) -> None:
-    """Raise ConfigError if at `token_seconds` seconds per token, `seconds` are too few for a useful run."""
-    tokens, settings = seconds / token_seconds, TrainSettings.provisional(values)
-    rows = settings.batch_size if "batch_size" in values else 1
-    fixed_length = finetuning or "max_seq_length" in values
-    length = settings.max_seq_length if fixed_length else min(_SHORT, config.max_position_embeddings)
-    step_tokens = rows * length * settings.grad_accumulation_steps
-    limit = human_seconds(seconds) if seconds >= 10 else f"{seconds:.2g}s"
-    subject = f"in {limit} a model of {human_count(config.parameter_count())} parameters"
-    if not finetuning and tokens < _MIN_TOKENS:
-        minutes = math.ceil(_RECOMMENDED_TOKENS * token_seconds / TRAINING_FRACTION / 60)
-        preset = _largest_preset(config, seconds, token_seconds)
-        hint = (f"`preset={preset}`, or " if preset else "") + f"`minutes={minutes}`"
-        raise ConfigError(f"{subject} would see about {human_count(tokens)} tokens here, too few to learn from", hint)
-    if tokens < _MIN_STEPS * step_tokens:
-        remedies = ["a smaller `batch_size`"] if rows > 1 else []
-        remedies += ["a smaller `max_seq_length`"] if length > _SHORT else []
-        remedies += ["a smaller `grad_accumulation_steps`"] if settings.grad_accumulation_steps > processes else []
-        remedies.append(f"`minutes={math.ceil(2 * _MIN_STEPS * step_tokens * token_seconds / 60)}`")
-        steps = f"{human_count(tokens / step_tokens)} steps of {step_tokens:,} tokens"
-        raise ConfigError(f"{subject} would make {steps} here, too few to learn from", ", or ".join(remedies))
 
 
 def _largest_preset(config: ModelConfig, seconds: float, token_seconds: float) -> str | None:

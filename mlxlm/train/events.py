@@ -280,17 +280,14 @@ class RunLog:
             CheckpointError: The file can't be written, for another reason than a full disk.
         """
         for event in filter(None, events):
-            self._record(event)
-
-    def _record(self, event: Event) -> None:
-        # The perplexity of an untrained model overflows.
-        fields = without_nonfinite({k: value for k, value in asdict(event).items() if not isinstance(value, Path)})
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
-        is_step = isinstance(event, Step)
-        now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
-        self._pending.append(json_line({"event": name, **fields, **now}))
-        if not is_step or time.monotonic() >= self._retry_at:  # else each step would try all lines again
-            self._write()
+            # The perplexity of an untrained model overflows.
+            fields = without_nonfinite({k: value for k, value in asdict(event).items() if not isinstance(value, Path)})
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+            is_step = isinstance(event, Step)
+            now = {} if is_step else {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+            self._pending.append(json_line({"event": name, **fields, **now}))
+            if not is_step or time.monotonic() >= self._retry_at:  # else each step would try all lines again
+                self._write()
 
     def _write(self) -> None:
         lines = b"".join(self._pending)

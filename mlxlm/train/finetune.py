@@ -15,7 +15,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.chat.chat_template import CHAT_FORMATS
 from mlxlm.checkpoint import Checkpoint, load_float32_weights, open_decoder_checkpoint
 from mlxlm.config import ModelConfig
-from mlxlm.data import Chunk, DataOptions, Document, Manifest, prepare
+from mlxlm.data import Chunk, DataOptions, Document
 from mlxlm.generation import GenerationConfig
 from mlxlm.generation.loaded_model import read_generation_config
 from mlxlm.model import Decoder
@@ -34,10 +34,10 @@ from mlxlm.train.start import (
     limit_text,
     merge_budget,
     no_phase,
-    num_bytes,
+    prepare_shards,
 )
 from mlxlm.train.step import TrainStep
-from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
+from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.files import atomic_new_folder, check_not_exists, working_folder
 
 DEFAULT_EPOCHS = 3.0  # as for Alpaca; the chat models of Llama 2 had 2. The best checkpoint is the one to chat with
@@ -177,15 +177,14 @@ def start_finetune(
         raise ConfigError(problem, f"`max_seq_length={config.max_position_embeddings}` or less")
     check_memory(config, draft, preset="")
     with working_folder(out) as workspace:
-        shards, rows = workspace / "data", RowEncoder(encoder, draft.max_seq_length)
-        limited = None
+        rows, limited = RowEncoder(encoder, draft.max_seq_length), None
         if budget.minutes is not None:
 
             def prepare_sample(sample: DataOptions, folder: Path) -> None:
-                prepare(sample, tokenizer, folder, encode=RowEncoder(encoder, draft.max_seq_length))
+                prepare_shards(sample, tokenizer, folder, draft.seed, encode=RowEncoder(encoder, draft.max_seq_length))
 
             data, limited = limit_text(data, budget.seconds_left(), prepare_sample, phase)
-        _prepare_conversations(data, tokenizer, shards, draft.seed, rows, phase)
+        shards = prepare_shards(data, tokenizer, workspace / "data", draft.seed, phase, rows)
         num_rows = count_rows(shards, draft)
         values.setdefault("batch_size", _default_batch_size(config, values, num_rows, budget, phase))
         if budget.minutes is None:
@@ -227,16 +226,6 @@ def _config_to_tune(config: ModelConfig, encoder: ConversationEncoder) -> ModelC
     eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     eos_ids = [*eos_ids, *sorted(encoder.eos_token_ids - config.eos_token_ids)]
     return config.with_changes(quantization=None, eos_token_id=eos_ids[0] if len(eos_ids) == 1 else eos_ids)
-
-
-def _prepare_conversations(
-    data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, rows: RowEncoder, phase: Phase
-) -> None:
-    with phase("preparing conversations", num_bytes(data, [*data.sources, *data.validation])) as advance:
-        prepare(data, tokenizer, out, seed=seed, encode=rows, progress=advance)
-    if not Manifest.read(out).validation.documents:
-        hint = "more conversations, or `validation=FILE`" if data.validation_fraction else "`validation_fraction=0.05`"
-        raise DataError("no conversation is held out for validation", hint)
 
 
 def _default_batch_size(

@@ -20,7 +20,8 @@ from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
 from mlxlm.backend.platform import seconds_asleep
 from mlxlm.chat.generate import generate
-from mlxlm.data import TokenDataset, prefetch
+from mlxlm.data import TokenDataset, TrainBatches
+from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.generation import LoadedModel
@@ -43,13 +44,12 @@ from mlxlm.train.events import (
     Validation,
 )
 from mlxlm.train.memory_limits import limit_buffer_cache, memory_limits
-from mlxlm.train.repeat import read_repeat_plan
-from mlxlm.train.run import Run, TrainState
+from mlxlm.train.run import Run, TrainState, read_repeat_plan
 from mlxlm.train.run_clock import RunClock
 from mlxlm.train.step import TrainStep
 from mlxlm.train.throttle import PowerPolicy, Throttle
 from mlxlm.train.trackers import Trackers, check_trackers
-from mlxlm.train.worker import StepBatches, start_workers
+from mlxlm.train.worker import start_workers, step_batches
 from mlxlm.utils.errors import CheckpointError, MlxlmError, TrainingError
 from mlxlm.utils.formatting import human_seconds
 
@@ -167,7 +167,7 @@ class _Trainer:
     peak_memory: int = 0
     model: Decoder = field(init=False)
     step: TrainStep = field(init=False)
-    batches: StepBatches = field(init=False)
+    batches: TrainBatches = field(init=False)
     validation_data: TokenDataset = field(init=False)
     spike_detector: SpikeDetector = field(init=False)
     clock: RunClock = field(init=False)
@@ -188,7 +188,7 @@ class _Trainer:
         self.first = self.finished = self.current = state.step
         self.best = state.best
         environment_warning = self.step.match_environment(checkpoint.get("environment"), micro_batches)
-        self.batches = StepBatches(run, self.group)
+        self.batches = step_batches(run, self.group)
         self.validation_data = TokenDataset.open(run.data, "validation")
         uniform_loss = math.log(run.config.vocab_size)
         self.spike_detector = SpikeDetector(settings.spike_threshold, uniform_loss, state.spike_detector)
@@ -214,7 +214,7 @@ class _Trainer:
         yield self.started()
         for message in self.warnings:
             yield TrainingWarning(self.first, message)
-        with closing(prefetch(self.batches.read, count(self.first + 1))) as batches:
+        with closing(prefetch(self.batches.read_step, count(self.first + 1))) as batches:
             while True:
                 is_last = self.finished == clock.steps
                 if should_stop() and not is_last:  # what is due now, a resumed run does first
@@ -263,7 +263,9 @@ class _Trainer:
                         eval_arrays(loss, grad_norm, self.step.state)
                 except RankLostError as lost:  # it has changed nothing
                     yield from self.save(None)
-                    raise self.rank_lost_error(lost) from None
+                    saved = f"step {saver.saved_step} is saved" if saver.saved_step else "nothing is saved yet"
+                    message = f"stopped in step {self.current}: {lost.message}; {saved}"
+                    raise TrainingError(message, self.run.resume_command) from None
                 if problem := self.spike_detector.problem(loss.item(), grad_norm.item()):
                     raise self.divergence_error(problem)
                 self.finished = self.current
@@ -376,12 +378,6 @@ class _Trainer:
         best, memory = self.best or {}, max(self.peak_memory, mx.get_peak_memory())
         loss, bits = best.get("loss"), best.get("bits_per_byte")
         return Finished(self.finished, self.clock.step_seconds, rate, loss, bits, memory, self.run.path)
-
-    def rank_lost_error(self, lost: RankLostError) -> TrainingError:
-        """Return the error that ends a run whose other rank is lost."""
-        saved_step = self.saver.saved_step
-        saved = f"step {saved_step} is saved" if saved_step else "nothing is saved yet"
-        return TrainingError(f"stopped in step {self.current}: {lost.message}; {saved}", self.run.resume_command)
 
     def divergence_error(self, problem: str) -> TrainingError:
         """Return the error that ends a run whose loss spiked or is not finite."""

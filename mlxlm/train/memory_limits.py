@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from mlxlm.backend import device
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -43,21 +43,16 @@ def memory_limits() -> Iterator[None]:
     memory. MLX's own limit there is 1.5 times that: it would keep freed buffers until the machine pages, and only then
     give them back. This has not been measured yet.
     """
-    if ON_CPU:
-        before = mx.set_cache_limit(_INITIAL_CACHE)
-        try:
-            yield
-        finally:
-            mx.set_cache_limit(before)
-    elif mx.metal.is_available():
-        before = mx.set_memory_limit(device.device_memory())
-        try:
-            with wired_limit():
-                yield
-        finally:
-            mx.set_memory_limit(before)
-    else:
+    if not ON_CPU and not mx.metal.is_available():
         yield
+        return
+    set_limit, limit = (mx.set_cache_limit, _INITIAL_CACHE) if ON_CPU else (mx.set_memory_limit, device.device_memory())
+    before = set_limit(limit)
+    try:
+        with nullcontext() if ON_CPU else wired_limit():
+            yield
+    finally:
+        set_limit(before)
 
 
 def limit_buffer_cache() -> None:

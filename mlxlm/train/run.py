@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from mlxlm.config import ModelConfig
 from mlxlm.data.manifest import MANIFEST_FILE, is_prepared
 from mlxlm.families import config_from_hf, config_to_hf, load_config
 from mlxlm.report import LOSS_PLOT_FILE, REPORT_FILE, plot_losses, read_run, write_report
-from mlxlm.report.log_entries import LOG_FILE, read_log_entries
-from mlxlm.tokenizer import Tokenizer
-from mlxlm.train.settings import TrainSettings
+from mlxlm.report.log_entries import LOG_FILE, number, read_log_entries
+from mlxlm.tokenizer import Tokenizer, load
+from mlxlm.train.settings import REPEAT_PLAN_FILE, TrainSettings
 from mlxlm.train.step import TrainStep
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError, os_errors_as
@@ -316,6 +316,47 @@ class Run:
             problem = f"{self.path / RUN_FILE} has other settings than {folder.name}: {', '.join(changed)}"
             raise CheckpointError(problem, "the settings that the run began with, or a new run")
         return state
+
+
+def repeat_run(out: Path | str, original: Run) -> Run:
+    """Make the run `out`, which repeats `original` step by step.
+
+    The learning rates of a run with a time limit follow the clock, and so does its end, so starting the same command
+    again gives other weights. Its log has the learning rate of each step and each validation. The new run has a copy of
+    the log, the same rates and validations, and ends with the same weights, to the bit on the same machine. It uses the
+    data of `original` at its location.
+
+    Raises:
+        CheckpointError: `out` exists, or `original` is a fine-tuning run or hasn't finished.
+        DataError: The data of `original` has changed or is gone.
+    """
+    if original.is_finetuning:
+        problem = f"{original.path} is a fine-tuning run, and only runs of mlxlm pretrain can be repeated"
+        raise CheckpointError(problem, "mlxlm finetune with --steps, which repeats itself")
+    original.check_data()
+    events = [entry["event"] for entry in read_log_entries(original.log_file)]
+    if "finished" not in events:
+        raise CheckpointError(f"{original.path} hasn't finished", original.resume_command)
+    settings = replace(original.settings, steps=events.count("step"), time_limit=None, repeat_plan=REPEAT_PLAN_FILE)
+    run = Run.create(out, original.config, settings, load(original.path), original.data)
+    with os_errors_as(CheckpointError, "write", run.path):
+        shutil.copyfile(original.log_file, run.path / REPEAT_PLAN_FILE)
+    return run
+
+
+def read_repeat_plan(run: Run) -> tuple[list[float], frozenset[int]]:
+    """Return the learning rates of the steps of a run that `repeat_run` made, and the steps with a validation.
+
+    Raises:
+        ConfigError: The file is missing or damaged.
+    """
+    path = run.path / REPEAT_PLAN_FILE
+    entries = list(read_log_entries(path))
+    rates = [number(entry.get("learning_rate")) for entry in entries if entry["event"] == "step"]
+    validations = frozenset(entry.get("step", 0) for entry in entries if entry["event"] == "validation")
+    if len(rates) != run.settings.steps or not all(rate >= 0 for rate in rates):
+        raise ConfigError(f"{path} is damaged", "the file that mlxlm pretrain --repeat wrote, or a new run")
+    return rates, validations
 
 
 def _write_run_file(folder: Path, settings: TrainSettings, data: str, digest: str) -> None:

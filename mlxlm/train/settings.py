@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,18 @@ from mlxlm.config.numbers import is_int
 from mlxlm.config.optimizers import OPTIMIZERS, OptimizerSpec
 from mlxlm.config.option import option, range_problems
 from mlxlm.data.options import PACKINGS
-from mlxlm.train import lr_schedules
-from mlxlm.train.lr_schedules import LR_SCHEDULES
 from mlxlm.utils.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
 REPEAT_PLAN_FILE = "repeat_plan.jsonl"  # the log of the run that is repeated
+
+# The remaining fraction of the way from the final to the peak rate, by the fraction of the time after the warmup.
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "constant": lambda progress: 1.0,
+}
+LR_SCHEDULES = (*_DECAYS, "wsd")
 
 _batches = partial(option, section="Batches and memory")
 _optimizer = partial(option, section="Optimizer")
@@ -183,7 +190,7 @@ class TrainSettings:
         if self.time_limit is not None:  # there may be fewer steps than a given warmup has
             share = min(share, 0.5)
         schedule = self.lr_schedule, share, self.min_lr_ratio, self.decay_fraction
-        return lr_schedules.learning_rate(progress, self.learning_rate, *schedule)
+        return learning_rate(progress, self.learning_rate, *schedule)
 
     def _problems(self) -> Iterator[str]:
         """Every problem of the settings, each with a value that would work."""
@@ -225,3 +232,29 @@ class TokenizerOptions:
         "Vocabulary size of the tokenizer to train.",
         default_text="the preset's, or less if the text supports less",
     )
+
+
+def learning_rate(
+    progress: float, peak: float, lr_schedule: str, warmup: float, min_lr_ratio: float, decay_fraction: float
+) -> float:
+    """Return the learning rate of a step.
+
+    It rises linearly to `peak`, then falls to `min_lr_ratio` · peak at the end.
+
+    Args:
+        progress: Share of the run that is over after the step, above 0 and at most 1: of its steps or of its time.
+        peak: Peak learning rate.
+        lr_schedule: "cosine" (Loshchilov & Hutter 2017); "linear"; "wsd" (warmup, stable, decay: constant, then linear
+            over the last `decay_fraction` of the run; Hu et al. 2024, "MiniCPM", 4); or "constant", which stays at the
+            peak.
+        warmup: Share of the run at which the rate reaches the peak.
+        min_lr_ratio: Final learning rate, as a fraction of the peak.
+        decay_fraction: See "wsd".
+    """
+    if progress < warmup:
+        return peak * progress / warmup
+    if lr_schedule == "wsd":
+        remaining = min(1.0, (1 - progress) / max(1e-9, min(decay_fraction, 1 - warmup)))
+    else:
+        remaining = _DECAYS[lr_schedule]((progress - warmup) / (1 - warmup or 1.0))
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * remaining)

@@ -15,17 +15,9 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import open_tokenizer
 from mlxlm.config import ModelConfig
-from mlxlm.data import (
-    CHAT_TEMPLATE,
-    DataOptions,
-    Manifest,
-    TokenDataset,
-    TrainBatches,
-    prepare,
-    total_bytes,
-    training_texts,
-)
-from mlxlm.data.manifest import is_prepared
+from mlxlm.data import CHAT_TEMPLATE, DataOptions, Manifest, TokenDataset, TrainBatches, prepare, total_bytes
+from mlxlm.data.manifest import prepared_source
+from mlxlm.data.preparation import Encode, training_texts
 from mlxlm.data.sources import unseekable_source
 from mlxlm.plan.textbook import compute_optimal_tokens
 from mlxlm.tokenizer import Tokenizer, load, train
@@ -246,12 +238,13 @@ def finalize_settings(
     `values` have the steps, unless the budget has minutes; `num_rows` are the rows of an epoch.
 
     Raises:
-        DataError: There is no answer to validate on.
+        DataError: There is nothing to validate on.
     """
     settings, validation_data = TrainSettings.provisional(values), TokenDataset.open(shards, "validation")
-    if settings.mask_prompt and not (validation_data.bytes and validation_data.num_targets()):
-        hint = "more conversations, or `validation=FILE`"
-        raise DataError("the conversations that are held out for validation have no answers, or empty ones", hint)
+    if not validation_data.bytes or (settings.mask_prompt and not validation_data.num_targets()):
+        kind = "answer" if settings.mask_prompt else "text"
+        hint = f"more {kind}s, `validation=FILE`, or a larger `validation_fraction`"
+        raise DataError(f"no {kind} is held out for validation", hint)
     validation_tokens, benchmark = validation_data.manifest.validation.tokens, None
     if budget.minutes is not None or values["steps"] >= MIN_STEPS_TO_BENCHMARK:
         with phase(BENCHMARK_LABEL, None):
@@ -278,19 +271,6 @@ def as_data_options(data: DataOptions | Sequence[str | Path]) -> DataOptions:
 def as_tokenizer_options(tokenizer: TokenizerOptions | str | Path | None) -> TokenizerOptions:
     """Return `tokenizer` as TokenizerOptions."""
     return tokenizer if isinstance(tokenizer, TokenizerOptions) else TokenizerOptions(tokenizer)
-
-
-def prepared_source(sources: Sequence[str | Path]) -> Path | None:
-    """Return the folder of prepared data that `sources` consists of; None for text.
-
-    Raises:
-        DataError: Prepared data is mixed with other sources.
-    """
-    folders = [Path(s) for s in sources if is_prepared(s)]
-    if folders and len(sources) > 1:
-        hint = "it alone, or text files"
-        raise DataError(f"{folders[0]} is prepared data and can't be mixed with other sources", hint)
-    return folders[0] if folders else None
 
 
 def check_sources(data: DataOptions, tokenizer: TokenizerOptions) -> Path | None:
@@ -357,10 +337,17 @@ def num_bytes(data: DataOptions, paths: Sequence[str | Path]) -> int | None:
     return None if total is None else round(data.fraction * total)
 
 
-def prepare_shards(data: DataOptions, tokenizer: Tokenizer, out: Path, seed: int, phase: Phase = no_phase) -> Path:
-    """Tokenize the text into the folder `out`, and return `out`."""
+def prepare_shards(
+    data: DataOptions,
+    tokenizer: Tokenizer,
+    out: Path,
+    seed: int,
+    phase: Phase = no_phase,
+    encode: Encode | None = None,
+) -> Path:
+    """Tokenize the text into the folder `out`, and return `out`. See `prepare`."""
     with phase("preparing tokens", num_bytes(data, [*data.sources, *data.validation])) as advance:
-        prepare(data, tokenizer, out, seed=seed, progress=advance)
+        prepare(data, tokenizer, out, seed=seed, encode=encode, progress=advance)
     return out
 
 
@@ -376,5 +363,3 @@ def check_shards(manifest: Manifest, tokenizer: Tokenizer, max_seq_length: int, 
     if (tokens := manifest.train.tokens) < max_seq_length + 1:
         hint = f"`max_seq_length={tokens - 1}`, or more text" if tokens > 2 else "more text"
         raise TooFewTokensError(f"the text has {tokens} tokens, less than one sequence of {max_seq_length}", hint)
-    if manifest.validation.tokens < 2 or manifest.validation.bytes == 0:
-        raise DataError("nothing is held out for validation", "more documents, or mlxlm pretrain --validation FILE")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
-
-import numpy as np
 
 from mlxlm.backend import platform
 from mlxlm.backend.blas import load_blas
@@ -260,7 +259,13 @@ class TrainStep:
 
 
 def _arrays(batches: Sequence[Batch]) -> list[Arrays]:
-    return [(mx.array(tokens), _array(ids), _array(weights)) for tokens, ids, weights in batches]
+    return [_map_arrays(mx.array, batch) for batch in batches]
+
+
+def _map_arrays(function: Callable[[Any], mx.array], batch: Any) -> Arrays:
+    """Apply a function to the arrays that a batch has."""
+    tokens, segment_ids, weights = (None if x is None else function(x) for x in batch)
+    return tokens, segment_ids, weights
 
 
 def _divide(batch: Arrays, parts: int) -> list[Arrays]:
@@ -269,16 +274,7 @@ def _divide(batch: Arrays, parts: int) -> list[Arrays]:
     if (parts := min(parts, rows)) == 1:
         return [batch]
     bounds = pairwise(i * rows // parts for i in range(parts + 1))
-    tokens, segment_ids, weights = batch
-    return [(tokens[a:b], _rows(segment_ids, a, b), _rows(weights, a, b)) for a, b in bounds]
-
-
-def _rows(x: mx.array | None, start: int, stop: int) -> mx.array | None:
-    return None if x is None else x[start:stop]
-
-
-def _array(x: np.ndarray | None) -> mx.array | None:
-    return None if x is None else mx.array(x)
+    return [_map_arrays(itemgetter(slice(*bound)), batch) for bound in bounds]
 
 
 def _add(sums: list[dict[str, Any]]) -> dict[str, Any]:

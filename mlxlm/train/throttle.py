@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mlxlm.backend import platform
-from mlxlm.config.numbers import is_number
+from mlxlm.config.option import option, range_problems
 from mlxlm.train.events import Paused, Resumed, Throttled
 from mlxlm.utils.errors import ConfigError
 
@@ -21,25 +21,19 @@ _SLEEP_SECONDS = 0.1  # between two calls of `should_stop`
 class PowerPolicy:
     """What a run does on battery power and when the machine is hot.
 
-    Attributes:
-        on_battery: "pause", "slow" (a duty cycle of 50%, or of `duty_cycle` if that is less) or "ignore".
-        on_heat: The same, while the machine is hot.
-        duty_cycle: Percentage of the time that the run computes.
+    "pause" computes nothing, "slow" half of the time (or `duty_cycle` if that is less).
 
     Raises:
         ConfigError: Invalid values.
     """
 
-    on_battery: str = "ignore"
-    on_heat: str = "ignore"
-    duty_cycle: float = 100.0
+    on_battery: str = option("ignore", "On battery power.", choices=_ACTIONS)
+    on_heat: str = option("ignore", "While the machine is hot.", choices=_ACTIONS)
+    duty_cycle: float = option(100.0, "Percentage of the time that the run computes.", low=1, high=100)
 
     def __post_init__(self) -> None:
-        for name in ("on_battery", "on_heat"):
-            if getattr(self, name) not in _ACTIONS:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", f"one of {', '.join(_ACTIONS)}")
-        if not (is_number(self.duty_cycle) and 1 <= self.duty_cycle <= 100):
-            raise ConfigError(f"duty_cycle is {self.duty_cycle!r}, it must be a percentage", "from 1 to 100")
+        if problems := list(range_problems(self)):
+            raise ConfigError("; ".join(problems))
 
 
 class Throttle:

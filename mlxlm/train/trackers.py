@@ -77,20 +77,24 @@ class Trackers:
                 tracker.close()
 
 
-def _values(event: Step | Validation | Sample) -> dict[str, Any]:
-    """Return the values to log for an event."""
-    if isinstance(event, Step):
-        return {
-            "train/loss": event.loss,
-            "train/learning_rate": event.learning_rate,
-            "train/grad_norm": event.grad_norm,
-            "train/tokens": event.tokens,
-            "machine/tokens_per_second": event.tokens_per_second,
-            "machine/memory_bytes": event.memory,
-        }
-    if isinstance(event, Validation):
-        return {"validation/loss": event.loss, "validation/bits_per_byte": event.bits_per_byte}
-    return {"sample": event.prompt + event.text}
+_FIELDS = {
+    Step: {
+        "train/loss": "loss",
+        "train/learning_rate": "learning_rate",
+        "train/grad_norm": "grad_norm",
+        "train/tokens": "tokens",
+        "machine/tokens_per_second": "tokens_per_second",
+        "machine/memory_bytes": "memory",
+    },
+    Validation: {"validation/loss": "loss", "validation/bits_per_byte": "bits_per_byte"},
+}
+
+
+def _values(event: Event) -> dict[str, Any]:
+    """Return the values to log for an event, by name."""
+    if isinstance(event, Sample):
+        return {"sample": event.prompt + event.text}
+    return {name: getattr(event, field) for name, field in _FIELDS[type(event)].items()}
 
 
 def _identity(run: Run, project: str) -> dict[str, Any]:

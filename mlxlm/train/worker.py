@@ -12,7 +12,8 @@ from itertools import count
 
 from mlxlm import __version__
 from mlxlm.backend.mlx import eval_arrays, mx
-from mlxlm.data import Batch, TokenDataset, TrainBatches, prefetch
+from mlxlm.data import TokenDataset, TrainBatches
+from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.model import Decoder
 from mlxlm.train.distributed import ProcessGroup
@@ -21,40 +22,20 @@ from mlxlm.train.step import TrainStep
 from mlxlm.utils.errors import DataError, PlatformError
 
 
-class StepBatches:
-    """The batches of each step of `run`, or this rank's share of them.
-
-    Attributes:
-        dropped_fraction: Fraction of the text that an epoch leaves out because it doesn't fit into rows.
-        padding: Fraction of the rows that is padding.
+def step_batches(run: Run, process_group: ProcessGroup) -> TrainBatches:
+    """Open the batches of `run`, or this rank's share of them.
 
     Raises:
         DataError: The data can't be used.
         PlatformError: The ranks can't share a step's batches equally.
     """
-
-    def __init__(self, run: Run, process_group: ProcessGroup):
-        settings = run.settings
-        self._per_step = process_group.batches_per_process(settings.grad_accumulation_steps)
-        self._batches = TrainBatches(
-            TokenDataset.open(run.data, "train"), settings.batch_size, settings.max_seq_length, settings.seed,
-            packing=settings.packing, document_mask=settings.document_mask, mask_prompt=settings.mask_prompt,
-            rank=process_group.rank, num_processes=process_group.size,
-        )  # fmt: skip
-        self.dropped_fraction, self.padding = self._batches.dropped_fraction, self._batches.padding
-
-    def read(self, step: int) -> list[Batch]:
-        """Return the batches of step number `step`, from 1."""
-        first = (step - 1) * self._per_step
-        return [self._batches.batch(first + i) for i in range(self._per_step)]
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """Return the epochs of each source that all ranks have seen after step `step`."""
-        return self._batches.epochs(step * self._per_step)
-
-    def epoch_at(self, step: int) -> float:
-        """Return the epochs that all ranks have seen after step `step`: rows of all sources, by the rows they have."""
-        return self._batches.epoch_at(step * self._per_step)
+    settings = run.settings
+    return TrainBatches(
+        TokenDataset.open(run.data, "train"), settings.batch_size, settings.max_seq_length, settings.seed,
+        packing=settings.packing, document_mask=settings.document_mask, mask_prompt=settings.mask_prompt,
+        rank=process_group.rank, num_processes=process_group.size,
+        batches_per_step=process_group.batches_per_process(settings.grad_accumulation_steps),
+    )  # fmt: skip
 
 
 def start_workers(run: Run, step: TrainStep, finished_steps: int, process_group: ProcessGroup) -> None:
@@ -93,7 +74,7 @@ def run_worker(process_group: ProcessGroup, should_stop: Callable[[], bool] = la
     step = TrainStep(Decoder(run.config, dropout=run.settings.dropout), run.settings, process_group)
     step.match_environment(message["environment"], message["environment"]["micro_batches"])
     _broadcast_weights(step, process_group)
-    with closing(prefetch(StepBatches(run, process_group).read, count(message["step"] + 1))) as batches:
+    with closing(prefetch(step_batches(run, process_group).read_step, count(message["step"] + 1))) as batches:
         while (learning_rate := process_group.broadcast_object()) is not None:
             eval_arrays(step(next(batches), learning_rate), step.state)
 

@@ -1,11 +1,15 @@
+import threading
+from contextlib import closing
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import TrainBatches, validation_batches
+from mlxlm.data import TrainBatches
+from mlxlm.data.batches import BLOCK_ROWS, Mixture, prefetch, validation_batches
 from mlxlm.data.dataset import DatasetPart
-from mlxlm.data.permutation import permute
+from mlxlm.data.packing import permute
 from mlxlm.utils.errors import DataError
 
 
@@ -51,13 +55,6 @@ def test_epochs_differ_in_order_and_in_cuts():
     assert not np.array_equal(starts[0] // 100, starts[1] // 100)
     other = TrainBatches(Counting(100_001), 10, 100, seed=1)
     assert not np.array_equal(other.batch(0).tokens, batches.batch(0).tokens)
-
-
-def test_a_batch_depends_on_nothing_but_its_index():
-    first, second = (TrainBatches(Counting(5000), 8, 16, seed=5) for _ in range(2))
-    later = {i: second.batch(i).tokens for i in (99, 3, 40)}
-    for i in (3, 39, 40, 98, 99):
-        assert i not in later or np.array_equal(first.batch(i).tokens, later[i])
 
 
 def test_rows_do_not_depend_on_the_batch_size():
@@ -119,3 +116,92 @@ def test_validation_predicts_every_target_once(n, batch_size, length, limit):
 def test_validation_without_tokens():
     with pytest.raises(DataError, match="too few to predict any"):
         validation_batches(Counting(1), 2, 3)
+
+
+@given(weights=st.lists(st.floats(1e-5, 1), min_size=1, max_size=6), seed=st.integers(0, 5), block=st.integers(0, 999))
+@settings(max_examples=30)
+def test_rows_of_a_block_follow_the_weights(weights, seed, block):
+    mixture = Mixture(weights, seed)
+    assert mixture.counts.sum() == BLOCK_ROWS and mixture.counts.min() >= 1
+    wanted = np.array(weights) / sum(weights) * BLOCK_ROWS
+    assert (np.abs(mixture.counts - wanted) < 1 + len(weights)).all()
+    places = [mixture.locate(block * BLOCK_ROWS + i) for i in range(BLOCK_ROWS)]
+    for source, count in enumerate(mixture.counts.tolist()):
+        assert [n for s, n in places if s == source] == list(range(block * count, (block + 1) * count))
+    sources = [s for s, _ in places]
+    for at in (0, 1, 313, 999):
+        before = mixture.rows_before(block * BLOCK_ROWS + at)
+        assert before.tolist() == [block * c + sources[:at].count(i) for i, c in enumerate(mixture.counts)]
+
+
+def test_weights_are_rounded_to_a_thousandth():
+    assert Mixture([0.7, 0.2, 0.1], 0).counts.tolist() == [700, 200, 100]
+    assert Mixture([1.0], 0).counts.tolist() == [1000]
+    assert Mixture([1.0, 1e-9], 0).counts.tolist() == [999, 1]
+    first, second = (Mixture([0.5, 0.5], seed) for seed in (0, 1))
+    assert [first.locate(i) for i in range(50)] != [second.locate(i) for i in range(50)]
+    with pytest.raises(DataError, match="1001 sources with weights are too many .try: at most 1000"):
+        Mixture([1.0] * 1001, 0)
+
+
+def reading_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 5])
+def test_results_come_in_order(prefetch_factor):
+    assert list(prefetch(lambda n: n * n, range(3, 40), prefetch_factor)) == [n * n for n in range(3, 40)]
+    assert list(prefetch(lambda n: n, [], prefetch_factor)) == []
+    assert not reading_threads()
+
+
+def test_the_next_is_read_while_this_one_is_used():
+    """Two ahead, and no more; all in one thread."""
+    read, threads, third = [], set(), threading.Event()
+
+    def reads(n):
+        read.append(n)
+        threads.add(threading.current_thread())
+        if n == 2:
+            third.set()
+        return n
+
+    with closing(prefetch(reads, range(10))) as results:
+        assert next(results) == 0
+        assert third.wait(10)
+        assert next(results) == 1
+        assert len(read) <= 4
+        assert len(threads) == 1 and threading.current_thread() not in threads
+    assert not reading_threads()
+
+
+def test_an_error_comes_where_its_result_would():
+    def reads(n):
+        if n == 3:
+            raise DataError(f"no {n}")
+        return n
+
+    results = prefetch(reads, range(10))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="no 3"):
+        next(results)
+    assert not reading_threads()
+    assert list(results) == []
+
+
+def test_closing_waits_for_the_read_in_work_and_starts_no_other():
+    read, begun, go_on = [], threading.Event(), threading.Event()
+
+    def reads(n):
+        read.append(n)
+        if n == 1:
+            begun.set()
+            go_on.wait(10)
+        return n
+
+    results = prefetch(reads, range(10), prefetch_factor=3)
+    assert next(results) == 0
+    begun.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    results.close()
+    assert go_on.is_set() and read == [0, 1] and not reading_threads()

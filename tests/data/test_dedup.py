@@ -129,11 +129,8 @@ def test_long_documents_are_buffered_on_disk(monkeypatch):
 
     monkeypatch.setattr(dedup, "_MAX_BUFFERED", 1000)
     pieces = [f"piece {i} Grüße 東京\n" * 7 for i in range(60)]
-    unique = DuplicateFilter(0.8)
-    [document] = unique([Document("a", iter(pieces))])
-    assert document.location == "a"
-    [read] = [list(d.pieces) for d in DuplicateFilter(0.8)([Document("a", iter(pieces))])]
-    assert read == pieces
+    documents = DuplicateFilter(0.8)([Document("a", iter(pieces))])
+    assert [(document.location, list(document.pieces)) for document in documents] == [("a", pieces)]
 
 
 def test_prepare_removes_and_counts_duplicates(byte_level, text, tmp_path):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare, validation_batches
-from mlxlm.data.batches import BLOCK_ROWS
+from mlxlm.data import DataOptions, TokenDataset, TrainBatches, packing, prepare
+from mlxlm.data.batches import BLOCK_ROWS, validation_batches
 from mlxlm.data.dataset import DatasetPart, DocumentStarts
 from mlxlm.data.packing import BestFitPacking, first_fit_decreasing
 from mlxlm.utils.errors import DataError

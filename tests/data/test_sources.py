@@ -3,6 +3,7 @@ import csv
 import gzip
 import io
 import json
+import os
 
 import pytest
 import zstandard
@@ -75,9 +76,9 @@ def test_delimited_tables(tmp_path, name, delimiter):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", "must have one column either 'text' or 'messages'; its columns are none"),
-        (b"id,story\n1,x\n", "its columns are 'id', 'story' .*--text-column NAME"),
-        (b"text\n", "has no rows"),
+        (b"", "a.csv is empty"),
+        (b"id,story\n1,x\n", "its columns are 'id', 'story' .*`text_column=NAME`"),
+        (b"text\n", "a.csv is empty"),
         (b'text\none\n"two', "damaged after row 1: unexpected end of data"),
         (b"text\none\ncaf\xe9\n", "row 2 is not UTF-8 text"),
         ("text\none\n".encode("utf-16"), "is not UTF-8 text"),
@@ -86,12 +87,6 @@ def test_delimited_tables(tmp_path, name, delimiter):
 def test_bad_delimited_tables(tmp_path, content, problem):
     with pytest.raises(DataError, match=problem):
         read(write(tmp_path / "a.csv", content))
-
-
-def test_a_bad_row_of_a_table_can_be_skipped(tmp_path):
-    bad = BadInput("skip")
-    path = write(tmp_path / "a.csv", b"text\none\ncaf\xe9\ntwo\n")
-    assert [text for _, text, _ in read(path, on_bad=bad)] == ["one", "two"]
 
 
 def test_plain_text_has_no_columns(tmp_path):
@@ -223,6 +218,8 @@ def test_bad_rows_are_skipped(tmp_path, monkeypatch):
     bad = BadInput("skip")
     assert [(location[-6:], text) for location, text, _ in read(path, on_bad=bad)] == [("line 1", "a"), ("line 6", "d")]
     assert bad.skipped == 4
+    table = write(tmp_path / "a.csv", b"text\none\ncaf\xe9\ntwo\n")
+    assert [text for _, text, _ in read(table, on_bad=bad)] == ["one", "two"] and bad.skipped == 5
     for content in (b"hello".decode().encode("utf-16"), b""):
         with pytest.raises(DataError, match="UTF-16|is empty"):
             read(write(tmp_path / "b.txt", content), on_bad=bad)
@@ -253,3 +250,45 @@ def test_a_fraction_is_the_beginning_of_large_files_and_some_of_many_small_ones(
     counted = []
     found = read(tmp_path / "small", fraction=0.25, advance=counted.append)
     assert len(found) == 25 and sum(counted) == 25_000 and len(read(tmp_path / "small")) == 100
+
+
+def _saved(folder, files):
+    folder.mkdir(parents=True)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in files]}))
+    return folder
+
+
+def test_a_missing_or_empty_file_of_a_saved_dataset_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    folder = _saved(tmp_path / "saved", ["data-0.arrow"])
+    for read in (lambda: list(read_documents([folder])), lambda: total_bytes([folder])):
+        with pytest.raises(DataError, match=r"data-0\.arrow"):
+            read()
+    (folder / "data-0.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match=r"data-0\.arrow"):
+        list(read_documents([folder]))
+
+
+@pytest.mark.parametrize("name", ["..", ".", ""])
+def test_a_dataset_of_splits_stays_in_its_folder(tmp_path, name):
+    outer = tmp_path / "outer"
+    (outer / "inner").mkdir(parents=True)
+    (outer / "dataset_dict.json").write_text(json.dumps({"splits": ["inner"]}))
+    (outer / "inner" / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+    with pytest.raises(DataError, match="saved dataset"):
+        list(read_documents([outer]))
+    with pytest.raises(DataError, match="splits"):
+        list(read_documents([outer / "inner"]))
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    assert ["".join(d.pieces) for d in read_documents([tmp_path])] == ["text"]
+
+
+def test_null_is_no_text_in_lines_as_in_tables(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": null}\n{"text": "a", "messages": null}\n{"text": null, "messages": null}\n')
+    assert ["".join(d.pieces) for d in read_documents([file])] == ["a"]

@@ -10,7 +10,7 @@ import pytest
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow (pip install 'mlxlm[data]')")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from mlxlm.data import DataOptions, TokenDataset, prepare, read_documents, read_texts, total_bytes  # noqa: E402
+from mlxlm.data import read_documents, read_texts, total_bytes  # noqa: E402
 from mlxlm.utils.errors import DataError  # noqa: E402
 
 TEXTS = [f"river {i}\n" + "stone 東京 " * (i % 7) for i in range(200)]
@@ -72,14 +72,6 @@ def test_conversations_and_other_columns(tmp_path):
         read(tmp_path / "a.jsonl", text_column="other")
 
 
-def test_prepared_like_json_lines(tmp_path, byte_level):
-    write(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=64)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    one, other = (prepare(DataOptions([tmp_path / f"a.{k}"]), byte_level, tmp_path / k) for k in ("parquet", "jsonl"))
-    assert (one.train, one.validation) == (other.train, other.validation)
-    assert len(TokenDataset.open(tmp_path / "parquet", "train")) == one.train.tokens
-
-
 def test_folders_of_save_to_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"text": TEXTS})
@@ -129,7 +121,7 @@ def test_folders_that_are_damaged(tmp_path, name, content, message):
         ({"messages": ["hi"]}, {}, "row 1: 'messages' is not a list"),
         ({"messages": [CHAT[0], [{"role": "user", "content": None}]]}, {}, "row 2: 'content' is not text"),
         ({"messages": CHAT[:1], "tools": ["[]"]}, {}, "column 'tools', which is only read from JSON lines"),
-        ({"text": pa.array([], pa.string())}, {}, "has no rows"),
+        ({"text": pa.array([], pa.string())}, {}, "is empty"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -188,12 +180,3 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(DataError, match=r"a.parquet needs pyarrow .*mlxlm\[data\]"):
         read(path)
-
-
-def test_lines_have_a_limit(tmp_path, monkeypatch):
-    from mlxlm.data import rows
-
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 100)
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 200}))
-    with pytest.raises(DataError, match="a.jsonl, line 2 is longer than 100 bytes"):
-        read(tmp_path / "a.jsonl")

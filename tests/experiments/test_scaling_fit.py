@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 
-from mlxlm.experiments.scaling_fit import HUBER_DELTA, ScalingPoint, fit_joint, fit_power
+from mlxlm.experiments.scaling_analysis import FILE, analyze, fit_warnings, hold_out_largest, read_law
+from mlxlm.experiments.scaling_fit import ScalingPoint, fit_joint, fit_power
 from mlxlm.plan.scaling_law import CHINCHILLA_LAW as CHINCHILLA
 from mlxlm.plan.scaling_law import PowerLaw, ScalingLaw
-from mlxlm.utils.errors import DataError
+from mlxlm.utils.errors import ConfigError, DataError
+from mlxlm.utils.json_files import write_json
 from tests.experiments.scaling_points import scaling_points
 
 POINTS = scaling_points(CHINCHILLA)
@@ -41,23 +42,6 @@ def test_fit_joint_is_robust_to_an_outlier():
     fitted = fit_joint(points, resamples=0)
     assert fitted.law.loss(1e8, 1e10) == pytest.approx(CHINCHILLA.loss(1e8, 1e10), rel=5e-3)
     assert fitted.residuals[5] == pytest.approx(math.log(2), abs=0.01)
-
-
-def test_fit_joint_is_a_minimum():
-    points = scaling_points(CHINCHILLA, noise=0.01)
-
-    def value(numbers):
-        e, a, alpha, b, beta = numbers
-        law = ScalingLaw(math.exp(e), math.exp(a), alpha, math.exp(b), beta)
-        off = np.abs([math.log(law.loss(p.parameters, p.tokens) / p.loss) for p in points])
-        return np.where(off <= HUBER_DELTA, off**2 / 2, HUBER_DELTA * (off - HUBER_DELTA / 2)).sum()
-
-    law = fit_joint(points, resamples=0).law
-    here = [math.log(law.E), math.log(law.A), law.alpha, math.log(law.B), law.beta]
-    assert minimize(value, here, method="Nelder-Mead", options={"maxfev": 600}).fun >= value(here) * (1 - 1e-6)
-    planted = (1.69, 406.4, None, 410.7, None)
-    truth = [math.log(x) if x else y for x, y in zip(planted, (0, 0, 0.34, 0, 0.28), strict=True)]
-    assert value(here) < value(truth)
 
 
 def test_intervals_cover_the_true_loss():
@@ -91,3 +75,50 @@ def test_fit_power():
 def test_fit_joint_rejects_invalid_points(points, message):
     with pytest.raises(DataError, match=message):
         fit_joint(points)
+
+
+def test_analyze_predict_and_read_law(tmp_path):
+    analysis = analyze(scaling_points(CHINCHILLA, count=3, noise=0.001))
+    assert analysis.by_parameters is None and "L(N): 3 different runs are too few" in analysis.missing[0]
+    near, far = analysis.predict(1e7, 1e9), analysis.predict(1e9, 1e11)
+    assert (
+        near.extrapolation == 1
+        and not near.is_extrapolation
+        and far.extrapolation == pytest.approx(1e4)
+        and far.is_extrapolation
+    )
+    assert near.interval[0] < CHINCHILLA.loss(1e7, 1e9) < near.interval[1]
+    best, around = analysis.compute_optimal(6e18)
+    assert 6 * best.parameters * best.tokens == pytest.approx(6e18) and around[0] < best.parameters < around[1]
+    write_json(tmp_path / FILE, analysis.to_dict())
+    assert read_law(tmp_path) == analysis.joint.law
+    assert fit_warnings(analysis)[:2] == list(analysis.missing)
+
+
+@pytest.mark.parametrize(
+    "joint",
+    [None, {}, {"E": 1}, [1], *(dict.fromkeys(("E", "A", "alpha", "B", "beta"), x) for x in (-1, 1e-9, 10**400))],
+)
+def test_read_law_rejects_missing_or_invalid_fits(tmp_path, joint):
+    write_json(tmp_path / FILE, {"joint": joint})
+    with pytest.raises(ConfigError, match="joint fit"):
+        read_law(tmp_path)
+
+
+def test_read_law_without_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"scaling.json does not exist.*a finished mlxlm scaling"):
+        read_law(tmp_path)
+
+
+def test_hold_out_largest():
+    points = scaling_points(CHINCHILLA)
+    check = hold_out_largest(points)
+    assert check.point == points[-1] and check.predicted == pytest.approx(points[-1].loss, rel=1e-3)
+    assert hold_out_largest(points[:8]) is None
+
+
+def test_analyze_too_few_runs():
+    analysis = analyze(scaling_points(CHINCHILLA)[:3])
+    assert analysis.joint is None and "it needs 8 runs or more" in analysis.missing[2]
+    with pytest.raises(DataError, match="no joint fit"):
+        analysis.predict(1, 1)

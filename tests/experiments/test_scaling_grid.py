@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlxlm.cli.main import _run
-from mlxlm.experiments.scaling_grid import Grid, start_grid
-from mlxlm.experiments.scaling_runs import GridOptions
+from mlxlm.experiments.scaling_grid import TRAINING_FRACTION, Grid, GridOptions, fit_to_time, start_grid
 from mlxlm.experiments.sweep import is_finished
+from mlxlm.plan.model_sizes import model_family
 from mlxlm.plan.scaling_law import ScalingLaw
 from mlxlm.train import Run
 from mlxlm.utils.errors import ConfigError, DataError
@@ -19,11 +19,12 @@ from tests.train.training_runs import finish, read_log
 TINY = {"max_seq_length": 16, "batch_size": 4, "eval_tokens": 500}
 
 
+def token_seconds(config):
+    return 6 * config.parameter_count() / 1e10
+
+
 @pytest.fixture
 def start(tmp_path, text_file, tokenizer_folder, monkeypatch):
-    def token_seconds(config):
-        return 6 * config.parameter_count() / 1e10
-
     monkeypatch.setattr("mlxlm.experiments.scaling_grid.fit_token_seconds", lambda *arguments: token_seconds)
 
     def make(**changes):
@@ -66,12 +67,11 @@ def test_tokens_per_parameter(start):
         assert min(abs(planned.tokens - r * planned.parameters) for r in (0.01, 0.02)) <= 32  # half a step
 
 
-def test_tokens_and_tokens_per_parameter_exclude_each_other(start):
+def test_too_large_models_are_rejected_early(start, tmp_path):
     with pytest.raises(ConfigError, match="only one of them"):
         start(tokens_per_parameter=[5])
-
-
-def test_too_large_models_are_rejected_early(start, tmp_path):
+    with pytest.raises(ConfigError, match="must be positive numbers"):
+        start(minutes=0)
     with pytest.raises(ConfigError, match="of memory"):
         start(sizes=[2e4, 3e12])
     assert not (tmp_path / "grid").exists()
@@ -89,13 +89,6 @@ def test_prepared_data(tmp_path, text_file, tokenizer_folder, monkeypatch):
     options = {"tokenizer": tmp_path / "other-tokenizer", "settings": TINY}
     with pytest.raises(DataError, match="prepared with another tokenizer"):
         start_grid(tmp_path / "x", [tmp_path / "data"], GridOptions([2e4]), **options)
-
-
-def test_weight_decay_depends_on_epochs(start):
-    grid = start(sizes=[2e4], tokens=[128, 10**6], settings={**TINY, "warmup_steps": 1})
-    assert grid.settings["warmup_steps"] == 1
-    decays = [grid.open_run(planned).settings.weight_decay for planned in grid.runs]
-    assert [planned.tokens / grid.unique_tokens > 16 for planned in grid.runs] == [False, True] and decays == [0.1, 1.0]
 
 
 def test_seconds_left_of_unfinished_runs(start):
@@ -157,3 +150,25 @@ def test_command_fits_the_finished_runs(start, capfd):
     assert picture.shape[1] > 1000 and np.std(picture) > 0.05
     assert _run([*command, "--sizes", "1m"]) == 2 and _run([*command, "--compute-budget", "soon"]) == 2
     assert Grid.open(grid.path) == grid
+
+
+@pytest.mark.parametrize("seconds", [10.0, 1e4, 1e5])
+def test_default_grid_fills_the_time_and_repeats_little_text(seconds):
+    members = model_family(512)
+    lengths = fit_to_time(members, token_seconds, 1e7, GridOptions(minutes=seconds / 60 / TRAINING_FRACTION))
+    assert len(lengths) == 16 and len({c.hidden_size for c, _ in lengths}) == 4 and len({n for _, n in lengths}) == 4
+    assert max(n for _, n in lengths) <= 1e7
+    total = sum(token_seconds(c) * n for c, n in lengths)
+    assert total <= seconds
+    if seconds > 100:
+        assert total > 0.3 * seconds
+
+
+def test_explicit_lengths_must_fit_the_time():
+    members = model_family(512)
+    max_tokens = 2 * members[3].parameter_count()
+    options = GridOptions(tokens_per_parameter=[1, 5, 10], minutes=200)
+    lengths = fit_to_time(members, token_seconds, max_tokens, options)
+    assert len({(c.hidden_size, n) for c, n in lengths}) == len(lengths) and max(n for _, n in lengths) == max_tokens
+    with pytest.raises(ConfigError, match="even the smallest models take longer"):
+        fit_to_time(members, token_seconds, 1e12, GridOptions(tokens=[1e9, 2e9], minutes=0.2))

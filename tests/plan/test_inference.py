@@ -3,14 +3,17 @@
 import pytest
 
 import mlxlm
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.checkpoint.catalog import default_entry
+from mlxlm.config.quantization import module_quantization
 from mlxlm.families import load_preset
+from mlxlm.model import Decoder
+from mlxlm.plan.advice import entry_fit
+from mlxlm.plan.inference import default_serving
+from mlxlm.plan.machines import MACHINES, Machine
 
 
 def test_default_dtypes_of_a_device():
-    from mlxlm.plan.inference import default_serving
-    from mlxlm.plan.machines import MACHINES, Machine
-
     config = load_preset("5m")
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
     this_machine = default_serving(cpu, config)
@@ -21,14 +24,17 @@ def test_default_dtypes_of_a_device():
     assert mlxlm.plan(config, machine="a100", dtype="float32").training.dtype == "float32"
 
 
-def test_cpu_dequantizes_weights_if_they_fit():
-    from mlxlm.plan.machines import Machine
-
+def test_weights_on_a_cpu_are_float32_if_they_fit():
     config = load_preset("5m")
     count = config.parameter_count()
-    for memory, bits in ((6 * count, 32), (5 * count, 4)):  # bytes
-        planned = mlxlm.plan(config, machine=Machine("here", 1e9, "float32", memory, True, "", "cpu"), bits=4)
-        assert planned.serving.bits == bits
+    for memory, float_bits, bits in ((6 * count, 32, 32), (5 * count, 16, 4)):  # bytes
+        machine = Machine("here", 1e9, "float32", memory, True, "", "cpu")
+        planned = mlxlm.plan(config, machine=machine)
+        assert (planned.serving.bits, planned.serving.kv_bits) == (float_bits, float_bits)
+        assert planned.inference.weights == count * float_bits // 8
+        planned = mlxlm.plan(config, machine=machine, bits=4)
+        assert (planned.serving.bits, planned.serving.kv_bits) == (bits, 32)  # the scales have 32 bits there
+    assert mlxlm.plan(config, machine=machine, kv_bits=8).serving.kv_bits == 8
     gpu = mlxlm.plan(config, machine="a100", bits=4)
     assert gpu.serving.bits == 4 and gpu.inference.weights < planned.inference.weights  # scales of 16 and of 32 bits
 
@@ -46,10 +52,6 @@ def test_cpu_dequantizes_weights_if_they_fit():
 )
 def test_quantized_model_keeps_its_formats(quantization):
     """Beside the arrays of MLX's own quantization."""
-    from mlxlm.backend.mlx import nn, tree_flatten
-    from mlxlm.config.quantization import module_quantization
-    from mlxlm.model import Decoder
-
     config = load_preset("0.3m", tie_word_embeddings=False, hidden_size=192, quantization=quantization)
     model = Decoder(config)
     model.apply(lambda x: x.astype(mx.bfloat16))
@@ -80,23 +82,6 @@ def test_learned_positions_are_quantized():
     assert plans[1].inference.weights - plans[0].inference.weights == table + table // 32 * 4
 
 
-def test_cpu_too_small_for_float32_keeps_16_bits():
-    from mlxlm.plan.machines import Machine
-
-    config = load_preset("5m")
-    count = config.parameter_count()
-    for memory, bits in ((6 * count, 32), (5 * count, 16)):
-        machine = Machine("here", 1e9, "float32", memory, True, "", "cpu")
-        planned = mlxlm.plan(config, machine=machine)
-        assert (planned.serving.bits, planned.serving.kv_bits) == (bits, bits)
-        assert planned.inference.weights == count * bits // 8
-    assert mlxlm.plan(config, machine=machine, bits=4).serving.kv_bits == 32  # its scales have 32 there
-
-
 def test_the_memory_of_a_chat():
-    from mlxlm.checkpoint.catalog import default_entry
-    from mlxlm.plan.advice import entry_fit
-    from mlxlm.plan.machines import Machine
-
     cpu = Machine("here", 1e9, "float32", None, True, "", "cpu")
     assert 1.45e9 < entry_fit(default_entry(), cpu).memory < 1.6e9  # 1.45 GB were resident after 4,000 tokens

@@ -45,7 +45,8 @@ def test_duration():
 
 
 def test_probe_frees_memory_and_forecasts_the_run():
-    from mlxlm.train import Probe, TrainSettings, probe
+    from mlxlm.train import TrainSettings
+    from mlxlm.train.step_benchmark import Probe, probe
 
     settings = TrainSettings(steps=10, learning_rate=1.0, batch_size=2, max_seq_length=16)
     before = mx.get_active_memory()

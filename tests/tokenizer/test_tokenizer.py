@@ -4,7 +4,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxlm.tokenizer import train
 from mlxlm.utils.errors import TextTooLongError, TokenizerError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t\0▁▅<|>s/ux0A"), max_size=60)
@@ -78,10 +77,3 @@ def test_lone_surrogates_are_named(trained):
         trained.encode("ab\udc80")
     with pytest.raises(TokenizerError, match="surrogate"):
         trained.encode_batch(["ab", "\udc80"])
-
-
-def test_pieces_split_at_words_have_the_same_ids(corpus):
-    tokenizer = train(corpus, 420, "byte-level")
-    text = "one two\n\nthree,\nwater"
-    pieces = ["one", " two\n\n", "three,\n", "water"]
-    assert sum(tokenizer.encode_batch(pieces), []) == tokenizer.encode(text, add_special_tokens=False)

@@ -10,30 +10,18 @@ from mlxlm.utils.errors import DataError, TokenizerError
 COMMON_TOKENS = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
-def test_special_tokens_of_byte_level(byte_level):
-    tokenizer = byte_level
-    assert tokenizer.tokenizer_type == "byte-level"
-    assert tokenizer.vocab_size == 420
-    assert list(tokenizer.special_tokens) == ["<|begin_of_text|>", "<|end_of_text|>", *COMMON_TOKENS]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id) == (
-        0,
-        1,
-        2,
-        None,
-    )
-
-
-def test_special_tokens_of_sentencepiece(sentencepiece_bpe):
-    tokenizer = sentencepiece_bpe
-    assert tokenizer.tokenizer_type == "sentencepiece"
-    assert tokenizer.vocab_size == 420
-    assert list(tokenizer.special_tokens) == ["<unk>", "<s>", "</s>", *COMMON_TOKENS]
-    assert (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
-        0,
-        1,
-        2,
-        3,
-    )
+@pytest.mark.parametrize(
+    ("fixture", "tokenizer_type", "own", "ids"),
+    [
+        ("byte_level", "byte-level", ["<|begin_of_text|>", "<|end_of_text|>"], [0, 1, 2, None]),
+        ("sentencepiece_bpe", "sentencepiece", ["<unk>", "<s>", "</s>"], [1, 2, 3, 0]),
+    ],
+)
+def test_special_tokens(request, fixture, tokenizer_type, own, ids):
+    tokenizer = request.getfixturevalue(fixture)
+    assert tokenizer.tokenizer_type == tokenizer_type and tokenizer.vocab_size == 420
+    assert list(tokenizer.special_tokens) == [*own, *COMMON_TOKENS]
+    assert [getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad", "unk")] == ids
 
 
 def test_the_same_text_gives_the_same_tokenizer_without_output_or_files(trained, corpus, tmp_path, monkeypatch, capfd):

@@ -266,13 +266,3 @@ def test_checkpoints_by_time(new_run, disk):
 def test_time_counts_from_the_last_checkpoint(new_run, disk):
     run = new_run("run", steps=14, save_every=5, eval_every=0, save_minutes=0.5)
     assert saves(disk.finish(run)) == [3, 5, 8, 10, 13, 14]
-
-
-def test_checkpoint_by_time_waits_for_room(new_run, disk):
-    """It is tried again when it is due again, and after a minute if there is room."""
-    run = new_run("run", steps=12, save_every=0, eval_every=0, save_minutes=0.5)
-
-    def at(event):
-        disk.free = ROOM if event.step >= 8 else 0
-
-    assert saves(disk.finish(run, at)) == [-3, -6, 9, 12]

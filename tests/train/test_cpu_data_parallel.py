@@ -173,17 +173,3 @@ def test_resume_with_another_blas_warns(monkeypatch, new_run):
     monkeypatch.setattr(step_module, "load_blas", lambda: Blas("other", None))
     warnings = [e.message for e in finish(run, resume=True) if isinstance(e, TrainingWarning)]
     assert len(warnings) == 1 and "products are computed by other, before by" in warnings[0]
-
-
-@pytest.mark.parametrize("parts", [0, 9, "2", None, 2**70])
-def test_match_environment_with_invalid_values(parts):
-    model = Decoder(ModelConfig(**SHAPE))
-    model.init_weights(0)
-    step = step_module.TrainStep(model, TrainSettings(steps=3, learning_rate=1e-3, batch_size=4))
-    own = step.environment
-    assert step.match_environment({**own, "parts": parts}) is None and step.environment == own
-    assert (
-        step.match_environment(None) is None
-        and step.match_environment({**own, "chip": "x", "blas": "y", "parts": 3}) is None
-    )
-    assert step.environment == own

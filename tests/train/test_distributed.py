@@ -17,8 +17,9 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.locations import checkpoint_step
 from mlxlm.families import config_to_hf
-from mlxlm.train import ProcessGroup, Run, join_process_group, run_worker
-from mlxlm.train.worker import _versions
+from mlxlm.train import Run
+from mlxlm.train.distributed import ProcessGroup, join_process_group
+from mlxlm.train.worker import _versions, run_worker
 from mlxlm.utils.errors import DataError, PlatformError
 from tests.paths import ROOT
 from tests.train.training_runs import finish, flip_byte

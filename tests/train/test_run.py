@@ -4,7 +4,10 @@ import errno
 import json
 import os
 import shutil
+import threading
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +16,11 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.cli.main import main
+from mlxlm.data import DataOptions, prepare
+from mlxlm.data.shards import verify_shards
 from mlxlm.report import plot_losses
 from mlxlm.tokenizer import load
-from mlxlm.train import CheckpointSaved, Finished, Run, Step, train
+from mlxlm.train import CheckpointSaved, Finished, Run, Step, loop, train
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, DataError
 from tests.train.training_runs import GPT2, finish, flip_byte, read_log
@@ -243,3 +248,67 @@ def test_run_opens_in_transformers_and_mlx_lm(new_run, changes):
     model, tokenizer = mlx_lm.load(str(run.path))
     np.testing.assert_allclose(np.array(model(mx.array(tokens))), expected, atol=2e-5)
     assert tokenizer.encode(text) == load(run.path).encode(text)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx.npy"])
+def test_changed_shard_stops_training_before_saving(stopped, name):
+    flip_byte(stopped.data / name)
+    before = [c.name for c in stopped.checkpoints()]
+    with pytest.raises(DataError, match=rf"data/{name} has changed.*unchanged copy"):
+        finish(stopped, resume=True)
+    assert [c.name for c in stopped.checkpoints()] == before
+    flip_byte(stopped.data / name)
+    assert finish(stopped, resume=True)[-1].step == 20
+
+
+def test_changed_loss_mask(tmp_path, tiny_tokenizer):
+    rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The cat."}]}] * 40
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepare(DataOptions([tmp_path / "chat.jsonl"]), tiny_tokenizer, tmp_path / "out")
+    verify_shards(tmp_path / "out")
+    flip_byte(tmp_path / "out/train-00000.mask.bin")
+    with pytest.raises(DataError, match=r"train-00000.mask.bin has changed"):
+        verify_shards(tmp_path / "out")
+
+
+@pytest.mark.parametrize("found_at", [3, "the first save"])
+def test_training_starts_during_the_check_and_saving_waits(new_run, monkeypatch, found_at):
+    run, go = new_run("run", save_every=5), threading.Event()
+
+    def slow(folder, should_stop):
+        while not (should_stop() or go.wait(0.01)):
+            pass
+        if go.is_set():
+            raise DataError(f"{folder} has changed")
+
+    @contextmanager
+    def check_shards(data, real=loop._check_shards):
+        with real(data) as check:
+
+            def result():
+                go.set()  # something waits for the check
+                return check.result()
+
+            yield SimpleNamespace(done=check.done, result=result)
+
+    monkeypatch.setattr(loop, "verify_shards", slow)
+    monkeypatch.setattr(loop, "_check_shards", check_shards)
+    steps = []
+    with pytest.raises(DataError, match="has changed"):
+        for event in train(run, load(run.path)):
+            if isinstance(event, Step):
+                steps.append(event.step)
+            if steps and steps[-1] == found_at:
+                go.set()
+    assert run.checkpoints() == [] and (steps == [1, 2, 3, 4, 5] or found_at == 3 and len(steps) >= 3)
+
+
+def test_verify_shards_stops_on_request(stopped):
+    looked = []
+
+    def should_stop():
+        looked.append(1)
+        return True
+
+    verify_shards(stopped.data, should_stop)
+    assert len(looked) == 1

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes, training_texts
+from mlxlm.data import DataOptions, Manifest, read_texts, total_bytes
+from mlxlm.data.preparation import training_texts
 from mlxlm.tokenizer import load
 from mlxlm.tokenizer import train as train_tokenizer
-from mlxlm.train import Budget, ProcessGroup, TokenizerOptions, start, start_run
+from mlxlm.train import Budget, TokenizerOptions, start, start_run
+from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.events import TextLimited
 from mlxlm.train.optimizers import default_weight_decay
-from mlxlm.train.worker import StepBatches
+from mlxlm.train.worker import step_batches
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
 from tests.train.training_runs import QUICK, read_log
 
@@ -59,15 +61,6 @@ def test_settings_are_checked_before_data_is_read(tmp_path, text_file, tiny_conf
 def test_bfloat16_on_a_cpu(tmp_path, text_file, tiny_config):
     with pytest.raises(ConfigError, match="bfloat16 products many times slower than float32"):
         start_run(tmp_path / "run", [text_file], tiny_config, settings={"steps": 1, "dtype": "bfloat16"})
-
-
-def test_folders_of_killed_processes_are_removed(tmp_path, new_run):
-    """A process that is gone had prepared tokens for a run of this name."""
-    left = tmp_path / ".run-parts.4999999.partial"  # a number that Linux gives to no process
-    left.mkdir()
-    (left / "tokens").write_bytes(bytes(100))
-    new_run("run")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "text.txt"]
 
 
 def test_model_larger_than_memory(tmp_path, text_file, tiny_config):
@@ -123,8 +116,8 @@ def test_padding_does_not_count_as_epochs(tmp_path, tiny_config, tokenizer_folde
     settings = {"batch_size": 8, "max_seq_length": 128, "learning_rate": 1e-3, "steps": 250, "packing": "best-fit"}
     source = tmp_path / "text.jsonl"
     run = start_run(tmp_path / "run", [source], tiny_config, tokenizer=tokenizer_folder, settings=settings)
-    manifest, step_batches = Manifest.read(run.data), StepBatches(run, ProcessGroup())
-    assert step_batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
+    manifest, batches = Manifest.read(run.data), step_batches(run, ProcessGroup())
+    assert batches.epoch_at(250) < 16 < 250 * 8 * 128 / manifest.train.tokens
     assert run.settings.weight_decay == 0.1
 
 

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
+from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.data import Batch
 from mlxlm.kernels import cross_entropy
 from mlxlm.model import Decoder
 from mlxlm.model.block import Dropout
-from mlxlm.train import TrainSettings
+from mlxlm.train import Started, TrainingWarning, TrainSettings
 from mlxlm.train.step import TrainStep, summed_loss, update_ema
+from tests.train.training_runs import contents, finish
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 300, (2, 17)).astype(np.int32)
@@ -199,51 +201,73 @@ def test_load_checks_the_state(tiny_config):
         other.load(step.weights(), step.save_state())
 
 
-def test_accumulation_equals_a_larger_batch(tiny_config):
-    batch = np.random.default_rng(0).integers(0, 300, (4, 2, 17))
-    found = []
-    for shape in ((4, 2, 17), (1, 8, 17)):
-        model = Decoder(tiny_config)
-        model.init_weights(0)
-        settings = TrainSettings(steps=5, learning_rate=1e-3, grad_accumulation_steps=shape[0], batch_size=shape[1])
-        step = TrainStep(model, settings)
-        loss, norm = step([Batch(rows) for rows in batch.reshape(shape)], 1e-3)
-        found.append((loss.item(), norm.item(), np.array(model.model.norm.weight)))
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5)
+RANDOM = np.random.default_rng(0)
+SHORT = {"steps": 6, "eval_every": 0, "save_every": 0}
 
 
-def test_weight_decay_is_for_matrices_only(tiny_config):
-    def after(decay):
-        model = Decoder(tiny_config)
-        model.init_weights(0)
-        step = TrainStep(model, TrainSettings(steps=5, learning_rate=0.1, weight_decay=decay))
-        mx.eval(step([Batch(np.ones((2, 9), np.int32))], 0.1))
-        return model
-
-    with_decay, without = after(0.5), after(0.0)
-    assert mx.array_equal(with_decay.model.norm.weight, without.model.norm.weight)
-    matrix = with_decay.layers[0].mlp.up_proj.weight
-    start = (without.layers[0].mlp.up_proj.weight - matrix) / (0.1 * 0.5)  # decay takes lr·wd·w off
-    model = Decoder(tiny_config)
+def divided_step(config, micro_batches, batch_size=4, **settings):
+    model = Decoder(config)
     model.init_weights(0)
-    np.testing.assert_allclose(np.array(start), np.array(model.layers[0].mlp.up_proj.weight), atol=1e-4)
+    step = TrainStep(model, TrainSettings(steps=9, learning_rate=1e-2, batch_size=batch_size, **settings))
+    assert step.match_environment(None, micro_batches) is None
+    return step
 
 
-def test_accumulation_keeps_activations_of_one_batch(tiny_config, monkeypatch):
-    monkeypatch.setattr("mlxlm.backend.platform.cpu_cores", lambda: 1)  # parts overlap by chance
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_parts_are_the_same_step(tiny_config, monkeypatch, rows, cores):
+    """Also of unequal size, with a loss mask, and with fewer rows than parts; on a CPU each core divides its rows."""
+    monkeypatch.setattr(platform, "cpu_cores", lambda: cores)
+    segments = np.repeat(np.array([[0] * 9 + [1] * 7]), rows, axis=0).astype(np.int32)
+    batches = [
+        Batch(RANDOM.integers(0, 300, (rows, 17)).astype(np.int32), segments, RANDOM.choice([0.0, 1, 2], (rows, 16)))
+        for _ in range(2)
+    ]
+    whole, *others = (divided_step(tiny_config, n, rows) for n in (1, 2, 3, 99))
+    loss, norm = (x.item() for x in whole(batches, 1e-3))
+    for step in others:
+        found = step(batches, 1e-3)
+        assert found[0].item() == pytest.approx(loss, rel=1e-5) and found[1].item() == pytest.approx(norm, rel=1e-4)
+        for name, weight in step.weights().items():
+            assert np.allclose(np.array(weight), np.array(whole.weights()[name]), atol=2e-5), name
 
-    def peak(grad_accumulation_steps):
-        model = Decoder(tiny_config)
-        model.init_weights(0)
-        step = TrainStep(
-            model,
-            TrainSettings(steps=5, learning_rate=1e-3, grad_accumulation_steps=grad_accumulation_steps, batch_size=4),
-        )
-        batch = [Batch(np.ones((4, 65), np.int32))] * grad_accumulation_steps
-        mx.eval(step(batch, 1e-3), step.state)
+
+def test_parts_take_less_memory(tiny_config, monkeypatch):
+    monkeypatch.setattr(platform, "cpu_cores", lambda: 1)
+    batch = Batch(RANDOM.integers(0, 300, (32, 65)).astype(np.int32))
+    peaks = {}
+    for micro_batches in (1, 8):
+        step = divided_step(tiny_config, micro_batches, 32)
+        mx.eval(step.state)
+        mx.synchronize()
         mx.reset_peak_memory()
-        mx.eval(step(batch, 1e-3), step.state)
-        return mx.get_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(step([batch], 1e-3), step.state)
+        peaks[micro_batches] = mx.get_peak_memory() - before
+        del step
+    assert peaks[8] < peaks[1] / 2
 
-    assert peak(4) < 1.5 * peak(1)
+
+def test_resume_has_the_parts_of_before(new_run):
+    """Without the argument. With another one it warns."""
+    whole, broken = new_run("whole", **SHORT), new_run("broken", **SHORT)
+    finish(whole, micro_batches=2)
+    finish(broken, stop_at=3, micro_batches=2)
+    events = finish(broken, resume=True)
+    assert [e.micro_batches for e in events if isinstance(e, Started)] == [2]
+    assert not [e for e in events if isinstance(e, TrainingWarning)]
+    assert contents(whole.checkpoints()[-1]) == contents(broken.checkpoints()[-1])
+    other = new_run("other", **SHORT)
+    finish(other, stop_at=3)
+    (warning,) = (e for e in finish(other, resume=True, micro_batches=4) if isinstance(e, TrainingWarning))
+    assert "each batch is computed in 4 parts, before in 1" in warning.message
+
+
+@pytest.mark.parametrize("invalid", [0, 9, "2", None, 2**70])
+def test_invalid_numbers_of_a_checkpoint_are_not_used(tiny_config, invalid):
+    step = divided_step(tiny_config, None)
+    own = step.environment
+    other_chip = {**own, "chip": "x", "blas": "y", "parts": 3}
+    for environment in (None, other_chip, {**own, "parts": invalid}, {**own, "micro_batches": invalid}):
+        step.match_environment(environment)
+        assert step.environment == own

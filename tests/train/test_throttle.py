@@ -97,12 +97,9 @@ def test_slow_is_a_duty_cycle_of_a_half(make_machine):
     slow_steps = resumed.step - throttled.step
     assert machine.rested(throttle) == slow_steps + (60 - slow_steps) / 4  # a rest of 0.25 seconds at 80%
     assert 50 <= resumed.seconds <= 62 and throttle.paused == 0
-
-
-def test_slow_with_a_lower_duty_cycle(make_machine):
     machine = make_machine((0, True, "cool"))
-    throttle = machine.throttle(on_battery="slow", duty_cycle=20)
-    assert machine.work(throttle, 1)[0].duty_cycle == 20 and machine.rested(throttle) == 4
+    slower = machine.throttle(on_battery="slow", duty_cycle=20)
+    assert machine.work(slower, 1)[0].duty_cycle == 20 and machine.rested(slower) == 4
 
 
 @pytest.mark.parametrize("duty_cycle", [70, 100, 1])

@@ -81,11 +81,12 @@ def test_wandb_continues_its_run(new_run, monkeypatch):
     run = new_run("run")
     finish(run, stop_at=13, wandb="my project")
     (run.path / "checkpoints/step-13").rename(run.path / "checkpoints/.step-13.1.partial")
-    finish(Run.open(run.path), resume=True, wandb="my project")
+    events = finish(Run.open(run.path), resume=True, wandb="my project")
     [(name, history)] = fake.runs.items()
     assert json.loads((run.path / "wandb.json").read_text()) == {"id": name, "project": "my project"}
     assert [s for s, v in history if "train/loss" in v] == list(range(1, 21))
     assert [s for s, v in history if "validation/loss" in v] == [10, 20]
+    assert history[-2][1]["train/loss"] == [e for e in events if isinstance(e, Step)][-1].loss
     assert fake.inits[1]["resume"] == "allow" and fake.inits[0]["config"]["settings"] == run.settings.to_dict()
     assert fake.finished == 2
 
