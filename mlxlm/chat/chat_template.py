@@ -80,7 +80,7 @@ NAMES = (MODEL, *CHAT_FORMATS, PLAIN)
 
 
 class RenderOptions(TypedDict, total=False):
-    """The arguments of `ChatTemplate.render` besides the conversation."""
+    """The arguments of `ChatTemplate.render`, without the conversation."""
 
     add_generation_prompt: bool
     tools: Sequence[Any] | None

@@ -2,7 +2,7 @@
 
 huggingface_hub itself continues after a lost connection, but starts again in a new process, and its downloads of whole
 repositories don't stop at Ctrl-C: `download_source` downloads large files itself and continues where an earlier process
-stopped. The digests of a first download are kept beside the snapshot, so that files that change later don't go
+stopped. The digests of a first download are kept next to the snapshot, so that files that change later don't go
 unnoticed, and are removed with it.
 """
 

@@ -56,7 +56,7 @@ _NEVER_MERGED = -1e10
 
 
 def open_llama2c(path: Path | str) -> Checkpoint:
-    """Open a llama2.c model; its tokenizer is a `.bin` file beside it (see `find_tokenizer`).
+    """Open a llama2.c model; its tokenizer is a `.bin` file next to it (see `find_tokenizer`).
 
     Only the header is read.
 
@@ -95,7 +95,7 @@ FORMAT = FileFormat(lambda path, start: path.suffix == ".bin" and not is_pytorch
 
 
 def check_output(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that a llama2.c file can have this model, and that `path` and `tokenizer.bin` beside it are free.
+    """Check that a llama2.c file can have this model, and that `path` and `tokenizer.bin` next to it are free.
 
     Raises:
         ConfigError: Names a field that run.c can't represent. It computes Llama with a rotary base of 10000 and an
@@ -107,14 +107,16 @@ def check_output(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
     _check_representable(config)
     if path.name == _TOKENIZER:
         raise CheckpointError(f"{path} is the name of the tokenizer file", "model.bin")
-    beside = path.with_name(_TOKENIZER)
-    with os_errors_as(CheckpointError, "read", beside):
-        if beside.exists() and (beside.stat().st_size != len(content) or beside.read_bytes() != content):
-            raise CheckpointError(f"{beside} already exists and belongs to another model", "another output folder")
+    tokenizer_file = path.with_name(_TOKENIZER)
+    with os_errors_as(CheckpointError, "read", tokenizer_file):
+        if tokenizer_file.exists() and tokenizer_file.read_bytes() != content:
+            raise CheckpointError(
+                f"{tokenizer_file} already exists and belongs to another model", "another output folder"
+            )
 
 
 def write(path: Path, config: ModelConfig, tensors: LazyTensors, tokenizer: Tokenizer) -> None:
-    """Write a file and `tokenizer.bin` beside it, one tensor in memory at a time.
+    """Write a file and `tokenizer.bin` next to it, one tensor in memory at a time.
 
     Call `check_output` before, and use `atomic_new_files`, so that a failed write leaves nothing.
 
@@ -225,7 +227,7 @@ def _float32_values(name: str, tensor: LazyTensor) -> memoryview:
 
 
 def find_tokenizer(model: Path, vocab_size: int) -> Path:
-    """Find the tokenizer file beside a llama2.c model.
+    """Find the tokenizer file next to a llama2.c model.
 
     Tries `NAME.tokenizer.bin`, `tok4096.bin` (llama2.c's name for tokenizers that it trains, by vocabulary size) and
     `tokenizer.bin`, in this order.
@@ -237,7 +239,7 @@ def find_tokenizer(model: Path, vocab_size: int) -> Path:
     for name in names:
         if model.with_name(name).is_file():
             return model.with_name(name)
-    raise MissingTokenizerError(f"no tokenizer beside {model}", " or ".join(names))
+    raise MissingTokenizerError(f"no tokenizer next to {model}", " or ".join(names))
 
 
 def read_tokenizer(path: Path | str, vocab_size: int) -> Tokenizer:

@@ -17,7 +17,7 @@ from mlxlm.utils.json_files import read_json_object
 RUN_FILE = "train.json"
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
 GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split model
-FOLDER_FORMATS = ("safetensors", "pytorch")  # of weights with config.json and the tokenizer's files beside them
+FOLDER_FORMATS = ("safetensors", "pytorch")  # of weights with config.json and the tokenizer's files next to them
 SAFETENSORS_INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 MAX_INDEX = 24_000_000  # bytes of an index
 _MAX_STATE = 4 << 20  # bytes of state.json, which has a few hundred

@@ -115,7 +115,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     file = location.root / "config.json"
     format = weights_format(location.weights)
     if format is None or not file.exists():
-        models = gguf_models(path)  # on the hub, often beside the config.json of their source
+        models = gguf_models(path)  # on the hub, often next to the config.json of their source
         if len(models) == 1:
             for encoder in filter(is_image_encoder, path.glob("*.gguf")):
                 warnings.warn(f"{encoder.name} is ignored: mlxlm reads text, not images", stacklevel=3)

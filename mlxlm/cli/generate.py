@@ -1,4 +1,4 @@
-"""`mlxlm generate`: continue a prompt, or serve a file of requests, for shells and scripts."""
+"""`mlxlm generate`: continue a prompt, or all requests of a file, for shells and scripts."""
 
 from __future__ import annotations
 

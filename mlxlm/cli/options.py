@@ -137,7 +137,7 @@ class SectionedCommand(click.Command):
         return longest if value in (None, "True") else f"{longest} {value}"
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The options, with `--help-all` beside `--help` if that omits some."""
+        """The options, and `--help-all` if `--help` omits some."""
         params = super().get_params(ctx)
         if self._has_advanced:
             text = "Show this message with all options, and exit."

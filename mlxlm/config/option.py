@@ -21,7 +21,7 @@ _MAX_FLOAT = 1e9  # far below the largest float32, because optimizers square
 
 @dataclass(frozen=True)
 class Option:
-    """What is declared about an option besides its name, type and default.
+    """What is declared about an option in addition to its name, type and default.
 
     Attributes:
         help: One or two sentences, for `--help` and the docs.

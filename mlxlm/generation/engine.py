@@ -40,7 +40,7 @@ _compilers = ThreadPoolExecutor(1, thread_name_prefix="mlxlm-grammar")
 
 
 class QueueFullError(GenerationError):
-    """As many texts wait as may."""
+    """`max_waiting` texts are waiting already."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class Engine:
         prefix_cache_bytes: Keys and values of earlier texts to keep; 0 for none. None for a quarter of `max_kv_bytes`;
             with a rotating cache, at most eight texts.
         prefix_cache_dir: A folder in which they survive a restart.
-        max_kv_bytes: Keys and values of running and earlier texts. None for what three quarters of the memory leave
-            beside the weights. Texts wait for free memory, and the youngest is interrupted if the others need more.
+        max_kv_bytes: Bytes for the keys and values of running and earlier texts. None for three quarters of the
+            memory, less the weights. Texts wait for free memory, and the youngest is interrupted if the others need
+            more.
         speculation: Speculative decoding, while a few texts are running.
 
     Raises:

@@ -270,7 +270,7 @@ class Scheduler:
         for row in self._batches.rows:
             if row.room == 0:  # its keys have the wrong factors of "longrope" from here on
                 self._interrupt(row)
-        # Texts that could not begin beside others can once one of these has ended, not while all of them pause.
+        # Texts that had no room next to others can begin once one of these has ended, not while all of them pause.
         self._busy = self.num_active > 0 or self.num_waiting > 0 and (was_active or not self._running())
         if not self._busy:
             self._end_work()
@@ -332,7 +332,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
 
-        A text that has no others beside it fails, and so does one that must be decoded by itself.
+        A text that runs alone fails, and so does one that must be decoded by itself.
         """
         while not self._fits():
             if not self._lm.supports_batching:  # `KVMemory` only guesses the bytes

@@ -372,7 +372,7 @@ def _other_tensor_bytes(source: Source, plan: QuantizationPlan) -> int:
 
 
 def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
-    """An upper bound of the folder's bytes besides the values of tensors and the tokenizer: headers, index, config."""
+    """An upper bound of the folder's bytes without the values of tensors and the tokenizer: headers, index, config."""
     config = source.checkpoint.config.with_changes(quantization=plan.quantization_config())
     tensors = lazy_quantize(source.checkpoint_16bit.tensors, plan)
     stored = to_file_weights(weight_mappings(config, for_mlx=True), tensors)

@@ -34,7 +34,7 @@ class CalibratedMethod:
     """Quantizes matrices for the inputs that they get. A method is one file, and an entry of `METHODS` in methods.py.
 
     Attributes:
-        runs_source: Whether the unquantized model runs beside the quantized one, for `InputStats.dxxt`.
+        runs_source: Whether the unquantized model runs together with the quantized one, for `InputStats.dxxt`.
     """
 
     runs_source = False
@@ -170,7 +170,7 @@ def calibrate_blocks(
     (67 MB each for 16,384 tokens of width 1024).
 
     Args:
-        source: The unquantized model, to run beside `model` for `InputStats.dxxt`; or None.
+        source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`; or None.
         model: The model to calibrate on, with the embedding as it was quantized.
         windows: Tokens, int `[N, T]`.
         on_block: Called for each block; None leaves the blocks as they are.

@@ -60,7 +60,7 @@ def _displayed(value: Any) -> Any:
 
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 34
-_ARROW_SPACING = 60  # for the value beside an arrow
+_ARROW_SPACING = 60  # for the value next to an arrow
 NUM_COLORS = 8  # of the style sheet: .c0 to .c7
 
 
@@ -73,7 +73,7 @@ class Series:
         points: (x, y).
         color: Index into the style sheet's colors; they repeat, dotted, after `NUM_COLORS`.
         style: "line", "faint" (for noise) or "dots" (for few values, joined by a line).
-        label: Text beside the value, if there is only one.
+        label: Text next to the value, if there is only one.
     """
 
     name: str
@@ -204,7 +204,7 @@ class _Chart:
             yield self._label(x, 10, value)
 
     def _label(self, x: float, y: float, text: str) -> str:
-        """A text beside a point, on the side with more room."""
+        """A text next to a point, on the side with more room."""
         side, x = ("before", x - 8) if x > self.plot_width / 2 else ("value", x + 8)
         return f'<text class="{side}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 

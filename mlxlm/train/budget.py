@@ -43,7 +43,7 @@ _MIN_STEPS = 20  # with fewer, a run can't end within 5% of its time
 _MFU = 0.3  # of the speed of large products, for small models: a first guess, which benchmarks correct
 _BYTES_PER_TOKEN = 3  # a guess for small vocabularies
 _EQUAL_LOSS = 0.005  # relative: of nearly equal losses, the smallest model wins, which memorizes less of a short text
-# Seconds for each of two sizes, and their fraction of the time: beside other programs three short steps say little.
+# Seconds for each of two sizes, and their fraction of the time: while other programs run, three short steps say little.
 _BENCHMARK_FRACTION, _MAX_BENCHMARK_SECONDS = 0.01, 3.0
 
 
@@ -122,7 +122,7 @@ def min_rows(config: ModelConfig, values: Mapping[str, Any]) -> int:
     """Return the fewest rows that a step should have: one for each core, if that uses the cores much better.
 
     The cores of a CPU share the rows of a batch. A single row is computed on all of them together, which can take
-    several times as long beside other programs: measured 670 tokens/s with one row and 4,600 with many.
+    several times as long while other programs run: measured 670 tokens/s with one row and 4,600 with many.
     """
     cores = platform.cpu_cores()
     if num_batch_shards(cores) == 1:

@@ -18,7 +18,7 @@ from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.files import has_hard_links
 from mlxlm.utils.formatting import human_bytes
 
-_MARGIN = 16 << 20  # bytes left free beside a checkpoint, for the log, the plots and other programs
+_MARGIN = 16 << 20  # bytes left free after a checkpoint, for the log, the plots and other programs
 _RETRY_SECONDS = 60.0  # a quota shows only when writing fails
 _NEW_RUN = TrainState()
 

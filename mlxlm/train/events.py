@@ -220,7 +220,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class TrainingWarning(Event):
-    """Something besides the training does not work, or the machine has slept; the training continues."""
+    """Something other than the training failed, or the machine has slept; the training continues."""
 
     step: int
     message: str

@@ -131,7 +131,7 @@ class TrainStep:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What decides how sums are rounded here, besides settings and data, as JSON values."""
+        """What decides how sums are rounded here, other than settings and data, as JSON values."""
         return {
             "chip": platform.chip(),
             "blas": load_blas().name,
@@ -202,7 +202,7 @@ class TrainStep:
         return dict(self._ema) or self._parameters()
 
     def save_state(self) -> dict[str, mx.array]:
-        """Return what a checkpoint needs besides `weights`: optimizer, random state, and the weights behind the EMA."""
+        """Return what a checkpoint needs apart from `weights`: optimizer, random state, and the EMA's weights."""
         raw = {f"weights.{name}": weight for name, weight in self._parameters().items()} if self._ema else {}
         return dict(sorted([*tree_flatten(self._optimizer.state), *raw.items(), ("random", mx.random.state[0])]))
 

@@ -209,7 +209,7 @@ def test_rows_without_a_token_get_an_unused_one(tmp_path, tokenizer):
 
 def test_find_tokenizer(tmp_path):
     model = tmp_path / "stories.bin"
-    with pytest.raises(TokenizerError, match="no tokenizer beside .*stories.bin .*tok300.bin or tokenizer.bin"):
+    with pytest.raises(TokenizerError, match="no tokenizer next to .*stories.bin .*tok300.bin or tokenizer.bin"):
         find_tokenizer(model, 300)
     for name in ("tokenizer.bin", "tok300.bin", "stories.tokenizer.bin"):
         (tmp_path / name).write_bytes(b"")
