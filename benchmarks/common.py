@@ -69,7 +69,7 @@ def plain_mlx() -> Iterator[None]:
     """Replace mlxlm's attention, activation and loss by MLX's own, for everything that is traced inside."""
     from mlxlm.backend.mlx import mx, nn
     from mlxlm.model import attention as attention_module
-    from mlxlm.model import feed_forward
+    from mlxlm.model import block
     from mlxlm.train import step as step_module
 
     def attention(queries, keys, values, scale, **_):
@@ -81,7 +81,7 @@ def plain_mlx() -> Iterator[None]:
     def summed_loss(model, tokens, _segments, _weights):
         return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], reduction="sum")
 
-    places = ((attention_module, "attention"), (feed_forward, "with_fused_gradients"), (step_module, "summed_loss"))
+    places = ((attention_module, "attention"), (block, "with_fused_gradients"), (step_module, "summed_loss"))
     originals = [getattr(*place) for place in places]
     for place, function in zip(places, (attention, activation, summed_loss), strict=True):
         setattr(*place, function)

@@ -23,7 +23,7 @@ from common import report
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlxlm.backend.mlx import mx  # noqa: E402
-from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention  # noqa: E402
+from mlxlm.kernels.decode_attention import decode_attention  # noqa: E402
 from mlxlm.kernels.flash_attention import tiled_attention  # noqa: E402
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE, RoPE  # noqa: E402
 from mlxlm.kernels.rms_norm import add_rms_norm_metal, rms_norm_metal  # noqa: E402
@@ -150,7 +150,8 @@ def quantized(bits, group_size, dtype):
     D, S, form = 128, 2048, {"bits": bits, "group_size": group_size}
     q, k, v = random((1, 8, 1, D), dtype, 0), random((1, 2, S, D), dtype, 1), random((1, 2, S, D), dtype, 2)
     k, v = mx.quantize(k, **form), mx.quantize(v, **form)
-    (out,), launches = run(lambda: [quantized_decode_attention(q, k, v, D**-0.5, **form)], "attention_decode")
+    form = {"group_size": group_size, "key_bits": bits, "value_bits": bits}
+    (out,), launches = run(lambda: [decode_attention(q, k, v, D**-0.5, **form)], "attention_decode")
     exact = [dequantized(x, bits, group_size) for x in (k, v)]
     return error([out], [oracle.attention(oracle.as64(q), *exact, D**-0.5)[0]]), launches, nbytes(q, *k, *v, out)
 

@@ -18,7 +18,7 @@ from mlxlm.evaluate.small_world import evaluate_small_world
 from mlxlm.experiments.receipt import FILE_NAME, Receipt, Recipe
 from mlxlm.families import config_to_hf, load_preset
 from mlxlm.generation import load
-from mlxlm.generation.generation_config import GenerationConfig
+from mlxlm.generation.loaded_model import GenerationConfig
 from mlxlm.quantize import quantize
 from mlxlm.train import Run
 from mlxlm.utils.formatting import human_count

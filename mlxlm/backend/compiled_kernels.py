@@ -2,7 +2,7 @@
 
 MLX keeps the files in a folder for later processes and loads them unchecked. By default that is below /tmp, where any
 user can create it. g++ writes the files in place without a flush: after a power cut, on a full disk or if the compiler
-is killed, a truncated file remains, and every process fails.
+is killed, a truncated file remains. What can't be loaded is removed, and compiled again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ import os
 import re
 import shutil
 import stat
-import struct
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from mlxlm.utils.errors import PlatformError
-
-_MIN_AGE = 10.0  # seconds: another process may still be writing a newer file
 
 
 def kernel_folder(version: str) -> Path:
@@ -49,23 +45,15 @@ def make_private(folder: Path) -> None:
         folder.mkdir(0o700)
 
 
-def remove_corrupt_kernels(folder: Path) -> None:
-    """Remove kernels that may be corrupt; MLX compiles them again.
-
-    These are truncated kernels, and all from before this machine booted, since a power cut may corrupt a file without
-    truncating it.
-    """
+def remove_old_kernels(folder: Path) -> None:
+    """Remove kernels from before this machine booted: a power cut may have damaged them. MLX compiles them again."""
     import psutil
 
-    booted, now = psutil.boot_time(), time.time()
-    with suppress(OSError):  # no such folder, or another user's
-        for file in os.scandir(folder):
-            if not file.name.endswith(".so"):
-                continue
-            with suppress(OSError):
-                modified = file.stat().st_mtime
-                if modified < booted or modified < now - _MIN_AGE and not _is_complete(file.path):
-                    os.unlink(file.path)
+    booted = psutil.boot_time()
+    with suppress(OSError):  # another user's folder, or a process that does the same
+        for file in folder.glob("*.so"):
+            if file.stat().st_mtime < booted:
+                file.unlink()
 
 
 def failed_kernel_path(message: str) -> str | None:
@@ -75,18 +63,7 @@ def failed_kernel_path(message: str) -> str | None:
 
 
 def remove_failed_kernel(message: str) -> None:
-    """Remove the kernel in MLX's error message if it is truncated, as by a killed linker."""
-    path = failed_kernel_path(message)
-    with suppress(OSError):
-        if path and not _is_complete(path):
+    """Remove the kernel in MLX's error message, which may be truncated. MLX compiles it again."""
+    if path := failed_kernel_path(message):
+        with suppress(OSError):
             os.unlink(path)
-
-
-def _is_complete(path: str) -> bool:
-    """Whether a 64-bit ELF file has its section headers, which are at its end."""
-    with open(path, "rb") as file:
-        header, size = file.read(64), os.fstat(file.fileno()).st_size
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return False
-    (offset,), (entry_size, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
-    return offset > 0 and offset + entry_size * count <= size

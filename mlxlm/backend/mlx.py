@@ -34,7 +34,7 @@ compiled_kernels.make_private(compiled_kernels.kernel_folder(mx.__version__).par
 ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 if ON_CPU:
-    compiled_kernels.remove_corrupt_kernels(compiled_kernels.kernel_folder(mx.__version__))
+    compiled_kernels.remove_old_kernels(compiled_kernels.kernel_folder(mx.__version__))
     # By default MLX's CPU allocator keeps 32 MB of freed buffers. A training step allocates and frees gigabytes, and
     # each new buffer costs page faults: a float32 add over 8M elements takes 17 ms, and 2 ms with a large cache.
     mx.set_cache_limit(platform.total_memory() // 4)
@@ -55,7 +55,7 @@ def compile_on_gpu(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def eval_arrays(*graphs: Any) -> None:
-    """`mx.eval` that is retried once if Ctrl-C killed the compiler.
+    """`mx.eval` that is retried once if a compiled kernel is truncated or Ctrl-C killed the compiler.
 
     On a CPU, an evaluation may start g++. A terminal's Ctrl-C also kills g++, so that the evaluation fails even if this
     process handles the signal.

@@ -6,9 +6,8 @@ from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.cache.kv_buffer import group_size
-from mlxlm.cache.kv_cache import KVCache
+from mlxlm.cache.kv_cache import KVCache, RotationPolicy, SlidingWindow
 from mlxlm.cache.options import KVOptions
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.mask import causal_mask
 from mlxlm.model import Decoder

@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import chain
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer, group_size, zero_pad
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.config.model_config import window_slack, window_spare
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 
+ShiftKeys = Callable[..., mx.array]  # (keys [B, H, n, D], offset, cache) -> the keys, moved by `offset` positions
+
+
+@dataclass(frozen=True)
+class RotationPolicy:
+    """A rotating cache: a full cache drops the oldest `step` tokens after the first `keep` ones.
+
+    What a token sees depends only on its position p (from 0): the first `keep` tokens and those from keep + d on,
+    where d is the smallest multiple of `step` that is at least p + 1 - size (0 if p < size).
+
+    Positions are those within the cache, as in StreamingLLM (Xiao et al. 2023, section 3.2): the first `keep` tokens
+    (sinks) count as if they stood directly before the oldest of the others.
+
+    Args:
+        size: Maximum number of tokens.
+        keep: Number of first tokens that are never dropped.
+        shift_keys: Moves the keys of the sinks to their new positions. None leaves them as they are.
+    """
+
+    size: int
+    keep: int
+    shift_keys: ShiftKeys | None = None
+
+    @property
+    def step(self) -> int:
+        """Tokens dropped at once: an eighth of what may go. It is also the prefill chunk size of a full cache."""
+        return max(1, (self.size - self.keep) // 8)
+
+    @property
+    def num_retained(self) -> int:
+        """Tokens that the buffers must have room for."""
+        return self.size
+
+    @property
+    def extra_capacity(self) -> int:
+        """Further positions, so that the tokens rarely move to the front of the buffers."""
+        return self.step
+
+    @property
+    def min_tokens_to_trim(self) -> int:
+        """Tokens that `trim` must leave if some were dropped: as many as were there right after the drop."""
+        return self.size - self.step
+
+    def max_update_size(self, num_tokens: int) -> int:
+        """How many tokens an update of a cache with `num_tokens` can add, with at most one drop before it."""
+        return self.size - num_tokens if num_tokens < self.size else self.step
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """The cache of a layer with sliding-window attention.
+
+    A token sees itself and the `size` - 1 tokens before it. Older ones are dropped when the buffers move.
+
+    Args:
+        size: The window, in tokens.
+        slack: At least this many of the last tokens can be trimmed.
+    """
+
+    size: int
+    slack: int
+
+    @classmethod
+    def of(cls, size: int) -> SlidingWindow:
+        """Make one with enough slack to trim an answer without another prefill."""
+        return cls(size, window_slack(size))
+
+    @property
+    def num_visible(self) -> int:
+        """Earlier tokens that the next token can see."""
+        return self.size - 1
+
+    @property
+    def num_retained(self) -> int:
+        """Tokens that are left after a drop."""
+        return self.num_visible + self.slack
+
+    @property
+    def extra_capacity(self) -> int:
+        """Further positions, so that the tokens rarely move to the front of the buffers."""
+        return window_spare(self.size)
+
+    @property
+    def min_tokens_to_trim(self) -> int:
+        """Tokens that `trim` must leave if some were dropped."""
+        return self.num_visible
+
+
+_SIDES = ("keys", "values", "kept_keys", "kept_values")  # names of the arrays in a file
 STEP = 256  # the buffers grow by at least this many positions, so that decoding rarely copies the cache
 
 
@@ -29,13 +119,11 @@ class KVCache:
     Between two calls this holds:
 
     - All rows end at the same index of the buffers: row b's tokens are at `_starts[b]` to `_end` - 1. What is before
-      them is padding, which attention doesn't see; from `_end` up to the capacity is free.
+      them is padding, which attention doesn't see; from `_end` up to the capacity is free. After `set_left_padding`,
+      `_starts[b]` is beyond `_end`: row b's next update begins with padding.
     - The text of row b has `_dropped[b]` more tokens: its next one has the position `_dropped[b] + _end - _starts[b]`.
     - `_sinks[b]` are original keys and values of the first `rotation.keep` tokens, once row b has dropped others. The
       keys in the buffers are always shifted from these, so that rounding errors don't add up.
-    - `_pads` is the left padding of the next update, after `set_left_padding`.
-    - `_bound` is at most the capacity, and no row of a rotating cache that ends there is too long: an update that ends
-      at or before it only writes. 0 if rows have changed, so that the next update makes room.
     - `_first` is the index of the first position that the last update returned.
 
     Args:
@@ -66,8 +154,7 @@ class KVCache:
         self._starts: list[int] = []
         self._dropped: list[int] = []
         self._sinks: list[list[KVBuffer]] = []
-        self._pads: list[int] | None = None
-        self._end = self._bound = self._first = 0
+        self._end = self._first = 0
 
     @property
     def rows(self) -> int:
@@ -77,14 +164,11 @@ class KVCache:
     @property
     def offsets(self) -> list[int]:
         """Position of each row's next token, or of its next padding if `set_left_padding` was called."""
-        offsets = [lost + self._end - start for lost, start in zip(self._dropped, self._starts, strict=True)] or [0]
-        return offsets if self._pads is None else [n - pad for n, pad in zip(offsets, self._pads, strict=True)]
+        return [lost + self._end - start for lost, start in zip(self._dropped, self._starts, strict=True)] or [0]
 
     @property
     def offset(self) -> int | mx.array:
         """`offsets` in the form of `mx.fast.rope`: an int for one row, int32 `[B]` for several."""
-        if len(self._starts) == 1 and self._pads is None:  # called per layer and token: avoid lists
-            return self._dropped[0] + self._end - self._starts[0]
         offsets = self.offsets
         return offsets[0] if len(offsets) == 1 else mx.array(offsets, dtype=mx.int32)
 
@@ -126,41 +210,31 @@ class KVCache:
             GenerationError: T is more than `max_update_size`, or the model is not the one that filled the cache.
         """
         rows, _, count, _ = keys.shape
-        if self._end + count > self._bound or self._pads is not None or rows != len(self._starts):
-            self._prepare(keys, values)
-            self._make_room(count)
+        if not self._starts:
+            self._begin(rows)
+        if not self._buffers:
+            self._allocate(keys, values)
+        self._make_room(count, keys, values)
         begin, end = self._end, self._end + count
         key_buffer, value_buffer = self._buffers
         key_buffer.write(begin, end, keys)
         value_buffer.write(begin, end, values)
         self._end = end
-        if self._pads is not None:
-            self._starts = [begin + pad if pad else start for pad, start in zip(self._pads, self._starts, strict=True)]
-            self._pads = None
         self._first = min(begin, *self._starts)
         if self.window is not None:
             self._first = max(self._first, begin - self.window.num_visible)
         return key_buffer.read(self._first, end), value_buffer.read(self._first, end)
 
     def set_left_padding(self, pads: Sequence[int]) -> None:
-        """Declare the first `pads[b]` positions of row b in the next update as padding.
-
-        Raises:
-            ValueError: A row that is to be padded already has tokens, or the number of rows is different.
-        """
+        """Declare the first `pads[b]` positions of row b in the next update as padding; 0 for rows that have tokens."""
         if not self._starts:
             self._begin(len(pads))
-        if len(pads) != len(self._starts):
-            raise ValueError(f"got paddings of {len(pads)} rows for a cache of {len(self._starts)}")
-        for row, (pad, offset) in enumerate(zip(pads, self.offsets, strict=True)):
-            if pad and offset > 0:
-                raise ValueError(f"row {row} already has {offset} tokens, so it can't be padded")
-        self._pads = list(pads) if any(pads) else None
+        self._starts = [self._end + pad if pad else start for pad, start in zip(pads, self._starts, strict=True)]
 
     @property
     def can_step(self) -> bool:
         """Whether `begin_step` can be called: not before the first token, nor with padding."""
-        return bool(self._buffers) and self._pads is None
+        return bool(self._buffers) and max(self._starts) <= self._end
 
     @property
     def buffers(self) -> list[KVBuffer]:
@@ -173,8 +247,7 @@ class KVCache:
         Returns:
             The index of the token in the buffers, that of each row's first token, and the capacity of the buffers.
         """
-        if self._end + 1 > self._bound:
-            self._make_room(1)
+        self._make_room(1)
         return self._end, self._starts, self._buffers[0].capacity
 
     def end_step(self, buffers: list[KVBuffer]) -> None:
@@ -182,29 +255,17 @@ class KVCache:
         self._buffers = buffers
         self._end += 1
 
-    def _prepare(self, keys: mx.array, values: mx.array) -> None:
-        """Make buffers for the first keys and values `[B, H_kv, T, D]`; check later ones."""
-        rows, count = keys.shape[0], keys.shape[2]
-        if not self._starts:
-            self._begin(rows)
-        if not self._buffers:
-            self._allocate(keys, values)
-        for buffer, new in zip(self._buffers, (keys, values), strict=True):
+    def _make_room(self, count: int, *sides: mx.array) -> None:
+        """Drop tokens if needed, and make room for `count` more positions: those of `sides`, if they are given."""
+        if self.rotation is not None:
+            self._rotate(self.rotation, count)
+        if self._end + count <= self._buffers[0].capacity:
+            return
+        for buffer, new in zip(self._buffers, sides, strict=False):
             if (buffer.shape[1], buffer.shape[3], buffer.dtype) != (new.shape[1], new.shape[3], new.dtype):
                 problem = f"the cache has {buffer.dtype} {buffer.shape}, but the model gives {new.dtype} {new.shape}"
                 raise GenerationError(problem, "the model that the cache was made with")
-        if rows != len(self._starts) or max(self._pads or [0]) > count:
-            raise ValueError(f"keys {keys.shape} for {len(self._starts)} rows with padding {self._pads}")
-
-    def _make_room(self, count: int) -> None:
-        """Drop tokens if needed and make room for `count` more positions."""
-        if self.rotation is not None:
-            self._rotate(self.rotation, count)
-        capacity = self._buffers[0].capacity
-        if self._end + count > capacity:
-            capacity = self._move(count)
-        sizes = [] if self.rotation is None else [start + self.rotation.size for start in self._starts]
-        self._bound = min([capacity, *sizes])
+        self._move(count)
 
     def _begin(self, rows: int) -> None:
         self._starts, self._dropped, self._sinks = [0] * rows, [0] * rows, [[]] * rows
@@ -215,9 +276,7 @@ class KVCache:
         self._buffers = [KVBuffer.like(x, None if b is None else (b, group)) for x, b in zip(sides, bits, strict=True)]
 
     def _room(self, policy: RotationPolicy) -> int:
-        pads = self._pads or [0] * len(self._starts)
-        sizes = (policy.max_update_size(self._end - start) + pad for start, pad in zip(self._starts, pads, strict=True))
-        return min(sizes, default=policy.size)
+        return min((policy.max_update_size(self._end - start) for start in self._starts), default=policy.size)
 
     def _rotate(self, policy: RotationPolicy, count: int) -> None:
         """Drop the oldest tokens after the sinks in rows that would become too long."""
@@ -227,8 +286,8 @@ class KVCache:
                 f"{room}",
                 f"chunks of at most {policy.step} tokens",
             )
-        for row, pad in enumerate(self._pads or [0] * self.rows):
-            if self._end - self._starts[row] + count - pad > policy.size:
+        for row, start in enumerate(self._starts):
+            if self._end - start + count > policy.size:
                 self._drop(policy, row)
 
     def _drop(self, policy: RotationPolicy, row: int) -> None:
@@ -243,19 +302,18 @@ class KVCache:
                 arrays = buffer.quantize(policy.shift_keys(sink.dequantized(), self._dropped[row], self))
             buffer.write_to_row(row, self._starts[row], arrays)
 
-    def _move(self, count: int) -> int:
-        """Move to new buffers with room for `count` more tokens; drop what no window can see. Return the capacity."""
+    def _move(self, count: int) -> None:
+        """Move to new buffers with room for `count` more tokens; drop what no window can see."""
         if self.window is not None:
             for row, start in enumerate(self._starts):
                 lost = max(0, self._end - self.window.num_retained - start)
                 self._starts[row] += lost
                 self._dropped[row] += lost
-        first = min(self._starts)
+        first = min(self._end, *self._starts)
         capacity = self._capacity(self._end - first, count)
         self._buffers = [buffer.resize(first, self._end, capacity) for buffer in self._buffers]
         self._starts = [start - first for start in self._starts]
         self._end -= first
-        return capacity
 
     def _capacity(self, length: int, count: int) -> int:
         """How many positions to allocate for `length` tokens and `count` more."""
@@ -316,8 +374,8 @@ class KVCache:
 
     def can_replace_rows(self, other: KVCache) -> bool:
         """Whether `replace_rows` can take the rows of `other`: they are no longer than this cache, and not limited."""
-        fits = bool(self._buffers) and bool(other._buffers) and other.size() <= self._end
-        return fits and self.rotation is None and self._pads is None and self.long_factors == other.long_factors
+        fits = self.can_step and bool(other._buffers) and other.size() <= self._end
+        return fits and self.rotation is None and self.long_factors == other.long_factors
 
     def replace_rows(self, rows: Sequence[int], other: KVCache) -> None:
         """Replace `rows` by all rows of a cache with the same settings, without copying the others."""
@@ -330,7 +388,6 @@ class KVCache:
         for i, row in enumerate(rows):
             self._starts[row] = self._end - (other._end - other._starts[i])
             self._dropped[row] = other._dropped[i]
-        self._bound = 0  # the next update makes room
 
     def _filled(self, like: Sequence[KVBuffer] = ()) -> list[KVBuffer]:
         """The filled part of keys and values; before the first token, no positions in the form of `like`."""
@@ -348,7 +405,6 @@ class KVCache:
         self._dropped = [self._dropped[row] for row in rows]
         self._sinks = [self._sinks[row] for row in rows]
         self._end -= first
-        self._bound = 0  # the next update makes room
 
     def row(self, index: int) -> KVCache:
         """Return a cache of one row, without its left padding. Arrays are shared until either cache is written to.
@@ -356,7 +412,6 @@ class KVCache:
         Until the result is evaluated and freed, the next update of this cache copies its buffers.
         """
         row = self._empty_like()
-        row.long_factors = self.long_factors
         if not self._starts:
             return row
         start, end = self._starts[index], self._end
@@ -374,21 +429,73 @@ class KVCache:
 
     def _empty_like(self) -> KVCache:
         """An empty cache with the same settings."""
-        settings = {name: getattr(self, name) for name in ("rotation", "window", "key_bits", "value_bits")}
-        return type(self)(**settings)
+        other = copy(self)
+        other._clear()
+        return other
 
     @property
     def state(self) -> tuple[mx.array, ...]:
         """All arrays with tokens: the filled part of keys and values, and the sinks."""
         return tuple(x for buffer in chain(self._filled(), *self._sinks) for x in buffer.arrays)
 
-    @state.setter
-    def state(self, value: tuple[mx.array, ...]) -> None:
-        """Replace the contents with keys and values of texts that have dropped nothing and have no padding."""
-        self._clear()
-        if not value:
-            return
-        parts = 1 if self.key_bits is None else 3
-        keys, values = KVBuffer.of(value[:parts], self.key_bits), KVBuffer.of(value[parts:], self.value_bits)
-        self._buffers, self._end = [keys, values], keys.capacity
-        self._begin(keys.rows)
+    # For files and the prefix cache: caches of one text.
+
+    @property
+    def holds_all_tokens(self) -> bool:
+        """Whether no token is missing, so that the cache can be cut at any of them.
+
+        False for a sliding window, which drops tokens that a shorter text would see.
+        """
+        return self.window is None and not any(self._dropped)
+
+    def slice_tokens(self, first: int, end: int) -> list[KVBuffer]:
+        """Copy keys and values of these tokens, of a cache that holds all."""
+        start = self._starts[0]
+        return [buffer.slice_row(0, start + first, start + end) for buffer in self._buffers]
+
+    def fill(self, pieces: Sequence[Sequence[KVBuffer]], room: int) -> None:
+        """Fill an empty cache with consecutive pieces, and make room for `room` more tokens."""
+        length = sum(keys.capacity for keys, _ in pieces)
+        capacity = self._capacity(length, room if self.rotation is None else min(room, self.rotation.size - length))
+        self._begin(1)
+        self._buffers = [KVBuffer.join(side, capacity) for side in zip(*pieces, strict=True)]
+        self._end = length
+
+    def compact_copy(self) -> KVCache:
+        """Copy the cache without unused capacity."""
+        other = self.row(0)
+        other._buffers = [buffer.map_arrays(mx.contiguous) for buffer in other._buffers]
+        return other
+
+    def arrays(self) -> tuple[dict[str, mx.array], int]:
+        """Return the arrays by name, and how many tokens were dropped."""
+        buffers = zip(_SIDES, [*self._filled(), *self._sinks[0]], strict=False)
+        named = {f"{side}.{i}": x for side, buffer in buffers for i, x in enumerate(buffer.arrays)}
+        return named, self._dropped[0]
+
+    def set_arrays(self, arrays: Mapping[str, mx.array], dropped: int) -> None:
+        """Replace the contents with the result of `arrays` of a cache with the same settings.
+
+        Raises:
+            ValueError: A cache with these settings can't have such arrays. It is unchanged.
+        """
+        keep = self.rotation.keep if self.rotation and dropped else 0
+        bits = dict(zip(_SIDES if keep else _SIDES[:2], (self.key_bits, self.value_bits) * 2, strict=False))
+        names = {side: [f"{side}.{i}" for i in range(1 if b is None else 3)] for side, b in bits.items()}
+        if unexpected := set(arrays) ^ set(chain(*names.values())):
+            raise ValueError(f"unknown or missing: {', '.join(sorted(unexpected))}")
+        buffers = [KVBuffer.of([arrays[name] for name in names[side]], b) for side, b in bits.items()]
+        keys, values, *sinks = buffers
+        B, H, length, _ = keys.shape
+        forms = zip(bits, buffers, (keys, values) * 2, (length, length, keep, keep), strict=False)
+        for side, buffer, like, expected in forms:
+            if buffer.shape != (1, H, expected, like.shape[3]) or buffer.dtype != keys.dtype:
+                raise ValueError(f"{side} are {buffer.shape} {buffer.dtype}, but keys are {keys.shape}")
+        bound = self.rotation or self.window
+        minimum = bound.min_tokens_to_trim if bound and dropped else 1
+        maximum, step = (self.rotation.size, self.rotation.step) if self.rotation else (length, 1)
+        if not minimum <= length <= maximum or dropped % step or (dropped and bound is None):
+            raise ValueError(f"{length} tokens can't follow {dropped} dropped ones")
+        self._begin(1)
+        self._buffers, self._end, self._first = [keys, values], length, 0
+        self._dropped, self._sinks = [dropped], [sinks]

@@ -19,7 +19,6 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.prefix_cache_folder import PrefixCacheFolder
-from mlxlm.cache.state import compact_copy, fill_cache, holds_all_tokens, slice_tokens
 from mlxlm.utils.errors import GenerationError
 
 _MIN_LOADED = 64  # tokens that the folder must have beyond those in memory
@@ -120,14 +119,8 @@ class PrefixCache:
             ids: All tokens of the text.
             caches: Caches of one row that hold exactly these tokens.
             group: As in `match`.
-
-        Raises:
-            ValueError: A cache has several rows, or another number of tokens.
         """
         ids = array("i", ids)
-        for cache in caches:
-            if isinstance(cache, KVCache) and cache.offsets != [len(ids)]:
-                raise ValueError(f"caches of {cache.offsets} tokens for a text of {len(ids)}")
         found, path, source = self._find(ids, group)
         self._touch(path, source)
         if found == len(ids):
@@ -225,7 +218,7 @@ class PrefixCache:
             if source is None or layer not in source.snapshots:
                 pieces = [node.pieces[layer] for node in path if node.ids]
                 pieces[-1] = [buffer.map_arrays(lambda x: x[:, :, :last]) for buffer in pieces[-1]]
-                fill_cache(cache, pieces, len(ids) - n)
+                cache.fill(pieces, len(ids) - n)
             else:
                 snapshot = source.snapshots[layer]
                 caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
@@ -257,11 +250,11 @@ class PrefixCache:
         if depth < len(ids):
             path.append(_Node(ids[depth:], path[-1], ids[depth]))
         sliceable = {
-            n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and holds_all_tokens(cache)
+            n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and cache.holds_all_tokens
         }
         for node in path:
             missing = [n for n in sliceable if n not in node.pieces] if node.ids else []
-            node.pieces |= {n: slice_tokens(sliceable[n], node.start, node.end) for n in missing}
+            node.pieces |= {n: sliceable[n].slice_tokens(node.start, node.end) for n in missing}
             mx.eval([buffer.arrays for n in missing for buffer in node.pieces[n]])
             self.nbytes += node.count_bytes()
         last = path[-1]
@@ -377,7 +370,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _copy(cache: Any) -> Any:
-    return compact_copy(cache) if isinstance(cache, KVCache) else deepcopy(cache)
+    return cache.compact_copy() if isinstance(cache, KVCache) else deepcopy(cache)
 
 
 def _num_trimmable(cache: Any, length: int) -> int:

@@ -1,8 +1,8 @@
 """The file format of keys and values: a prompt cache, the cache of a session, a text of the server's prefix cache.
 
 A safetensors file. `ids` are the tokens of one text, int32; `LAYER.NAME` are the arrays of a layer's cache (see
-`cache_arrays`). The metadata has the `format`, the `identity` of the model and settings, and how many tokens each layer
-has `dropped`.
+`KVCache.arrays`). The metadata has the `format`, the `identity` of the model and settings, and how many tokens each
+layer has `dropped`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.cache.kv_cache import KVCache
-from mlxlm.cache.state import cache_arrays, set_cache_arrays
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.safetensors import file_header, write_tensors
 from mlxlm.config.numbers import is_int_at_least
@@ -61,7 +60,7 @@ def save_prompt_cache(
         raise CheckpointError(f"a cache {kind} can't be saved", "an architecture of mlxlm, after a prompt")
     tensors, dropped = {_IDS: lazy_tensor(mx.array(ids, dtype=mx.int32))}, []
     for layer, cache in enumerate(caches):
-        arrays, lost = cache_arrays(cache)
+        arrays, lost = cache.arrays()
         tensors.update((f"{layer}.{name}", lazy_tensor(array)) for name, array in arrays.items())
         dropped.append(lost)
     metadata = {"identity": json.dumps(dict(identity)), "dropped": json.dumps(dropped)}
@@ -115,7 +114,7 @@ class PromptCacheFile:
         for cache, (layer, tensors), lost in zip(caches, layers.items(), dropped, strict=True):
             restored = cache.copy()
             try:
-                set_cache_arrays(restored, {name: tensor.read() for name, tensor in tensors.items()}, lost)
+                restored.set_arrays({name: tensor.read() for name, tensor in tensors.items()}, lost)
             except ValueError as error:
                 hint = "the settings that it was made with"
                 raise CheckpointError(f"{self.path}: layer {layer}: {error}", hint) from None

@@ -12,7 +12,7 @@ from mlxlm.chat.chat_template import CHAT_FORMATS, MODEL, NAMES, PLAIN, ChatTemp
 from mlxlm.chat.messages import Message, check_final_message, parse_tools
 from mlxlm.chat.tool_calls import JSON_FORMAT, to_plain_messages
 from mlxlm.generation import LoadedModel
-from mlxlm.generation.jsonl.requests import EXAMPLE_MESSAGE, check_is_question, check_message
+from mlxlm.generation.jsonl import EXAMPLE_MESSAGE, check_is_question, check_message
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import GenerationError, TokenizerError

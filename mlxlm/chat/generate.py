@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
 
-from mlxlm import generation
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_encoder import Messages, message_encoder
-from mlxlm.generation import GenerationResult, LoadedModel, TextStream
-from mlxlm.generation.engine import BATCH_SIZE
+from mlxlm.config.numbers import is_int_at_least
+from mlxlm.generation import GenerationResult, LoadedModel, Request, TextStream, get_engine, run_batch
+from mlxlm.generation.engine import BATCH_SIZE, ordered_results
+from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.jsonl import EncodedPrompt
 from mlxlm.generation.options import OptionArguments
+from mlxlm.generation.request import encode_prompt
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
 if TYPE_CHECKING:
@@ -72,11 +76,12 @@ def stream(
         TokenizerError: The chat template is broken, or refuses the conversation.
     """
     _check_one_of("prompt", prompt, messages, chat_template)
-    if messages is None:
-        assert prompt is not None
-        return generation.stream(lm, prompt, kv=kv, speculation=speculation, **options)
-    ids, eos_token_ids = message_encoder(lm, chat_template)(messages)
-    return generation.stream(lm, ids, eos_token_ids=eos_token_ids, kv=kv, speculation=speculation, **options)
+    ids, eos_token_ids = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
+    settings = lm.generation_options(("messages", "chat_template", "kv", "speculation"), **options)
+    engine = get_engine(lm, kv, speculation)
+    request = Request(ids, settings, eos_token_ids)
+    request.compile_grammar(lm)  # raises here, not when the stream is iterated
+    return engine.submit(request)
 
 
 def batch(
@@ -113,19 +118,33 @@ def batch(
         TokenizerError: As `stream`.
     """
     _check_one_of("prompts", prompts, messages, chat_template)
-    eos_token_ids = None
+    kind, inputs = ("prompt", prompts) if messages is None else ("conversation", messages)
+    if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+        raise GenerationError("prompts is not a list of texts", '["Once upon a time", "The end"]')
+    if not is_int_at_least(num_samples, 1):
+        raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
+    engine, encode = get_engine(lm, kv, batch_size=batch_size), _encoder(lm, messages, chat_template)
+    names = ("messages", "chat_template", "num_samples", "kv", "batch_size")
+    settings = lm.generation_options(names, **options)
+    settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
+    requests: list[Request] = []
+    for number, one in enumerate(inputs, 1):
+        try:
+            ids, eos_token_ids = encode(one)
+            request = Request(ids, settings, eos_token_ids)
+            request.check(lm, engine.kv)
+            request.compile_grammar(lm)
+        except MlxlmError as error:
+            raise error.prefixed(f"{kind} {number}") from error
+        requests += [request.sample(str(number), sample) for sample in range(num_samples)]
+    return list(ordered_results(run_batch(engine, requests)))
+
+
+def _encoder(lm: LoadedModel, messages: object, chat_template: str | None) -> Callable[[Any], EncodedPrompt]:
+    """A function that encodes a prompt, or a conversation if there are `messages`."""
     if messages is not None:
-        prompts, encode = [], message_encoder(lm, chat_template, compile_now=True)
-        for number, conversation in enumerate(messages, 1):
-            try:
-                ids, eos_token_ids = encode(conversation)
-            except MlxlmError as error:
-                raise error.prefixed(f"conversation {number}") from error
-            prompts.append(ids)
-    assert prompts is not None
-    return generation.batch(
-        lm, prompts, eos_token_ids=eos_token_ids, num_samples=num_samples, kv=kv, batch_size=batch_size, **options
-    )
+        return message_encoder(lm, chat_template, compile_now=True)
+    return lambda prompt: (encode_prompt(lm, prompt), None)
 
 
 def _check_one_of(name: str, prompt: object, messages: object, chat_template: str | None) -> None:

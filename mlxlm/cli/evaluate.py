@@ -34,8 +34,8 @@ from mlxlm.utils.formatting import human_seconds
 from mlxlm.utils.json_files import json_line
 
 if TYPE_CHECKING:
+    from mlxlm.evaluate.loss import TextLoss
     from mlxlm.evaluate.small_world import KindScore
-    from mlxlm.evaluate.text import TextLoss
 
 _TEXT_OPTIONS = ("context_length", "stride", "text_column", "on_bad_input")
 _SMALL_WORLD_OPTIONS = ("num_questions", "temperature")
@@ -94,8 +94,7 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
 
 
 def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from mlxlm.evaluate.loss import window_lengths
-    from mlxlm.evaluate.text import TextLoss, evaluate_text
+    from mlxlm.evaluate.loss import TextLoss, evaluate_text, window_lengths
 
     total = total_bytes(texts)
     lm = generation.load(model)

@@ -21,16 +21,19 @@ from mlxlm.cli import render
 from mlxlm.cli.generation_options import given_options
 from mlxlm.cli.options import given_values
 from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
-from mlxlm.generation.jsonl.requests import (
+from mlxlm.generation.jsonl import (
     MAX_LINE_BYTES,
     BadRequest,
     EncodedPrompt,
     Messages,
     PromptEncoder,
     RequestReader,
+    ResultFile,
     Sample,
+    bad_request_fields,
+    has_failed,
+    sample_fields,
 )
-from mlxlm.generation.jsonl.results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.formatting import human_bytes, human_seconds
 from mlxlm.utils.json_files import json_line

@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from mlxlm.backend.sleep import prevent_sleep
+from mlxlm.backend.platform import prevent_sleep
 from mlxlm.checkpoint.catalog import bundled_models, catalog
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.config.option import declaration, default_text, options_of, types_of

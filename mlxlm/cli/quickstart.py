@@ -38,7 +38,7 @@ from mlxlm.data.small_world.corpus import held_out_questions
 from mlxlm.data.sources import read_documents
 from mlxlm.data.text import BadInput
 from mlxlm.families import load_preset
-from mlxlm.generation.generation_config import GenerationConfig
+from mlxlm.generation.loaded_model import GenerationConfig
 from mlxlm.train.events import Step
 from mlxlm.utils.errors import DataError
 from mlxlm.utils.files import unused_path

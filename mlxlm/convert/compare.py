@@ -213,7 +213,7 @@ def compare(
         a: The first model.
         b: The second model.
         documents: Tokens of each document. A document is read by itself in windows, as
-            `mlxlm.evaluate.text.evaluate_text` does; its first token is not predicted.
+            `mlxlm.evaluate.loss.evaluate_text` does; its first token is not predicted.
         text_bytes: Bytes of the text of all predicted tokens, for bits per byte.
         context_length: Tokens of a window, by default the models' context, at most 2048.
         stride: Tokens from one window to the next, by default half a window.

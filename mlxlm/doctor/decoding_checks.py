@@ -16,7 +16,7 @@ from mlxlm.doctor.check import Check, CheckFailed, CheckSkipped
 from mlxlm.doctor.sizes import BUNDLED_MODEL, Sizes
 from mlxlm.evaluate.small_world import evaluate_small_world
 from mlxlm.families import load_preset
-from mlxlm.generation import Context, LoadedModel, generate, get_engine, load
+from mlxlm.generation import Context, GenerationOptions, LoadedModel, Request, get_engine, load
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.kernels.dispatch import TOLERANCE, relative_distance
 from mlxlm.model import Decoder
@@ -106,12 +106,12 @@ class DecodingChecks:
             raise CheckSkipped("a CPU computes with dequantized weights")
         lm = self._model(bits)
         kv = KVOptions(key_bits=kv_bits, value_bits=kv_bits)
-        prompt, num_tokens = self._prompt, self._sizes.tokens
+        prompt, num_tokens, engine = self._prompt, self._sizes.tokens, get_engine(lm, kv)
         for shift in (1, 0):  # first, to compile and to warm up, another prompt of the same length
             ids = prompt[shift:] + prompt[:shift]
-            ends: frozenset[int] = frozenset()
-            result = generate(lm, ids, kv=kv, max_tokens=num_tokens, temperature=0.0, eos_token_ids=ends)
-        cache = get_engine(lm, kv).kv_bytes_for(len(prompt) + num_tokens // 2)
+            request = Request(ids, GenerationOptions(max_tokens=num_tokens, temperature=0.0), frozenset())
+            result = engine.submit(request).result()
+        cache = engine.kv_bytes_for(len(prompt) + num_tokens // 2)
         read = BytesPerToken(weight_bytes(lm.model) or 0, cache)
         timings = result.timings
         bandwidth = bandwidth_for(read, timings.tokens_per_second or 0.0) or measure_bandwidth()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,6 @@ class Context:
         self,
         ids: Sequence[int],
         prefill_step_size: int = PREFILL_STEP_SIZE,
-        on_prefill: Callable[[int], None] | None = None,
         *,
         wait: bool = True,
     ) -> None:
@@ -161,8 +160,6 @@ class Context:
         Args:
             ids: Token ids.
             prefill_step_size: The maximum number of tokens of a chunk.
-            on_prefill: Called after each chunk with the number of tokens in the context. If it raises, the chunks read
-                so far stay.
             wait: Whether to wait for the last chunk.
         """
         done = 0
@@ -176,8 +173,6 @@ class Context:
                 eval_caches(self.caches, wait=wait and done + size == len(ids))
                 held_ids.extend(chunk)
             done += size
-            if on_prefill is not None:
-                on_prefill(len(self))
 
     def save(self, path: Path | str, lm: LoadedModel, *, replace: bool = False) -> None:
         """Write caches and ids to a safetensors file, for `load` in another process.

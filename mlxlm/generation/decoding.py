@@ -12,7 +12,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions
 from mlxlm.generation.context import UNLIMITED, Context, can_trim
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.generation.device_memory import async_eval, clear_memory_cache_at, wired_limit
+from mlxlm.generation.device_memory import CLEAR_CACHE_INTERVAL, async_eval, clear_memory_cache, wired_limit
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.sampling import Sampler, SamplerSnapshot, sample_with_certainty
 from mlxlm.generation.speculative import Draft, Drafting
@@ -205,7 +205,8 @@ class Batch(Generic[AnyRow]):
         if self._last is last:  # nothing is on its way
             self._last = _Pass.of_last_tokens(self.rows)
         self.num_steps += 1
-        clear_memory_cache_at(self.num_steps)
+        if self.num_steps % CLEAR_CACHE_INTERVAL == 0:
+            clear_memory_cache()
         return num_read
 
     def _forward(self, tokens: mx.array) -> mx.array:

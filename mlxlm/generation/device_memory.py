@@ -43,12 +43,6 @@ def clear_memory_cache() -> None:
         mx.clear_cache()
 
 
-def clear_memory_cache_at(step: int) -> None:
-    """`clear_memory_cache` in every `CLEAR_CACHE_INTERVAL`-th step of decoding."""
-    if step % CLEAR_CACHE_INTERVAL == 0:
-        clear_memory_cache()
-
-
 _wired: dict[str, Any] = {"users": 0, "previous_limit": None}
 
 

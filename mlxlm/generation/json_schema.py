@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,27 +10,26 @@ from mlxlm.utils.errors import GenerationError
 
 # Whitespace in JSON: at most what json.dumps writes. Without a limit, a model that has learned to indent can fill a
 # context with spaces.
-_SETTINGS = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?", "coerce_one_of": True}
-_MAX_COMPARISONS = 20_000  # of alternatives of oneOf, to bound the time for any schema
+_SETTINGS = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
+_MAX_EXPANSIONS, _MAX_DEPTH = 1000, 8  # of "$ref" in alternatives of oneOf, to bound the size of any schema
 
-_SCHEMA_KEYS = ("additionalProperties", "items", "additionalItems", "contains", "not")
-_SCHEMA_LIST_KEYS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SCHEMA_DICT_KEYS = ("properties", "patternProperties")
+_VALUES = ("const", "enum", "default", "examples")  # keywords with JSON that isn't a schema
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with schemas by any name
 _LLG_TYPE_NAMES = {"f64": "a number", "positive integer": "a whole number", "array": "a list", "string": "a string"}
-_JSON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 
 def to_llguidance_schema(schema: dict[str, Any] | bool, lenient: bool = False) -> dict[str, Any]:
     """Add llguidance's settings to a schema: no whitespace except a space after a comma or a colon.
 
-    `oneOf` becomes `anyOf` if no JSON can match two of its alternatives, since a grammar can't count matches.
+    A grammar can't count matches, so that `oneOf` needs alternatives of which no JSON matches two. llguidance checks
+    that, but doesn't look behind "$ref": what the alternatives refer to takes its place.
 
     Args:
         schema: The schema.
         lenient: Ignore what a grammar can't enforce: keywords, formats, alternatives of `oneOf` that may both match.
 
     Raises:
-        GenerationError: For settings of llguidance, for alternatives of `oneOf` that may both match, and for False.
+        GenerationError: For settings of llguidance, and for False.
     """
     if schema is False:
         raise GenerationError("json_schema: no JSON matches false", "true, for any JSON")
@@ -41,45 +37,54 @@ def to_llguidance_schema(schema: dict[str, Any] | bool, lenient: bool = False) -
     if "x-guidance" in schema:
         raise GenerationError('json_schema: "x-guidance" can\'t be set', "a schema without it")
     if lenient:
-        return {**schema, "x-guidance": {**_SETTINGS, "lenient": True}}
+        return {**schema, "x-guidance": {**_SETTINGS, "coerce_one_of": True, "lenient": True}}
     try:
-        _OneOfCheck(schema).check()
+        return {**_OneOfExpansion(schema).copy(schema), "x-guidance": _SETTINGS}
     except RecursionError:
         raise GenerationError("json_schema: it is nested too deeply", "fewer levels") from None
-    return {**schema, "x-guidance": _SETTINGS}
 
 
-class _OneOfCheck:
-    """Checks that the alternatives of each reachable `oneOf` exclude each other."""
+class _OneOfExpansion:
+    """Replaces "$ref" in alternatives of `oneOf`, a limited number of times."""
 
-    def __init__(self, schema: dict[str, Any]):
-        self._root = schema
-        self._comparisons_left = _MAX_COMPARISONS
+    def __init__(self, root: dict[str, Any]):
+        self._root, self._left = root, _MAX_EXPANSIONS
 
-    def check(self) -> None:
-        """Raise GenerationError for two alternatives that may both match."""
-        pending, seen = [self._root], set()
-        while pending:
-            schema = pending.pop()
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            one_of = schema.get("oneOf")
-            for (i, a), (j, b) in combinations(enumerate(one_of if isinstance(one_of, list) else [], 1), 2):
-                if not self._disjoint(a, b, 0):
-                    raise GenerationError(
-                        f'json_schema: JSON may match both alternatives {i} and {j} of "oneOf", which can\'t be '
-                        "ruled out while a text is generated",
-                        'alternatives that differ in their type, or in a required property with "const"; or "anyOf"',
-                    )
-            pending.extend(_subschemas(schema))
-            pending.append(self._resolve_ref(schema))
+    def copy(self, value: Any) -> Any:
+        """A copy of a part of the schema."""
+        if isinstance(value, list):
+            return [self.copy(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        copied = {name: part if name in _VALUES else self.copy(part) for name, part in value.items()}
+        for name in _BY_NAME & value.keys():
+            if isinstance(value[name], dict):
+                copied[name] = {key: self.copy(part) for key, part in value[name].items()}
+        if isinstance(alternatives := value.get("oneOf"), list):
+            copied["oneOf"] = [self._expand(alternative) for alternative in alternatives]
+        return copied
 
-    def _resolve_ref(self, schema: dict[str, Any]) -> Any:
-        """The schema that a $ref points to within the root; None if there is none."""
-        reference = schema.get("$ref")
+    def _expand(self, schema: Any, depth: int = 0) -> Any:
+        """A schema, or what it refers to, with the parts of its unions and intersections expanded, too."""
+        while (
+            isinstance(schema, dict)
+            and set(schema) - {"title", "description"} == {"$ref"}
+            and self._left > 0
+            and depth < _MAX_DEPTH
+        ):
+            self._left, depth = self._left - 1, depth + 1
+            if (target := self._resolve(schema["$ref"])) is None:
+                break
+            schema = target
+        if not isinstance(schema, dict):
+            return schema
+        unions = {name: schema[name] for name in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(name), list)}
+        return schema | {name: [self._expand(part, depth) for part in parts] for name, parts in unions.items()}
+
+    def _resolve(self, reference: Any) -> Any:
+        """What a reference points to within the root; None for others. "#name" is an anchor."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None  # "#name" is an anchor
+            return None
         target: Any = self._root
         for step in unquote(reference[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -90,88 +95,6 @@ class _OneOfCheck:
             else:
                 return None
         return target
-
-    def _disjoint(self, a: Any, b: Any, depth: int) -> bool:
-        """Whether it is certain that no JSON matches both schemas."""
-        self._comparisons_left -= 1
-        if self._comparisons_left < 0:
-            raise GenerationError('json_schema: the alternatives of "oneOf" take too long to compare', '"anyOf"')
-        if depth > 16:
-            return False
-        if a is False or b is False:
-            return True
-        if not isinstance(a, dict) or not isinstance(b, dict):
-            return False
-        for one, other in ((a, b), (b, a)):
-            if (target := self._resolve_ref(one)) is not None and self._disjoint(target, other, depth + 1):
-                return True
-            if any(self._disjoint(part, other, depth + 1) for part in _list(one, "allOf")):
-                return True
-            for name in ("anyOf", "oneOf"):
-                if (parts := _list(one, name)) and all(self._disjoint(part, other, depth + 1) for part in parts):
-                    return True
-        values_a, values_b = _values(a), _values(b)
-        if values_a is not None and values_b is not None and not values_a & values_b:
-            return True
-        common = _types(a) & _types(b)
-        return not common or (common == {"object"} and self._disjoint_objects(a, b, depth))
-
-    def _disjoint_objects(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
-        """Whether a property that both require has disjoint values, or one schema requires what the other forbids."""
-        properties_a, properties_b = (_dict(x, "properties") for x in (a, b))
-        required_a, required_b = ({n for n in _list(x, "required") if isinstance(n, str)} for x in (a, b))
-        for required, other in ((required_a, b), (required_b, a)):
-            closed = other.get("additionalProperties") is False and not other.get("patternProperties")
-            if closed and required - set(_dict(other, "properties")):
-                return True
-        both = sorted(required_a & required_b & set(properties_a) & set(properties_b))
-        return any(self._disjoint(properties_a[name], properties_b[name], depth + 1) for name in both)
-
-
-def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas directly inside a schema."""
-    yield from (schema.get(name) for name in _SCHEMA_KEYS)
-    for name in _SCHEMA_LIST_KEYS:
-        yield from _list(schema, name)
-    for name in _SCHEMA_DICT_KEYS:
-        yield from _dict(schema, name).values()
-
-
-def _list(schema: dict[str, Any], name: str) -> list[Any]:
-    return value if isinstance(value := schema.get(name), list) else []
-
-
-def _dict(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    return value if isinstance(value := schema.get(name), dict) else {}
-
-
-def _listed_values(schema: dict[str, Any]) -> list[Any] | None:
-    """The values of `const` or `enum`; None without either."""
-    return [schema["const"]] if "const" in schema else _list(schema, "enum") if "enum" in schema else None
-
-
-def _values(schema: dict[str, Any]) -> set[str] | None:
-    """The values of `const` or `enum` as canonical JSON, in which 1.0 is 1; None without either."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    values = _listed_values(schema)
-    return None if values is None else {json.dumps(plain(value), sort_keys=True) for value in values}
-
-
-def _types(schema: dict[str, Any]) -> set[str]:
-    values = _listed_values(schema)
-    if values is not None:
-        return {_JSON_TYPES.get(type(value), "null") for value in values}
-    types = schema.get("type")
-    if not isinstance(types, str | list):
-        return {*_JSON_TYPES.values(), "null"}
-    return {"number" if t == "integer" else str(t) for t in ([types] if isinstance(types, str) else types)}
 
 
 def explain_schema_error(problem: str) -> tuple[str, str] | None:
@@ -185,6 +108,9 @@ def explain_schema_error(problem: str) -> tuple[str, str] | None:
 
 _SATISFIABLE = "a schema that some JSON matches"
 _EXPLANATIONS = (
+    (r"^oneOf constraints are not supported",
+     'JSON may match several alternatives of "oneOf", which can\'t be ruled out while a text is generated',
+     'alternatives that differ in their type, or in a required property with "const"; or "anyOf"'),
     (r"^Unimplemented keys: \[(.*)\]", "{0} can't be enforced while a text is generated", "a schema without it"),
     (r"^Unsatisfiable schema: schema is false", "a part of it is false, which no JSON matches", _SATISFIABLE),
     (r"^Unsatisfiable schema: \w+ is empty", "no JSON matches it: one of its lists (anyOf, oneOf, enum, type) is empty",

@@ -12,10 +12,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from mlxlm.backend.lazy_mlx import mx
 from mlxlm.config.option import option
+
+if TYPE_CHECKING:
+    from mlxlm.backend.mlx import mx
+else:
+
+    class _LazyMLX:
+        """`mx`, imported when it is first used: `--help` reads the options of this file."""
+
+        def __getattr__(self, name: str) -> Any:
+            from mlxlm.backend.mlx import mx
+
+            return getattr(mx, name)
+
+    mx = _LazyMLX()
 
 TOTAL_MASS = 2**31  # probability 1 as an integer: integer sums are exact in any order
 
@@ -100,22 +113,28 @@ class LogitFilter:
     """A filter.
 
     Attributes:
-        option: The option that turns it on.
-        numbers: Returns the numbers that `apply` needs, from the options and the size of the vocabulary; one has the
-            name of `option`. {} if the filter is off.
-        apply: Filters logits with these numbers.
+        option: The option that turns it on. The default turns it off.
+        apply: Filters logits with the numbers of `numbers`.
         verdict: Returns whether the filter surely keeps a logit, and surely removes another, see `Draw`. None if it
             can't tell: then every draw is computed again alone, which is correct, but slower.
+        values: Returns what `apply` needs, from the options and the vocabulary's size; None for the option's value.
         margin_numbers: Returns further numbers for `verdict`, where logits can change by a margin.
         removes_most_likely: Whether it can remove the most likely token, so that greedy decoding can't have it.
     """
 
     option: str
-    numbers: Callable[[FilterOptions, int], dict[str, float]]
     apply: Callable[[FilteredLogits, Numbers], FilteredLogits]
     verdict: Callable[[Draw, Numbers], tuple[mx.array, mx.array]] | None = None
+    values: Callable[[FilterOptions, int], dict[str, float]] | None = None
     margin_numbers: Callable[[FilterOptions, float, int], dict[str, float]] = lambda options, margin, vocab_size: {}
     removes_most_likely: bool = False
+
+    def numbers(self, options: FilterOptions, vocab_size: int) -> dict[str, float]:
+        """The numbers that `apply` needs, of which one has the name of `option`; {} if the filter is off."""
+        value = getattr(options, self.option)
+        if value == getattr(FilterOptions, self.option):
+            return {}
+        return {self.option: value} if self.values is None else self.values(options, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -273,43 +292,24 @@ def _xtc_verdict(draw: Draw, numbers: Numbers) -> tuple[mx.array, mx.array]:
     return ~never if draw.filtered.xtc_rows is None else ~draw.filtered.xtc_rows[:, None], never
 
 
-def _xtc_numbers(options: FilterOptions, vocab_size: int) -> dict[str, float]:
-    names = ("xtc_probability", "xtc_threshold")
-    return {name: getattr(options, name) for name in names} if options.xtc_probability else {}
-
-
 FILTERS: tuple[LogitFilter, ...] = (
-    LogitFilter(
-        "top_n_sigma",
-        lambda options, _: {"top_n_sigma": options.top_n_sigma} if options.top_n_sigma else {},
-        apply_top_n_sigma,
-    ),
+    LogitFilter("top_n_sigma", apply_top_n_sigma),
     LogitFilter(
         "top_k",
-        lambda options, vocab_size: {"top_k": options.top_k} if 0 < options.top_k < vocab_size else {},
         apply_top_k,
         _top_k_verdict,
+        lambda options, vocab_size: {"top_k": options.top_k} if options.top_k < vocab_size else {},
     ),
+    LogitFilter("typical_p", apply_typical_p, removes_most_likely=True),
+    LogitFilter("top_p", apply_top_p, _top_p_verdict, margin_numbers=_top_p_margin),
+    LogitFilter("min_p", apply_min_p, _min_p_verdict, lambda options, _: {"min_p": math.log(options.min_p)}),
     LogitFilter(
-        "typical_p",
-        lambda options, _: {"typical_p": options.typical_p} if options.typical_p < 1 else {},
-        apply_typical_p,
+        "xtc_probability",
+        apply_xtc,
+        _xtc_verdict,
+        lambda options, _: {name: getattr(options, name) for name in ("xtc_probability", "xtc_threshold")},
         removes_most_likely=True,
     ),
-    LogitFilter(
-        "top_p",
-        lambda options, _: {"top_p": options.top_p} if options.top_p < 1 else {},
-        apply_top_p,
-        _top_p_verdict,
-        _top_p_margin,
-    ),
-    LogitFilter(
-        "min_p",
-        lambda options, _: {"min_p": math.log(options.min_p)} if options.min_p else {},
-        apply_min_p,
-        _min_p_verdict,
-    ),
-    LogitFilter("xtc_probability", _xtc_numbers, apply_xtc, _xtc_verdict, removes_most_likely=True),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -63,12 +64,12 @@ class Prefill:
         for prompts, prefix in self._split_by_prefix(list(by_prompt)):
             if prefix:
                 yield from self._read_prefix(prefix)
-            cached = {ids: self._match(ids) for ids in prompts}
+            cached = {ids: self._prefix_cache.match(ids, False) for ids in prompts}
             for group in _split_by_length(prompts, cached, self._max_chunk_tokens(0)):
                 caches = yield from self._read_group(group, cached)
                 if len(group) > 1:
                     for i, ids in enumerate(group):
-                        self._insert(ids, [cache.row(i) for cache in caches])
+                        self._prefix_cache.insert(ids, [cache.row(i) for cache in caches], False)
                 members = [row for ids in group for row in by_prompt[ids]]
                 if len(members) > len(group):
                     caches = [type(cache).merge([cache]) for cache in caches] if len(group) == 1 else caches
@@ -136,13 +137,6 @@ class Prefill:
             why = f"; token {position} is {new!r}, and {cached!r} in the text that begins most like it"
         logger.debug("%d of %d prompt tokens are in the prefix cache%s", n, len(ids), why)
 
-    def _match(self, ids: Tokens) -> int:
-        return self._prefix_cache.match(ids, False) if ids else 0
-
-    def _insert(self, ids: Sequence[int], caches: Sequence[Any]) -> None:
-        if ids:
-            self._prefix_cache.insert(ids, caches, False)
-
     def _split_by_prefix(self, prompts: list[Tokens]) -> Iterator[tuple[list[Tokens], Tokens]]:
         """Yield prompts that share a prefix, with that prefix if the cache lacks some of it.
 
@@ -166,11 +160,11 @@ class Prefill:
             yield unrelated, ()
 
     def _read_prefix(self, prefix: Tokens) -> Iterator[None]:
-        n = self._match(prefix)
+        n = self._prefix_cache.match(prefix, False)
         if n < len(prefix):
             context = self._restore(prefix, n)
             yield from self._read_chunks(context, prefix[n:])
-            self._insert(prefix, context.caches)
+            self._prefix_cache.insert(prefix, context.caches, False)
             yield
 
     def _restore(self, ids: Tokens, n: int) -> Context:
@@ -182,11 +176,12 @@ class Prefill:
 
     def _read_group(self, prompts: Sequence[Tokens], cached: dict[Tokens, int]) -> Generator[None, None, list[Any]]:
         """Read `prompts` from where the cache ends; returns stacked caches, and updates `cached`."""
-        cached.update((ids, self._match(ids)) for ids in prompts)  # something may have been evicted since
+        match = partial(self._prefix_cache.match, group=False)
+        cached.update((ids, match(ids)) for ids in prompts)  # something may have been evicted since
         length = max(len(ids) - cached[ids] for ids in prompts)
         # A shorter prompt reads the end of what is cached again, rather than padding.
         reused = [max(0, min(cached[ids], len(ids) - length)) for ids in prompts]
-        reused = [n if self._match(ids[:n]) == n else 0 for ids, n in zip(prompts, reused, strict=True)]
+        reused = [n if match(ids[:n]) == n else 0 for ids, n in zip(prompts, reused, strict=True)]
         max_size = self._kv.size
         too_long = max_size is not None and max(map(len, prompts)) > max_size
         padding = [length - (len(ids) - n) for ids, n in zip(prompts, reused, strict=True)]
@@ -195,7 +190,7 @@ class Prefill:
             for ids in prompts:
                 context = self._restore(ids, cached[ids])
                 yield from self._read_chunks(context, ids[cached[ids] :])
-                self._insert(ids, context.caches)
+                self._prefix_cache.insert(ids, context.caches, False)
                 rows.append(context.caches)
                 if len(prompts) > 1:
                     yield

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.cache import PREFILL_STEP_SIZE
+from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.logprobs import SampledLogprobs, TokenLogprobs
 from mlxlm.generation.request import max_new_tokens_for
-from mlxlm.kernels import cross_entropy
+from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
@@ -63,7 +61,9 @@ def score(lm: LoadedModel, text: str, *, prompt: str = "") -> Score:
             f"text and prompt have {len(before) + len(tokens)} tokens, and the model's context {context_length}",
             "a shorter text, or parts of it",
         )
-    predicted = _token_logprobs(lm.model, [*before, *tokens])
+    predicted = [value for part in _sampled(lm.model, [*before, *tokens]) for value in part.logprobs.tolist()]
+    if any(math.isnan(value) for value in predicted):
+        raise GenerationError("the model's logits are not numbers", "a checkpoint without NaN")
     logprobs: list[float | None] = [*([] if before else [None]), *predicted[max(0, len(before) - 1) :]]
     total = math.fsum(value for value in logprobs if value is not None)
     unpredicted = 0 if before else len(first_token_bytes(lm.tokenizer, tokens[0]))
@@ -77,38 +77,27 @@ def first_token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return content.removeprefix(b" ") if tokenizer.adds_dummy_prefix else content
 
 
-def _token_logprobs(model: nn.Module, ids: list[int]) -> list[float]:
-    """Values of log p(ids[i] | ids[:i]) for i from 1."""
-    context, logprobs, pairs = Context(model), [], list(pairwise(ids))
-    context.trim_to_prefix(ids)  # tells the caches how long the text is
-    for start in range(0, len(pairs), _CHUNK_SIZE):
-        chunk = pairs[start : start + _CHUNK_SIZE]
-        logits = model(mx.array([[token for token, _ in chunk]]), cache=context.caches)[0]
-        values = -cross_entropy(logits, mx.array([target for _, target in chunk]))
-        eval_caches(context.caches, values)
-        logprobs += values.tolist()
-    if any(math.isnan(value) for value in logprobs):
-        raise GenerationError("the model's logits are not numbers", "a checkpoint without NaN")
-    return logprobs
-
-
 def prompt_logprobs(lm: LoadedModel, ids: Sequence[int], top_logprobs: int = 0) -> list[TokenLogprobs]:
     """The log-probability of each token but the first, and the most likely tokens in its place.
 
     Raises:
         GenerationError: For a prompt that is empty, too long or has unknown ids.
     """
-    context = Context(lm.model)
-    max_new_tokens_for(lm, ids, context.kv)
+    max_new_tokens_for(lm, ids, KVOptions())
+    parts = _sampled(lm.model, ids, top_logprobs)
+    return [part.read(row, lm.tokenizer.token_bytes) for part in parts for row in range(part.tokens.size)]
+
+
+def _sampled(model: nn.Module, ids: Sequence[int], top_logprobs: int = 0) -> Iterator[SampledLogprobs]:
+    """Yield the log-probabilities of all tokens but the first, `_CHUNK_SIZE` at a time, computed."""
+    context = Context(model)
     context.trim_to_prefix(ids)  # tells the caches how long the text is
-    found: list[TokenLogprobs] = []
     for start in range(0, len(ids) - 1, _CHUNK_SIZE):
         chunk = mx.array([ids[start : start + _CHUNK_SIZE + 1]])
-        logits = lm.model(chunk[:, :-1], cache=context.caches)[0]
+        logits = model(chunk[:, :-1], cache=context.caches)[0]
         sampled = SampledLogprobs.compute(logits, chunk[0, 1:], top_logprobs)
         eval_caches(context.caches, sampled.tokens, *sampled.arrays())
-        found += (sampled.read(row, lm.tokenizer.token_bytes) for row in range(chunk.shape[1] - 1))
-    return found
+        yield sampled
 
 
 def embed(lm: LoadedModel, ids: Sequence[int]) -> list[float]:

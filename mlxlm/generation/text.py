@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from itertools import count
@@ -16,9 +18,15 @@ from mlxlm.cache import KVOptions
 from mlxlm.generation.decoding import Row
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
-from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.request import Request
-from mlxlm.generation.result import FinishReason, GenerationChunk, GenerationResult, SpeculationStats, Timings
+from mlxlm.generation.result import (
+    FinishReason,
+    GenerationChunk,
+    GenerationResult,
+    SpeculationStats,
+    Timings,
+    TokenLogprobs,
+)
 from mlxlm.generation.sampling import Sampler
 from mlxlm.utils.errors import MlxlmError
 
@@ -31,8 +39,8 @@ logger = logging.getLogger(__name__)
 class Text(Row):
     """One text of an engine.
 
-    The engine's thread appends tokens and ends it. Its reader, in any other thread, takes the chunks that this gives.
-    The methods that share something between the two hold a lock.
+    The engine's thread appends tokens and ends it. Its reader, in any other thread, takes the chunks that this gives,
+    through a `TextStream`. What the two share is changed with the lock `_changed`.
 
     Attributes:
         request: The request, with its seed.
@@ -44,6 +52,7 @@ class Text(Row):
         cancelled: Whether the reader no longer wants the text.
         ended: Whether the text is complete, has failed, or was cancelled: its reader gets no more.
         taken: The chunks that the reader has taken.
+        whole: The result, at the end of the text.
     """
 
     _numbers = count()
@@ -79,7 +88,7 @@ class Text(Row):
 
         self._changed = threading.Condition()
         self._events: deque[GenerationChunk | int] = deque()  # chunks, and numbers of prompt tokens read
-        self._whole: GenerationResult | None = None  # at the end of the text
+        self.whole: GenerationResult | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []  # at the next change
         self._done_callbacks: list[Callable[[], None]] = []
@@ -90,8 +99,6 @@ class Text(Row):
     def deterministic(self) -> bool:
         """Whether the text depends on nothing but its request."""
         return self.request.options.is_deterministic
-
-    # The engine's side.
 
     def prepare_sampler(self, lm: LoadedModel) -> None:
         """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
@@ -125,7 +132,7 @@ class Text(Row):
             return
         self._push(chunk)
         if chunk.finish_reason is not None:
-            self.finished, self._whole = True, self._result()
+            self.finished, self.whole = True, self.so_far()
             self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -155,80 +162,7 @@ class Text(Row):
         """Whether the text pauses until its reader has read more."""
         return self._on_resume is not None
 
-    # The reader's side.
-
-    def take(self, on_change: Callable[[], None] | None = None) -> GenerationChunk | int | None:
-        """The next chunk, or number of prompt tokens read; None at the end. Waits for it, unless `on_change` is given.
-
-        Raises:
-            LookupError: There is none yet; `on_change` will be called when there is.
-            Exception: The text has failed.
-        """
-        with self._changed:
-            while not self._events and not self.ended:
-                if on_change is not None:
-                    self._callbacks.append(on_change)
-                    raise LookupError
-                self._changed.wait()
-            event = self._events.popleft() if self._events else None
-            if isinstance(event, GenerationChunk):
-                self.taken.append(event)
-            has_room = len(self._events) < _RESUME_UNREAD
-        if has_room:
-            self._resume()
-        if event is None and self._error is not None:
-            raise self._error
-        return event
-
-    def cancel(self) -> None:
-        """Drop what hasn't been taken, and end the text. No effect if the last chunk was taken."""
-        if self._all_taken:
-            return
-        with self._changed:
-            self.cancelled = True
-            self._events.clear()
-        self._end()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the text has ended, in the thread that ends it; now if it already has.
-
-        An exception that it raises is logged.
-        """
-        self._await()
-        with self._changed:
-            if not self.ended:
-                self._done_callbacks.append(callback)
-                return
-        _call(callback)
-
-    def result(self) -> GenerationResult:
-        """The text with its statistics, when it has ended; if it was cancelled, what was taken. Raises its error."""
-        self._await()
-        with self._changed:
-            while not self.ended:
-                self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        return self.partial_result() if self._whole is None or self.cancelled else self._whole
-
-    def partial_result(self) -> GenerationResult:
-        """What has been taken so far, with its statistics. Doesn't raise if the text has failed."""
-        if self._all_taken:
-            return self.result()
-        return replace(
-            self._result(),
-            text="".join(chunk.text for chunk in self.taken),
-            tokens=[chunk.token for chunk in self.taken],
-            finish_reason=None,
-            logprobs=None if self._logprobs is None else [chunk.logprob for chunk in self.taken if chunk.logprob],
-            constraint_error=None,
-        )
-
-    @property
-    def _all_taken(self) -> bool:
-        return bool(self.taken) and self.taken[-1].finish_reason is not None
-
-    # What both sides use.
+    # What both sides use; `TextStream` is the reader's.
 
     def _push(self, event: GenerationChunk | int) -> None:
         with self._changed:
@@ -252,11 +186,6 @@ class Text(Row):
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-
-    def _await(self) -> None:
-        with self._changed:
-            self._is_awaited = True
-        self._resume()
 
     def _resume(self) -> None:
         with self._changed:
@@ -304,7 +233,8 @@ class Text(Row):
     def _token_bytes(self, token: int) -> bytes:
         return self._tokenizer.token_bytes(token, skip_special_tokens=self._skip_special_tokens)
 
-    def _result(self) -> GenerationResult:
+    def so_far(self) -> GenerationResult:
+        """All that was generated so far, with its statistics."""
         return GenerationResult(
             text=self._content.getvalue(),
             tokens=self.tokens.tolist(),
@@ -388,3 +318,174 @@ def _call(callback: Callable[[], None]) -> None:
         callback()
     except Exception:  # the other texts of the engine go on
         logger.exception("a done callback has failed")
+
+
+class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
+    """The chunks of one text, as the engine generates them.
+
+        for chunk in engine.submit(request):
+            print(chunk.text, end="")
+
+    Iterate in one thread, or with `async for` in one event loop. The other methods can be called from any thread.
+    Dropping the stream cancels the text. If the loop falls behind by more than 1,000 chunks, the text pauses until it
+    has caught up, unless its end is awaited: by `result`, `wait` or a done callback.
+    """
+
+    def __init__(self, text: Text, on_prefill: Callable[[int], None] | None = None):
+        """Read a text of an engine; see `Engine.submit`."""
+        self._text, self._on_prefill = text, on_prefill
+
+    def __iter__(self) -> TextStream:
+        return self
+
+    def __next__(self) -> GenerationChunk:
+        while not isinstance(event := self._take(), GenerationChunk):
+            if event is None:
+                raise StopIteration
+            if self._on_prefill is not None:
+                self._on_prefill(event)
+        return event
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> GenerationChunk:
+        loop = asyncio.get_running_loop()
+        while True:
+            changed = asyncio.Event()
+            try:
+                event = self._take(_setter(loop, changed))
+            except LookupError:
+                await changed.wait()
+                continue
+            if event is None:
+                raise StopAsyncIteration
+            if isinstance(event, GenerationChunk):
+                return event
+            if self._on_prefill is not None:
+                self._on_prefill(event)
+
+    def _take(self, on_change: Callable[[], None] | None = None) -> GenerationChunk | int | None:
+        """The next chunk, or number of prompt tokens read; None at the end. Waits for it, unless `on_change` is given.
+
+        Raises:
+            LookupError: There is none yet; `on_change` will be called when there is.
+            Exception: The text has failed.
+        """
+        text = self._text
+        with text._changed:
+            while not text._events and not text.ended:
+                if on_change is not None:
+                    text._callbacks.append(on_change)
+                    raise LookupError
+                text._changed.wait()
+            event = text._events.popleft() if text._events else None
+            if isinstance(event, GenerationChunk):
+                text.taken.append(event)
+            has_room = len(text._events) < _RESUME_UNREAD
+        if has_room:
+            text._resume()
+        if event is None and text._error is not None:
+            raise text._error
+        return event
+
+    @property
+    def request(self) -> Request:
+        """The request, with its seed."""
+        return self._text.request
+
+    @property
+    def seed(self) -> int:
+        """The seed that the tokens are drawn with."""
+        return self.request.options.seed or 0
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens of the prompt were read so far, those in the cache included."""
+        return self._text.num_read
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self._text.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether the text has ended: `result` doesn't wait."""
+        return self._text.ended
+
+    def cancel(self) -> None:
+        """Stop here. Iteration ends, and `result` is what was iterated. No effect if the last chunk was iterated."""
+        text = self._text
+        if not self._all_taken:
+            with text._changed:
+                text.cancelled = True
+                text._events.clear()
+            text._end()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the text has ended, in the thread that ends it; now if it already has.
+
+        An exception that it raises is logged.
+        """
+        text = self._text
+        with text._changed:
+            text._is_awaited, ended = True, text.ended
+            if not ended:
+                text._done_callbacks.append(callback)
+        text._resume()
+        if ended:
+            _call(callback)
+
+    def result(self) -> GenerationResult:
+        """The whole text with its statistics, when it has ended; if it was cancelled, what was iterated.
+
+        Raises:
+            GenerationError: The text has failed.
+        """
+        text, ended = self._text, threading.Event()
+        self.add_done_callback(ended.set)
+        ended.wait()
+        if text._error is not None:
+            raise text._error
+        return self.partial_result() if text.whole is None or text.cancelled else text.whole
+
+    async def wait(self) -> GenerationResult:
+        """`result`, for asyncio."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self.add_done_callback(_setter(loop, ended))
+        await ended.wait()
+        return self.result()
+
+    def partial_result(self) -> GenerationResult:
+        """What has been iterated so far, with its statistics. Doesn't raise if the text has failed."""
+        taken = self._text.taken
+        if self._all_taken:
+            return self.result()
+        whole = self._text.so_far()
+        return replace(
+            whole,
+            text="".join(chunk.text for chunk in taken),
+            tokens=[chunk.token for chunk in taken],
+            finish_reason=None,
+            logprobs=None if whole.logprobs is None else [chunk.logprob for chunk in taken if chunk.logprob],
+            constraint_error=None,
+        )
+
+    @property
+    def _all_taken(self) -> bool:
+        taken = self._text.taken
+        return bool(taken) and taken[-1].finish_reason is not None
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+def _setter(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
+    """A function that sets an event of `loop` from any thread. No effect once the loop is closed."""
+
+    def set_event() -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(event.set)
+
+    return set_event

@@ -12,7 +12,7 @@ from typing import Any
 from mlxlm.backend import device
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING
+from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING
 from mlxlm.kernels.dispatch import TOLERANCE, Case, Operation, cotangents, in_one_line, outputs, relative_error
 from mlxlm.utils.errors import MlxlmError
 

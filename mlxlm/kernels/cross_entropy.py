@@ -95,13 +95,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss in nats, a float32 scalar.
-
-    Raises:
-        ValueError: `chunk` is less than 1.
     """
     weights = mx.ones(targets.shape) if weights is None else weights.astype(mx.float32)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is {chunk}, it must be at least 1 or None")
     rows = chunk or chunk_rows(weight.shape[0])
     return _function(rows, softcap, training)(hidden, weight, targets, weights)[0]
 

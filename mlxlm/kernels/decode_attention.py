@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels.metal import MetalKernel, scalar
@@ -30,80 +28,6 @@ _THREADGROUPS = 128  # target number on the GPU: about three per core of a large
 _SPLIT_SHARE = 6
 _NO_WINDOW = 1 << 30  # a window of this length sees all keys
 _CONSTANT_SIZE = 8  # MLX puts inputs with fewer elements in Metal's constant address space
-
-
-def decode_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: mx.array | None = None,
-    ranges: mx.array | None = None,
-) -> mx.array:
-    """Compute attention of the last T <= 8 positions in one pass over the visible keys, in float32.
-
-    Query t has position p = S - T + t and sees the keys s <= p, with a `window` only those > p - window. Scores are
-    scale · q · k, then softcap · tanh(score / softcap), then ALiBi's slopes[h] · (s - p) is added. The keys are split
-    over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023): see `_splits`.
-    The arguments are not checked: `mlxlm.kernels.attention` does that.
-
-    Args:
-        queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D in HEAD_DIMS, T · H / H_kv <= 64.
-        keys: `[B, H_kv, S, D]` in the same dtype, with any strides (such as a slice of a cache buffer) that place
-            neighboring keys less than 2²⁴ elements apart.
-        values: As the keys.
-        scale: Multiplies the scores.
-        window: Sliding window in tokens.
-        softcap: Soft cap of the scores.
-        slopes: ALiBi slopes, float32 `[H]`.
-        ranges: int32 `[B, 2]`: the first key of each batch entry, and the one after its last, which takes the place of
-            S. A later window begins later.
-
-    Returns:
-        `[B, H, T, D]`; 0 for a query that sees no key.
-    """
-    row_bytes = 2 * queries.shape[3] * queries.itemsize
-    options = _Options(scale, window, softcap, slopes, ranges)
-    return _attend(_DENSE_KERNEL, queries, (keys, values), row_bytes, {}, options)
-
-
-def quantized_decode_attention(
-    queries: mx.array,
-    keys: tuple[mx.array, mx.array, mx.array],
-    values: tuple[mx.array, mx.array, mx.array],
-    scale: float,
-    *,
-    group_size: int,
-    bits: int,
-    window: int | None = None,
-    softcap: float | None = None,
-    slopes: mx.array | None = None,
-    ranges: mx.array | None = None,
-) -> mx.array:
-    """Compute `decode_attention` over quantized keys and values, which are dequantized in registers.
-
-    Args:
-        queries: As for `decode_attention`.
-        keys: The result of `mx.quantize`: packed uint32 `[B, H_kv, S, D · bits / 32]`, scales and biases
-            `[B, H_kv, S, D / group_size]` in the queries' dtype.
-        values: As the keys.
-        scale: As for `decode_attention`, like the following options.
-        group_size: 32 or 64, a divisor of D.
-        bits: 4 or 8.
-        window: Sliding window in tokens.
-        softcap: Soft cap of the scores.
-        slopes: ALiBi slopes, float32 `[H]`.
-        ranges: As for `decode_attention`.
-    """
-    head_dim = queries.shape[3]
-    row_bytes = 2 * (head_dim * bits // 8 + 2 * head_dim // group_size * queries.itemsize)
-    template = {"GROUP": group_size, "BITS": bits}
-    arrays = [_in_device_memory(x) for x in (*keys, *values)]
-    options = _Options(scale, window, softcap, slopes, ranges)
-    return _attend(_QUANTIZED_KERNEL, queries, arrays, row_bytes, template, options)
 
 
 def _in_device_memory(x: mx.array) -> mx.array:
@@ -167,22 +91,54 @@ def _unused() -> tuple[mx.array, mx.array]:
     return mx.array([0.0], mx.float32), mx.array([[0, 0]], mx.int32)
 
 
-class _Options(NamedTuple):
-    """The arguments of `decode_attention` after the arrays."""
+def decode_attention(
+    queries: mx.array,
+    keys: mx.array | tuple[mx.array, ...],
+    values: mx.array | tuple[mx.array, ...],
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: mx.array | None = None,
+    ranges: mx.array | None = None,
+    group_size: int = 0,
+    key_bits: int = 0,
+    value_bits: int = 0,
+) -> mx.array:
+    """Compute attention of the last T <= 8 positions in one pass over the visible keys, in float32.
 
-    scale: float
-    window: int | None
-    softcap: float | None
-    slopes: mx.array | None
-    ranges: mx.array | None
+    Query t has position p = S - T + t and sees the keys s <= p, with a `window` only those > p - window. Scores are
+    scale · q · k, then softcap · tanh(score / softcap), then ALiBi's slopes[h] · (s - p) is added. The keys are split
+    over threadgroups, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023): see `_splits`.
+    The arguments are not checked.
 
+    Args:
+        queries: `[B, H, T, D]`, float32, float16 or bfloat16, with any strides. D in HEAD_DIMS, T · H / H_kv <= 64.
+        keys: `[B, H_kv, S, D]` in the same dtype, with any strides (such as a slice of a cache buffer) that place
+            neighboring keys less than 2²⁴ elements apart. With `key_bits`, the result of `mx.quantize`, which is
+            dequantized in registers: packed uint32 `[B, H_kv, S, D · bits / 32]`, scales and biases
+            `[B, H_kv, S, D / group_size]` in the queries' dtype.
+        values: As the keys.
+        scale: Multiplies the scores.
+        window: Sliding window in tokens.
+        softcap: Soft cap of the scores.
+        slopes: ALiBi slopes, float32 `[H]`.
+        ranges: int32 `[B, 2]`: the first key of each batch entry, and the one after its last, which takes the place of
+            S. A later window begins later.
+        group_size: 32 or 64, a divisor of D, if keys and values are quantized.
+        key_bits: 4 or 8 if they are quantized, else 0.
+        value_bits: The same as `key_bits`.
 
-def _attend(
-    kernel: MetalKernel, queries: mx.array, arrays: Sequence[mx.array], row_bytes: int, template: dict[str, int],
-    options: _Options,
-) -> mx.array:  # fmt: skip
-    scale, window, softcap, slopes, ranges = options
+    Returns:
+        `[B, H, T, D]`; 0 for a query that sees no key.
+    """
     B, heads, T, D = queries.shape
+    if key_bits:
+        kernel, arrays = _QUANTIZED_KERNEL, [_in_device_memory(x) for x in (*keys, *values)]
+        template = {"GROUP": group_size, "BITS": key_bits}
+        row_bytes = 2 * (D * key_bits // 8 + 2 * D // group_size * queries.itemsize)
+    else:
+        kernel, arrays, template, row_bytes = _DENSE_KERNEL, [keys, values], {}, 2 * D * queries.itemsize
     kv_heads, S = arrays[0].shape[1:3]
     grouped = heads // kv_heads
     rows = grouped * T

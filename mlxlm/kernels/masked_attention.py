@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.kernels.attention_dispatch import DECODE, LENGTHS, QUANTIZED, attention_case
-from mlxlm.kernels.dispatch import DTYPE_NAMES, Case, Operation, choose_path, mode
+from mlxlm.kernels.attention import DECODE, LENGTHS, QUANTIZED, attention_case
+from mlxlm.kernels.dispatch import DTYPE_NAMES, choose_path, mode
 from mlxlm.kernels.exp import exp_nonpositive
 from mlxlm.kernels.mlx_attention import MANY_SCORES
-from mlxlm.kernels.quantized_kv import QuantizedKV
+from mlxlm.kernels.quantized_kv import QuantizedKV, quantization
 
 
 class VisibleKeys(Protocol):
@@ -87,9 +87,10 @@ def masked_attention(
     if ON_CPU and H > K:  # as in `attention`
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
     options = {"window": window, "softcap": softcap, "slopes": slopes}
-    operation, case = _case(queries, keys, values, tuple(name for name, x in options.items() if x is not None))
+    form = quantization(keys, values)
+    features, operation = tuple(name for name, x in options.items() if x is not None), QUANTIZED if form else DECODE
+    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, 1, S, features, **form)
     if (kernel := operation.implementation(case)) is operation.paths["metal"]:
-        form = {name: case.size(name) for name in case.names if name in ("group_size", "key_bits", "value_bits")}
         arrays = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
         return kernel(queries, *arrays, scale, ranges=visible.ranges, **options, **form)
     many = ON_CPU and B * H * S >= MANY_SCORES
@@ -117,18 +118,6 @@ def masked_attention(
         probs, total = mx.softmax(scores, axis=-1), None
     out = _product(probs.astype(queries.dtype).reshape(*shape[:-1], S), values, transpose=False).reshape(B, H, 1, D)
     return out if total is None else (out / total).astype(queries.dtype)
-
-
-def _case(
-    queries: mx.array, keys: mx.array | QuantizedKV, values: mx.array | QuantizedKV, features: tuple[str, ...]
-) -> tuple[Operation, Case]:
-    quantized = [x for x in (keys, values) if isinstance(x, QuantizedKV)]
-    form = {}
-    if quantized:
-        key_bits, value_bits = (x.bits if isinstance(x, QuantizedKV) else 0 for x in (keys, values))
-        form = {"group_size": quantized[0].group_size, "key_bits": key_bits, "value_bits": value_bits}
-    operation, (_, H, _, D), (_, K, S, _) = QUANTIZED if quantized else DECODE, queries.shape, keys.shape
-    return operation, attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, 1, S, features, **form)
 
 
 def _product(rows: mx.array, side: Any, transpose: bool) -> mx.array:

@@ -59,13 +59,7 @@ def qk_norm_rope(
     Returns:
         Queries `[B, H, 1, D]`, and keys and values `[B, H_kv, 1, D]`. Queries and keys have the dtype that x and norms
         promote to.
-
-    Raises:
-        ValueError: Dtypes are invalid.
     """
-    for array in (x, *(norms or ())):
-        if array.dtype not in DTYPE_NAMES:
-            raise ValueError(f"queries, keys and norms must be float32, float16 or bfloat16, not {array.dtype}")
     if norms is None and rope is None:
         return _qk_norm_rope_mlx(x, heads, norms, eps, rope, angles)
     B, total, _, D = x.shape

@@ -59,6 +59,16 @@ class QuantizedKV(NamedTuple):
         return (codes * self.scales[..., None] + self.biases[..., None]).flatten(-2)
 
 
+def quantization(keys: mx.array | QuantizedKV, values: mx.array | QuantizedKV) -> dict[str, int]:
+    """Group size, and bits of keys and of values (0: not quantized); {} if neither is quantized."""
+    sides = keys, values
+    group_size = next((x.group_size for x in sides if isinstance(x, QuantizedKV)), None)
+    if group_size is None:
+        return {}
+    key_bits, value_bits = (x.bits if isinstance(x, QuantizedKV) else 0 for x in sides)
+    return {"group_size": group_size, "key_bits": key_bits, "value_bits": value_bits}
+
+
 @partial(mx.compile, shapeless=True)
 def _unpack_4bit(packed: mx.array) -> mx.array:
     """Unpack the four 4-bit codes of each uint16 to the bytes of a uint32."""

@@ -10,7 +10,7 @@ from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions, make_cache
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import kth_smallest, weighted_quantile
-from mlxlm.kernels.attention_dispatch import LENGTHS
+from mlxlm.kernels.attention import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

@@ -12,7 +12,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import attended_keys
 from mlxlm.config.optimizers import OPTIMIZERS
 from mlxlm.config.option import option, range_problems
-from mlxlm.kernels.attention_dispatch import LINEAR_MEMORY_FROM, TRAINING, attention_case
+from mlxlm.kernels.attention import LINEAR_MEMORY_FROM, TRAINING, attention_case
 from mlxlm.kernels.blockwise_attention import BLOCK_BYTES, block_rows
 from mlxlm.kernels.cross_entropy import chunk_rows
 from mlxlm.kernels.dispatch import Case, choose_path
@@ -131,7 +131,7 @@ def _path_on_this_device(config: ModelConfig, training: Training) -> str:
 
 
 def _path_on_other_device(config: ModelConfig, training: Training) -> str:
-    """Return what `mlxlm.kernels.attention_dispatch` prefers on another device, where nothing was measured.
+    """Return what `mlxlm.kernels.attention` prefers on another device, where nothing was measured.
 
     MLX's attention has neither ALiBi nor soft-capping, and keeps the probabilities except in CUDA's fused gradient.
     """

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlxlm.generation import GenerationChunk, GenerationResult
-from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
 from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import ServedModel

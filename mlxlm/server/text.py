@@ -20,7 +20,7 @@ from mlxlm.generation import (
     TextStream,
 )
 from mlxlm.generation.gumbel_noise import random_seed
-from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.generation.result import TokenLogprob, TokenLogprobs
 from mlxlm.server.errors import ApiError, client_message, invalid
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import option_in

@@ -18,12 +18,13 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.backend.mlx import ON_CPU, eval_arrays, mx
-from mlxlm.backend.sleep import seconds_asleep
+from mlxlm.backend.platform import seconds_asleep
+from mlxlm.chat.generate import generate
 from mlxlm.data import TokenDataset, TrainBatches
 from mlxlm.data.batches import prefetch
 from mlxlm.data.shards import verify_shards
 from mlxlm.evaluate import evaluate_dataset
-from mlxlm.generation import LoadedModel, generate
+from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions, make_cache
-from mlxlm.cache.rotation import SlidingWindow
+from mlxlm.cache.kv_cache import SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
@@ -307,14 +307,6 @@ def test_cache_options_that_a_model_does_not_support():
     for kv in (KVOptions(size=100), KVOptions.of(bits=8)):
         with pytest.raises(GenerationError, match="its own cache type"):
             make_cache(Foreign(), kv)
-
-
-def test_learned_positions_end_with_a_rotating_cache_too():
-    model = make(positions="learned", max_position_embeddings=30)
-    caches = make_cache(model, KVOptions(size=10))
-    as_room_allows(model, caches, tokens_of(30), [4])
-    with pytest.raises(GenerationError, match="position 31 is beyond the model.s 30"):
-        model(tokens_of(1), caches)
 
 
 def test_the_smaller_of_window_and_size_decides():

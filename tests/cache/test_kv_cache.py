@@ -1,4 +1,4 @@
-"""Caches of every kind against lists of tokens."""
+"""Caches of every kind against lists of tokens, their options, and their buffers."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_buffer import KVBuffer
+from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
+from tests.graphs import operations
 
 H, D = 2, 32
 KINDS = {
@@ -272,18 +274,6 @@ def test_a_row_has_no_padding_and_keeps_its_factors():
     assert [part.shape[:3] for part in row.state] == [(1, H, 1)] * 4  # nothing of the padding is held
 
 
-def test_only_empty_rows_can_be_padded():
-    cache = KVCache()
-    x = mx.ones((2, H, 4, D))
-    cache.update_and_fetch(x, x)
-    with pytest.raises(ValueError, match="row 1 already has 4 tokens"):
-        cache.set_left_padding([0, 1])
-    with pytest.raises(ValueError, match="paddings of 3 rows for a cache of 2"):
-        cache.set_left_padding([0, 0, 0])
-    with pytest.raises(ValueError, match="for 2 rows|cache of 2"):
-        cache.update_and_fetch(x[:1], x[:1])
-
-
 def test_a_head_dim_that_cannot_be_quantized():
     cache = KVCache(key_bits=8)
     with pytest.raises(GenerationError, match="head dim 24 can't be quantized.*multiple of 32.*no `key_bits`"):
@@ -295,15 +285,6 @@ def test_the_group_size_is_64_or_32():
         cache = KVCache(key_bits=8)
         keys, _ = cache.update_and_fetch(mx.ones((1, 1, 1, dim)), mx.ones((1, 1, 1, dim)))
         assert keys.group_size == group and keys.shape == (1, 1, 1, dim)
-
-
-def test_nbytes_of_a_quantized_cache():
-    full, small = KVCache(), KVCache(key_bits=8, value_bits=4)
-    x = mx.ones((1, 2, 256, 64))
-    for cache in (full, small):
-        cache.update_and_fetch(x, x)
-    assert full.nbytes == 2 * 2 * 256 * 64 * 4
-    assert small.nbytes == 2 * 256 * (64 + 32 + 2 * 2 * 4)  # codes, and for 64 of them a scale and a bias
 
 
 @pytest.mark.parametrize(
@@ -326,11 +307,52 @@ def test_options_from_user_input(arguments, expected):
 
 def test_errors_name_every_invalid_option():
     with pytest.raises(GenerationError) as error:
-        KVOptions(size=3, keep=4, key_bits=3, value_bits=True)
-    named = "key_bits is 3", "value_bits is True"
-    assert all(part in str(error.value) for part in named)
-    with pytest.raises(GenerationError, match="keep is -1"):
-        KVOptions(keep=-1)
+        KVOptions(keep=-1, key_bits=3, value_bits=True)
+    assert all(part in str(error.value) for part in ("keep is -1", "key_bits is 3", "value_bits is True"))
+    with pytest.raises(GenerationError, match="size is 3, it must be at least 6"):
+        KVOptions(size=3, keep=4)
     for bits in ("8,4,4", "", "8,", "eight", "9" * 5000, 7, (), (8, 4, 4), 8.5):
         with pytest.raises(GenerationError):
             KVOptions.of(bits=bits)
+
+
+CASES = pytest.mark.parametrize("quantization", [None, (8, 64), (4, 32)])
+DIMS = pytest.mark.parametrize("D", [64, 128])
+
+
+def buffer_and_token(D, quantization):
+    keys = mx.random.normal((2, 3, 9, D), key=mx.random.key(0)).astype(mx.bfloat16)
+    buffer = KVBuffer.like(keys, quantization)
+    buffer = KVBuffer([mx.array(part) for part in buffer.quantize(keys)], quantization)
+    mx.eval(buffer.arrays)
+    return buffer, keys[:, :, :1] + 1
+
+
+@DIMS
+@CASES
+def test_a_position_given_as_an_array(D, quantization):
+    buffer, token = buffer_and_token(D, quantization)
+    write = mx.compile(lambda index, token, *arrays: KVBuffer(arrays, quantization).with_position(index, token).arrays)
+    written = write(mx.array([4], mx.int32), token, *buffer.arrays)
+    buffer.write(4, 5, token)
+    assert all(mx.array_equal(x, y).item() for x, y in zip(written, buffer.arrays, strict=True))
+
+
+@pytest.mark.skipif(ON_CPU, reason="a CPU writes faster with slice_update")
+@CASES
+def test_writing_a_position_takes_one_kernel_per_array(quantization):
+    buffer, token = buffer_and_token(128, quantization)
+    mx.eval(token)
+    written = buffer.with_position(mx.array([4], mx.int32), token).arrays
+    names = operations(written)
+    assert names.count("ScatterAxis") == len(buffer.arrays) and "DynamicSliceUpdate" not in names
+
+
+@pytest.mark.skipif(ON_CPU, reason="a CPU writes faster with slice_update")
+def test_rows_that_begin_with_half_a_pair_are_not_scattered():
+    """With head dim 64 in groups of 64, a row of scales has one element of 16 bits; ScatterAxis stores pairs."""
+    buffer, token = buffer_and_token(64, (8, 64))
+    packed, scales, biases = buffer.with_position(mx.array([4], mx.int32), token).arrays
+    assert "ScatterAxis" in operations([packed])
+    for part in (scales, biases):
+        assert "DynamicSliceUpdate" in operations([part]) and "ScatterAxis" not in operations([part])

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions, PrefixCache, make_cache
-from mlxlm.cache.rotation import RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import QuantizedKV
 from mlxlm.model import Decoder
@@ -243,16 +243,6 @@ def test_a_text_that_does_not_fit_is_not_kept_and_evicts_nothing():
     assert tree.match([]) == 0 and tree.restore([], 0)[0].offset == 0
 
 
-def test_groups_share_nothing():
-    tree = plain_cache(100)
-    keep(tree, [1, 2, 0], group="short")
-    assert tree.match([1, 2, 0]) == 0 and tree.match([1, 2, 0], "short") == 3
-    keep(tree, [1, 2, 0], group="long")
-    assert tree.nbytes == plain_cache(6).max_bytes
-    tree.clear()
-    assert tree.nbytes == 0 and tree.match([1, 2, 0], "short") == 0
-
-
 def test_what_is_here_already_is_not_copied():
     tree = plain_cache(100)
     keep(tree, [1] * 10)
@@ -260,16 +250,6 @@ def test_what_is_here_already_is_not_copied():
     before = node.pieces[0][0]
     keep(tree, [1] * 10 + [2])
     assert node.pieces[0][0] is before and node.children[2].pieces[0][0].capacity == 1
-
-
-def test_caches_that_do_not_hold_the_text_are_refused():
-    tree = plain_cache(100)
-    with pytest.raises(ValueError, match=r"caches of \[3\] tokens for a text of 2"):
-        tree.insert([1, 2], read(make_caches("plain"), [1, 2, 0]))
-    two = [KVCache.merge([cache, cache]) for cache in read(make_caches("plain"), [1, 2])]
-    with pytest.raises(ValueError, match=r"caches of \[2, 2\] tokens"):
-        tree.insert([1, 2], two)
-    assert tree.nbytes == 0
 
 
 def test_left_padding_is_not_kept():
@@ -281,17 +261,6 @@ def test_left_padding_is_not_kept():
     tree.insert([1, 0], caches)
     keys, _ = tree.restore([1, 0], 2)[1].update_and_fetch(*[mx.zeros((1, H, 1, D))] * 2)
     np.testing.assert_array_equal(np.array(keys)[0, :, :2], VECTORS[1, [1, 0], [3, 4]].swapaxes(0, 1))
-
-
-@pytest.mark.parametrize(
-    "ids, expected",
-    [([1, 2, 0], None), ([1, 2, 0, 1], None), ([1, 2], None), ([0], None), ([], None), ([1, 1, 0], (1, 2, 1))],
-)
-def test_first_difference(ids, expected):
-    tree = plain_cache(100)
-    assert tree.first_difference(ids) is None
-    keep(tree, [1, 2, 0])
-    assert tree.first_difference(ids) == expected
 
 
 def test_first_difference_at_a_branch_names_the_text_used_last():
@@ -354,7 +323,7 @@ def test_an_interrupted_insert_leaves_an_empty_cache(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxlm.cache.prefix_cache.slice_tokens", interrupt)
+    monkeypatch.setattr("mlxlm.cache.kv_cache.KVCache.slice_tokens", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tree.insert([1, 2, 2], caches)
     assert tree.nbytes == 0 and tree.match([1] * 10) == 0

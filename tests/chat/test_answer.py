@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxlm import tokenizer
+from mlxlm import generate, tokenizer
 from mlxlm.chat.answer import decodes_to, edited_answer
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
-from mlxlm.generation import generate
 from mlxlm.utils.errors import GenerationError, TokenizerError
 from tests.chat.conftest import TEMPLATE, TEXT
 

@@ -5,7 +5,6 @@ from dataclasses import fields
 import pytest
 
 import mlxlm
-from mlxlm import generation
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
@@ -29,7 +28,7 @@ def prompt_of(lm, messages):
 
 @pytest.mark.parametrize("messages", [HELLO, LONG], ids=len)
 def test_conversations_are_prompts_of_the_chat_template(lm, messages):
-    expected = generation.generate(lm, prompt_of(lm, messages), **GREEDY)
+    expected = mlxlm.generate(lm, prompt_of(lm, messages), **GREEDY)
     found = mlxlm.generate(lm, messages=messages, **GREEDY)
     assert (found.text, found.prompt_tokens) == (expected.text, expected.prompt_tokens)
     stream = mlxlm.stream(lm, messages=tuple(Message(**message) for message in messages), **GREEDY)
@@ -107,5 +106,5 @@ def test_options_are_typed():
     """A misspelled option is an error for type checkers."""
     assert set(OptionArguments.__annotations__) == {field.name for field in fields(GenerationOptions)}
     functions = [mlxlm.generate, mlxlm.stream, mlxlm.batch, Chat.__init__, Chat.open]
-    for function in [*functions, generation.generate, generation.stream, generation.batch]:
+    for function in functions:
         assert function.__annotations__["options"] == "Unpack[OptionArguments]", function

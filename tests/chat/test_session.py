@@ -8,14 +8,14 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlxlm
-from mlxlm import tokenizer
+from mlxlm import generate, tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
-from mlxlm.generation import GenerationConfig, generate
+from mlxlm.generation import GenerationConfig
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder

@@ -9,10 +9,10 @@ import sys
 import pytest
 from mlx.utils import tree_flatten
 
+from mlxlm import batch, generate, load
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
-from mlxlm.generation import batch, generate, load
 from tests.run_command import run_command
 
 

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
+from mlxlm import batch, generate
 from mlxlm.backend.mlx import mx
 from mlxlm.cli import jsonl, render
 from mlxlm.cli.jsonl import JobProgress, LineReader
 from mlxlm.families import config_to_hf
-from mlxlm.generation import batch, generate, load
+from mlxlm.generation import load
 from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.model import Decoder
 from tests.run_command import run_command

@@ -13,7 +13,7 @@ from mlxlm.doctor.sizes import CPU
 from mlxlm.doctor.training_checks import TrainingChecks
 from mlxlm.doctor.worker import full_suite
 from mlxlm.kernels import bench, dispatch
-from mlxlm.kernels.attention_dispatch import DECODE
+from mlxlm.kernels.attention import DECODE
 from mlxlm.kernels.dispatch import Choice
 from mlxlm.train import Step
 from tests.doctor.tiny import DTYPE, TINY

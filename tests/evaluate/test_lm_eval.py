@@ -56,7 +56,7 @@ def test_whole_texts(model, lm, logprobs):
 
 
 def test_generation(model, lm):
-    from mlxlm.generation import generate
+    from mlxlm import generate
 
     whole = generate(lm, "How are", max_tokens=12, temperature=0).text
     assert len(whole) > 3

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.data import read_documents
 from mlxlm.evaluate import loss as loss_module
-from mlxlm.evaluate import text as evaluate_text_module
-from mlxlm.evaluate.loss import first_tokens, windows
-from mlxlm.evaluate.text import TextLoss, evaluate_text
+from mlxlm.evaluate.loss import TextLoss, evaluate_text, first_tokens, windows
 from mlxlm.generation import score
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, DataError
@@ -77,14 +75,14 @@ def test_texts_of_different_lengths(lm, logprobs, tmp_path):
 
 
 def test_short_texts_fill_batches(lm, monkeypatch):
-    shapes, real = [], evaluate_text_module.sum_nll
+    shapes, real = [], loss_module.sum_nll
 
     def counted(model, tokens, *values, **names):
         shapes.append(tokens.shape)
         return real(model, tokens, *values, **names)
 
-    monkeypatch.setattr(evaluate_text_module, "sum_nll", counted)
-    monkeypatch.setattr(evaluate_text_module, "_BATCH_TOKENS", 128)
+    monkeypatch.setattr(loss_module, "sum_nll", counted)
+    monkeypatch.setattr(loss_module, "_BATCH_TOKENS", 128)
     found = evaluate_text(lm, (document for _ in range(70) for document in read("The cat")), context_length=128)
     columns = len(lm.tokenizer.encode("The cat"))
     assert found.documents == 70 and columns in range(4, 8)

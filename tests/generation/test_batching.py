@@ -1,51 +1,27 @@
 """Batched generation: every text equals that of its request alone."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import batch, generate
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.generation import Engine, GenerationOptions, Request, batch, device_thread, generate
+from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
 from mlxlm.generation import run_batch as run_engine
-from mlxlm.generation.text_generation import ordered_results
+from mlxlm.generation.engine import ordered_results
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, MlxlmError
 from tests.generation.recording_model import recording
-
-rng = random.Random(0)
-SYSTEM = [rng.randrange(300) for _ in range(40)]
-OPTIONS = [
-    {"temperature": 0},
-    {"temperature": 1.0, "seed": 3},
-    {"temperature": 0.9, "seed": 4, "top_k": 20, "repetition_penalty": 1.3},
-    {"temperature": 1.2, "seed": 2**63, "top_p": 0.8, "stop": ["e", "th"]},
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 1.0, "regex": "[a-c]{2,5}x"},
-    {"temperature": 1.0, "choice": ["The fox", "The dog", "lazy"]},
-    {"temperature": 0.8, "presence_penalty": 0.5, "dry_multiplier": 0.8, "logit_bias": {7: 3}},
-]
+from tests.generation.texts import OPTIONS, SYSTEM, alone, greedy, same
 
 
 def run_batch(lm, requests, *, kv=None, batch_size=32, **arguments):
     return run_engine(Engine(lm, kv=kv, batch_size=batch_size), requests, **arguments)
-
-
-def alone(lm, request, kv=None):
-    return Engine(lm, kv=kv, batch_size=1, prefix_cache_bytes=0).submit(request).result()
-
-
-def same(one, other):
-    for name in ("text", "tokens", "finish_reason", "seed", "prompt_tokens", "constraint_error"):
-        assert getattr(one, name) == getattr(other, name)
-    if other.logprobs is not None:
-        for a, b in zip(one.logprobs, other.logprobs, strict=True):
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
 
 
 prompts = st.one_of(
@@ -125,10 +101,6 @@ class Counting:
 
 def counting(lm):
     return replace(lm, model=Counting(lm.model))
-
-
-def greedy(ids, max_tokens=4):
-    return Request(ids, GenerationOptions(temperature=0, max_tokens=max_tokens, seed=1))
 
 
 def test_a_shared_prefix_is_read_once(lm):
@@ -325,7 +297,10 @@ def test_after_a_failed_step_the_next_texts_are_generated(lm):
         ({"prompts": ["one", [10**12]]}, "prompt 2: the prompt has ids that this model doesn't have"),
         ({"logit_bias": {300: 1}}, "prompt 1: logit_bias names the token 300"),
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
-        ({"kv_bits": 8}, "no option kv_bits .*one of eos_token_ids, num_samples, kv, batch_size, temperature"),
+        (
+            {"kv_bits": 8},
+            "no option kv_bits .*one of messages, chat_template, num_samples, kv, batch_size",
+        ),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),
     ],

@@ -10,9 +10,10 @@ import tokenizers as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import generate
 from mlxlm import tokenizer as tokenizers
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import GenerationOptions, Sampler, generate
+from mlxlm.generation import GenerationOptions, Sampler
 from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
 from mlxlm.generation.sampling import sample_batch
 from mlxlm.utils.errors import GenerationError
@@ -233,16 +234,6 @@ def test_json_with_a_repeated_key_has_a_constraint_error(lm, pattern):
         assert re.fullmatch(r'json_schema: it has "[abx]" twice', sampler.matcher.constraint_error)
     options = GenerationOptions(temperature=1.0, json_schema={**schema, "minProperties": 1, "maxProperties": 1})
     assert random_text(lm.tokenizer, options, 0)[1].matcher.constraint_error is None
-
-
-def test_json_too_deep_to_be_parsed_has_a_constraint_error(lm):
-    value = {"$defs": {"v": {"type": "array", "items": {"$ref": "#/$defs/v"}}}, "$ref": "#/$defs/v"}
-    options = GenerationOptions(json_schema=value)
-    matcher = compiled(options, lm.tokenizer)[0].matcher()
-    for text in "[]":
-        for _ in range(3000):
-            matcher.consume(lm.tokenizer.encode(text, continues=True)[0])
-    assert matcher.finished and "json_schema: it can't be read: maximum recursion depth" in matcher.constraint_error
 
 
 def test_grammars_are_cached(lm):
@@ -469,6 +460,7 @@ def matches(value, schema, root):
     {**DEFINED, "$ref": "#/$defs/pet"},
     {**DEFINED, "type": "array", "items": {"$ref": "#/$defs/pet"}, "minItems": 1, "maxItems": 2},
     {**DEFINED, "oneOf": [{"$ref": "#/$defs/pet"}, {"type": "null"}]},
+    {**DEFINED, **closed(default={"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]})},
     {"oneOf": [closed(x={"type": "null"}), closed(y={"type": "null"})]},
     {"oneOf": [{"allOf": [{"type": "null"}]}, {"anyOf": [{"type": "boolean"}, {"const": 3}]}]},
     {"oneOf": [{"const": 1}]},
@@ -490,21 +482,13 @@ def test_one_of_alternatives_that_exclude_each_other(lm, schema):
     {"oneOf": [{"properties": {"x": {"type": "string"}}}, {"properties": {"x": {"type": "null"}}}]},
     {"$defs": {"x": {"oneOf": [{"type": "null"}, {}]}}, "$ref": "#/$defs/x"},
     {"$defs": {"x": [{"oneOf": [{"type": "null"}, {}]}]}, "items": {"$ref": "#/$defs/x/0"}},
+    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    {"$defs": {f"d{i}": {"oneOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(20)} | {"d20": {}},
+     "$ref": "#/$defs/d0"},
 ])  # fmt: skip
 def test_one_of_alternatives_that_may_both_match_are_refused(lm, schema):
-    with pytest.raises(GenerationError, match='JSON may match both alternatives 1 and 2 of "oneOf".*try: .*"anyOf"'):
+    with pytest.raises(GenerationError, match='JSON may match several alternatives of "oneOf".*try: .*"anyOf"'):
         compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
-
-
-@pytest.mark.parametrize("schema", [
-    {"oneOf": [{"const": n} for n in range(2000)]},
-    {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-])  # fmt: skip
-def test_one_of_alternatives_that_take_too_long_to_compare_is_refused(lm, schema):
-    started = time.process_time()
-    with pytest.raises(GenerationError, match='the alternatives of "oneOf" take too long to compare .try: "anyOf"'):
-        compiled(GenerationOptions(json_schema=schema), lm.tokenizer)
-    assert time.process_time() - started < 5
 
 
 def test_errors_do_not_mention_llguidance_terms(lm):

@@ -95,16 +95,6 @@ def test_architectures_of_mlx_lm(kind):
     assert greedy(model, PROMPT, 12, prefill_step_size=4) == naive(model, PROMPT, 12)
 
 
-@pytest.mark.parametrize("kv", [KVOptions.of(size=16), KVOptions.of(bits="8,4"), KVOptions.of(size=24, bits=8)])
-def test_architectures_of_mlx_lm_with_our_caches(kv):
-    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    rest = {"attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0, "tie_word_embeddings": False}
-    model = mlx_lm_model("helium", **heads, **rest, max_position_embeddings=128)
-    batch, row = batch_of_one(model, PROMPT * 4, 20, kv=kv)
-    assert decode(batch, row) == greedy(model, PROMPT * 4, 20, kv=kv)
-    assert max(cache.size() for cache in batch.caches) <= (kv.size or 63)
-
-
 def test_greedy_tokens_equal_those_of_mlx_lm(lm):
     generate_step = pytest.importorskip("mlx_lm.generate", reason="mlx_lm is not installed").generate_step
     theirs = [token for token, _ in generate_step(mx.array(PROMPT), lm.model, max_tokens=30)]

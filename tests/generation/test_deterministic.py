@@ -12,7 +12,7 @@ from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, 
 from mlxlm.generation.drafters import PromptLookup
 from tests.generation.fake_drafters import always
 from tests.generation.recording_model import recording
-from tests.generation.test_batching import OPTIONS, SYSTEM, alone, same
+from tests.generation.texts import OPTIONS, SYSTEM, alone, same
 
 
 class ShapeDependentEmbedding(nn.Module):

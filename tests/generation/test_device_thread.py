@@ -48,7 +48,8 @@ import asyncio, sys, threading
 from pathlib import Path
 from mlxlm.backend.mlx import mx
 from mlxlm.config import ModelConfig
-from mlxlm.generation import LoadedModel, generate, stream
+from mlxlm import generate, stream
+from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import train
 config = ModelConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -17,16 +17,7 @@ from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import always, perturbed
 from tests.generation.recording_model import TIMEOUT, recording
-from tests.generation.test_batching import OPTIONS, alone, same
-
-rng = random.Random(0)
-SYSTEM = [rng.randrange(300) for _ in range(40)]
-
-
-def request(prompt, max_tokens=20, **options):
-    """One that never ends by an end token."""
-    options = {"temperature": 1.0, "seed": 3, "deterministic": False, **options, "max_tokens": max_tokens}
-    return Request(prompt, GenerationOptions.of(**options), frozenset())
+from tests.generation.texts import OPTIONS, SYSTEM, alone, request, same
 
 
 def settle(engine):
@@ -146,22 +137,6 @@ def test_a_closed_engine(lm):
     assert engine.stats.prefix_cache_bytes == engine.stats.kv_bytes == engine.stats.waiting == engine.stats.running == 0
     assert len(model.model.calls) <= 7
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        (request([]), "the prompt is empty"),
-        (request([1] * 128), "128 tokens.*at most 127"),
-        (request([300]), "ids from 0 to 299"),
-        (request([5], logit_bias={300: 1}), "logit_bias names the token 300"),
-    ],
-)
-def test_invalid_requests_are_refused(lm, wanted, message):
-    engine = Engine(lm)
-    with pytest.raises(GenerationError, match=message):
-        engine.submit(wanted)
-    assert engine.stats.waiting == 0
 
 
 def test_a_constraint_that_can_not_be_compiled(lm):

@@ -9,7 +9,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
-from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation import Context, Engine, device_thread
 from mlxlm.generation.decoding import Batch
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import KVMemory, activation_bytes, default_max_kv_bytes, prefill_step_size
@@ -17,16 +17,7 @@ from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 from tests.generation.recording_model import recording
-
-
-def request(prompt, max_tokens=60, **options):
-    options = {"temperature": 1.0, "seed": 3, "deterministic": False, **options}
-    options = GenerationOptions.of(**options, max_tokens=max_tokens)
-    return Request(prompt, options, frozenset())
-
-
-def alone(lm, wanted, kv=None):
-    return Engine(lm, kv=kv, prefix_cache_bytes=0).submit(wanted).result()
+from tests.generation.texts import alone, request
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Reading prompts: what the prefix cache has isn't read again, and long prompts are read between decoding steps."""
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -11,15 +10,7 @@ from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, GenerationOptions, Request, device_memory
 from mlxlm.generation.prefill import MIN_CHUNK_TOKENS, _token_cost, chunk_size
 from tests.generation.recording_model import recording
-from tests.generation.test_batching import alone, same
-
-rng = random.Random(1)
-SYSTEM = [rng.randrange(1, 300) for _ in range(40)]
-
-
-def request(prompt, max_tokens=10, snapshot_at=None):
-    options = GenerationOptions(temperature=1.0, seed=3, deterministic=False, max_tokens=max_tokens)
-    return Request(prompt, options, frozenset(), snapshot_at)
+from tests.generation.texts import SYSTEM, alone, request, same
 
 
 def num_read(model):

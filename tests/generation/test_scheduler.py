@@ -7,20 +7,19 @@ from itertools import islice
 import pytest
 
 from mlxlm.cache import KVOptions
-from mlxlm.generation import Engine, GenerationOptions, Request, device_thread, text
+from mlxlm.generation import Engine, device_thread, text
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.utils.errors import GenerationError
+from tests.generation import texts
 from tests.generation.recording_model import TIMEOUT
-from tests.generation.test_batching import alone
+from tests.generation.texts import alone
 
 
 def request(prompt=(5, 6, 7), max_tokens=100, **options):
-    """One that never ends by an end token."""
-    options = GenerationOptions.of(**{"temperature": 1.0, "seed": 3, **options}, max_tokens=max_tokens)
-    return Request(list(prompt), options, frozenset())
+    return texts.request(prompt, max_tokens, **options)
 
 
 @pytest.fixture(autouse=True)

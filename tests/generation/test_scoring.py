@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxlm import generate
 from mlxlm.backend.mlx import mx
-from mlxlm.generation import generate, score, scoring
+from mlxlm.generation import score, scoring
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 

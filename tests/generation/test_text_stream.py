@@ -1,22 +1,18 @@
-"""Streams of the engine: iteration in threads and event loops, cancellation, results."""
+"""Streams of the engine: iteration in threads and event loops, cancellation, results; stop strings."""
 
 import asyncio
 import gc
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxlm.generation import Engine, GenerationOptions, Request, device_thread
+from mlxlm.generation import Engine, device_thread
+from mlxlm.generation.text import StopStrings
 from mlxlm.utils.errors import GenerationError
 from tests.generation.recording_model import TIMEOUT, recording
-
-PROMPT = [5, 6, 7, 8]
-
-
-def request(prompt=PROMPT, max_tokens=20, **options):
-    """One that never ends by an end token."""
-    options = GenerationOptions.of(**{"temperature": 1.0, "seed": 3, **options}, max_tokens=max_tokens)
-    return Request(prompt, options, frozenset())
+from tests.generation.texts import request
 
 
 @pytest.fixture
@@ -183,3 +179,36 @@ def test_errors_are_raised_wherever_the_text_is_awaited(engine):
         with pytest.raises(GenerationError, match="regex"):
             use()
     assert stream.partial_result().tokens == []
+
+
+letters = st.text(alphabet="abc", max_size=30)
+stop_lists = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3)
+
+
+def cut(text, stops):
+    """The text before the stop string that is completed first; the longest of those, if several are."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return text
+
+
+@given(letters, stop_lists, st.lists(st.integers(1, 5)))
+def test_text_before_the_stop_string(text, stops, sizes):
+    matcher = StopStrings(stops)
+    wanted = cut(text, stops)
+    emitted, flush = "", text
+    for size in [*sizes, len(text) + 1]:
+        emitted += matcher.push(flush[:size])
+        flush = flush[size:]
+        assert wanted.startswith(emitted)
+    assert matcher.matched == (wanted != text)
+    assert emitted + matcher.flush() == wanted
+
+
+@given(letters, stop_lists)
+def test_only_the_start_of_a_stop_string_is_buffered(text, stops):
+    matcher = StopStrings(stops)
+    held = text[len(matcher.push(text)) :]
+    assert matcher.matched or not held or any(stop.startswith(held) and stop != held for stop in stops)

@@ -9,9 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
-from mlxlm.kernels import attention, cross_entropy, gelu, gelu_tanh, log_softmax, swiglu, use_kernels
+from mlxlm.kernels import (
+    attention,
+    cross_entropy,
+    gelu,
+    gelu_tanh,
+    log_softmax,
+    swiglu,
+    use_kernels,
+    with_fused_gradients,
+)
+from mlxlm.kernels.eval_points import eval_at_points, eval_point, eval_points
 from mlxlm.kernels.exp import exp_nonpositive
 from tests import oracle
+from tests.graphs import operations
 
 
 def random(shape, seed=0, scale=1.0):
@@ -119,23 +130,6 @@ def test_attention_equals_float64(batch, kv_heads, groups, new, old, dim, scale)
     close(attention(q, k, v, scale), wanted, 1e-5 if scale < 1 else 1e-4)
 
 
-@pytest.mark.parametrize("length", [5, 64, 200])
-def test_attention_gradient_equals_mlx(length):
-    q, k, v = random((2, 4, length, 16), 1), random((2, 2, length, 16), 2), random((2, 2, length, 16), 3)
-    weight = random((2, 4, length, 16), 4)
-
-    def ours(q, k, v):
-        return (attention(q, k, v, 0.25) * weight).sum()
-
-    def plain(q, k, v):
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask="causal")
-        return (out * weight).sum()
-
-    for f in (mx.grad(ours, (0, 1, 2)), mx.compile(mx.grad(ours, (0, 1, 2)))):
-        for found, expected in zip(f(q, k, v), mx.grad(plain, (0, 1, 2))(q, k, v), strict=True):
-            close(found, expected, 2e-5)
-
-
 @pytest.mark.skipif(not ON_CPU, reason="compares the CPU path with MLX's own on the CPU")
 def test_half_precision_keeps_its_dtype():
     q = random((1, 2, 4, 8)).astype(mx.float16)
@@ -155,3 +149,99 @@ def test_window_on_every_path_without_metal(window, new, old, dtype, tolerance):
             with use_kernels(path):
                 found = attention(q, k, v, 0.25, window=window, training=training)
             np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance)
+
+
+def test_points_are_collected_in_order():
+    outside = eval_point(mx.zeros((1,)))
+    with eval_points() as points:
+        first = eval_point(mx.ones((2,)) + 1)
+        with eval_points() as inner:
+            apart = eval_point(first * 3)
+        last = eval_point(first * 2)
+    assert [x is y for x, y in zip(points, (first, last), strict=True)] == [True, True]
+    assert len(inner) == 1 and inner[0] is apart
+    assert outside.item() == 0
+
+
+def test_values_are_unchanged_and_the_list_is_emptied():
+    def chain(x):
+        for i in range(12):
+            x = eval_point(mx.sin(x) + i)
+        return x
+
+    x = mx.linspace(0, 1, 1000)
+    with eval_points() as points:
+        y = chain(x)
+    assert len(points) == 12
+    eval_at_points(points)
+    assert points == []
+    np.testing.assert_array_equal(np.array(y), np.array(chain(x)))
+    eval_at_points([])
+
+
+def test_evaluated_points_are_released():
+    """A few of a chain of 40 arrays of 4 MB are in memory at a time."""
+    x = mx.zeros((1 << 20,))
+    mx.eval(x)
+    with eval_points() as points:
+        for _ in range(40):
+            x = eval_point(x + 1)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    eval_at_points(points)
+    assert x[0].item() == 40
+    assert mx.get_peak_memory() - before < 6 * (4 << 20)
+
+
+pytestmark = pytest.mark.skipif(ON_CPU, reason="on a CPU, these functions have gradients of their own")
+_erf = np.vectorize(math.erf)
+
+
+def swiglu64(gate, up):
+    s = 1 / (1 + np.exp(-gate))
+    return gate * s * up, [up * (s + gate * s * (1 - s)), gate * s]
+
+
+def gelu64(x):
+    cdf = (1 + _erf(x / math.sqrt(2))) / 2
+    return x * cdf, [cdf + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)]
+
+
+def gelu_tanh64(x):
+    slope, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = np.tanh(slope * (x + cubic * x**3))
+    return x * (1 + t) / 2, [(1 + t) / 2 + x / 2 * (1 - t * t) * slope * (1 + 3 * cubic * x * x)]
+
+
+CASES = pytest.mark.parametrize(
+    "function, exact, count", [(swiglu, swiglu64, 2), (gelu, gelu64, 1), (gelu_tanh, gelu_tanh64, 1)]
+)
+
+
+def normals(count, dtype):
+    return [(3 * mx.random.normal((4096,), key=mx.random.key(i))).astype(dtype) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(mx.bfloat16, 2**-7), (mx.float16, 2**-10)])
+@CASES
+def test_values_and_gradients(function, exact, count, dtype, tolerance):
+    *args, cotangent = normals(count + 1, dtype)
+    value, derivatives = exact(*map(oracle.as64, args))
+    wanted = [value, *(oracle.as64(cotangent) * derivative for derivative in derivatives)]
+    outputs, gradients = mx.vjp(with_fused_gradients(function), args, [cotangent])
+    for found, expected in zip(outputs + gradients, wanted, strict=True):
+        assert found.dtype == dtype
+        assert np.abs(oracle.as64(found) - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@CASES
+def test_a_training_step_takes_one_kernel_for_the_value_and_for_each_gradient(function, exact, count):
+    def value_and_gradients(args, cotangent):
+        outputs, gradients = mx.vjp(with_fused_gradients(function), args, [cotangent])
+        return outputs + gradients
+
+    *args, cotangent = normals(count + 1, mx.bfloat16)
+    mx.eval(args, cotangent)
+    results = mx.compile(value_and_gradients)(args, cotangent)
+    launched = [name for name in operations(results) if name not in ("CustomTransforms", "Depends")]
+    assert len(launched) == 1 + count and all(name.startswith("Compiled") for name in launched)

@@ -169,10 +169,3 @@ def test_large_close_logits():
     exact = np.log(1 + np.exp(0.5))
     assert linear_cross_entropy(hidden, weight, targets).item() == pytest.approx(exact, rel=1e-6)
     assert cross_entropy(hidden @ weight.T, targets).item() == pytest.approx(exact, rel=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [0, -5])
-def test_invalid_chunk(chunk):
-    arrays = [mx.array(x) for x in make(3, 4, 5)]
-    with pytest.raises(ValueError, match=f"chunk is {chunk}"):
-        linear_cross_entropy(*arrays, chunk=chunk)

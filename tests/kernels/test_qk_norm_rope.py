@@ -53,13 +53,6 @@ def test_without_norms_and_rotation_it_only_splits():
     assert all(map(mx.array_equal, (queries, keys, values), (x[:, :4], x[:, 4:6], x[:, 6:])))
 
 
-@pytest.mark.parametrize("dtypes", [(mx.int32, mx.float32), (mx.float32, mx.int32)])
-def test_other_dtypes_are_refused(dtypes):
-    x, weight = mx.zeros((1, 8, 1, 16), dtypes[0]), mx.ones(16, dtypes[1])
-    with pytest.raises(ValueError, match="not mlx.core.int32"):
-        qk_norm_rope(x, 4, (weight, weight), 1e-6, None, None)
-
-
 # By rows, rotated dimensions of 64, and whether there are norms: see metal_kernels/README.md.
 MLX_LAUNCHES = {
     (1, 64, False): 1, (1, 32, False): 2, (1, 64, True): 5, (1, 32, True): 5, (1, 0, True): 4,

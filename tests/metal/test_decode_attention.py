@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import QuantizedKV, dispatch, masked_attention, prepare_masked_attention, use_kernels
 from mlxlm.kernels import decode_attention as module
-from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention, quantized_decode_attention
+from mlxlm.kernels.decode_attention import MAX_QUERIES, decode_attention
 from tests import oracle
 from tests.metal import harness
 from tests.oracle import as64
@@ -96,7 +96,8 @@ def attend(case, q, k, v, scale, **options):
         return decode_attention(q, k, v, scale, **options), as64(k), as64(v)
     group_size, bits = case.quantized
     k, v = (mx.quantize(x, group_size=group_size, bits=bits) for x in (k, v))
-    out = quantized_decode_attention(q, k, v, scale, group_size=group_size, bits=bits, **options)
+    form = {"group_size": group_size, "key_bits": bits, "value_bits": bits}
+    out = decode_attention(q, k, v, scale, **form, **options)
     return out, *(as64(dequantized(x, *case.quantized)) for x in (k, v))
 
 

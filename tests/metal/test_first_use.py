@@ -3,7 +3,7 @@
 import pytest
 
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.attention_dispatch import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
+from mlxlm.kernels.attention import DECODE, PREFILL, QUANTIZED, TRAINING, attention_case
 from mlxlm.kernels.dispatch import Case
 from mlxlm.kernels.metal import MetalKernel
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE

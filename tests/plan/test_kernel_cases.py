@@ -5,15 +5,16 @@ import json
 import numpy as np
 import pytest
 
+from mlxlm import batch, generate
 from mlxlm.backend.mlx import mx, tree_map
 from mlxlm.cache import KVOptions
 from mlxlm.cli.main import _run
 from mlxlm.config import ModelConfig
 from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
-from mlxlm.generation import LoadedModel, batch, generate
+from mlxlm.generation import LoadedModel
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.attention_dispatch import DECODE
+from mlxlm.kernels.attention import DECODE
 from mlxlm.kernels.bench import Measurement, Timing
 from mlxlm.kernels.dispatch import Operation
 from mlxlm.kernels.quantile import QUANTILE

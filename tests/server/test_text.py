@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.generation import GenerationChunk, GenerationOptions, Request
-from mlxlm.generation.logprobs import TokenLogprob, TokenLogprobs
+from mlxlm.generation.result import TokenLogprob, TokenLogprobs
 from mlxlm.server.conversation import reasoning_kwargs
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, _ChatCompletion
 from mlxlm.server.endpoints.messages import _Message

@@ -21,7 +21,7 @@ from coverage import CoverageData
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "metal_kernels" / "README.md"
 # Of mlxlm/kernels.
-OFF_CPU_FILES = ("metal.py", "rms_norm_metal.py", "qk_norm_rope.py", "decode_attention.py", "flash_attention.py")
+OFF_CPU_FILES = ("metal.py", "qk_norm_rope.py", "decode_attention.py", "flash_attention.py")
 CALLS = ("metal_available", "is_available", "device_info", "set_wired_limit")
 _LISTED = re.compile(r"^- `(mlxlm/[\w/]+\.py)`: `(.+?)`: ", re.MULTILINE)
 

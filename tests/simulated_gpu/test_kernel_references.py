@@ -4,7 +4,7 @@ import pytest
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import dispatch
-from mlxlm.kernels.decode_attention import decode_attention, quantized_decode_attention
+from mlxlm.kernels.decode_attention import decode_attention
 from mlxlm.kernels.flash_attention import attention_with_lse
 from mlxlm.kernels.qk_norm_rope import QK_NORM_ROPE
 from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
@@ -42,9 +42,9 @@ def decode(S, D=64, **options):
 
 
 def quantized(S, bits):
-    queries, form = normal(2, 4, 1, 64), {"group_size": 32, "bits": bits}
-    keys, values = (mx.quantize(normal(2, 2, S, 64, seed=seed), **form) for seed in (1, 2))
-    return [quantized_decode_attention(queries, keys, values, 0.125, **form)]
+    queries, form = normal(2, 4, 1, 64), {"group_size": 32, "key_bits": bits, "value_bits": bits}
+    keys, values = (mx.quantize(normal(2, 2, S, 64, seed=seed), group_size=32, bits=bits) for seed in (1, 2))
+    return [decode_attention(queries, keys, values, 0.125, **form)]
 
 
 def train(window, *segments):

@@ -9,12 +9,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from mlxlm import generate
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import load_model
 from mlxlm.checkpoint.locations import best_checkpoint
 from mlxlm.data import DataOptions, Manifest, TrainBatches
 from mlxlm.evaluate import Evaluation
-from mlxlm.generation import generate
 from mlxlm.report import read_run
 from mlxlm.tokenizer import load
 from mlxlm.train import Finished, Run, Sample, Step, Stopped, TrainingWarning, Validation, train

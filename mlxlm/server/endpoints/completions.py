@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.generation import device_thread
-from mlxlm.generation.logprobs import TokenLogprobs
 from mlxlm.generation.request import encode_prompt
+from mlxlm.generation.result import TokenLogprobs
 from mlxlm.generation.scoring import prompt_logprobs
 from mlxlm.server.conversation import check_constraint
 from mlxlm.server.endpoints import routes

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.chat.messages import Message, ToolCall
-from mlxlm.generation.logprobs import TokenLogprobs
+from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import JsonSchema

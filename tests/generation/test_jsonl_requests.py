@@ -11,10 +11,11 @@ from mlxlm.backend.mlx import tree_flatten
 from mlxlm.cache import KVOptions
 from mlxlm.generation import GenerationOptions, Request, get_engine, run_batch
 from mlxlm.generation.gumbel_noise import derive_seed
-from mlxlm.generation.jsonl.requests import MAX_LINE_BYTES, BadRequest, PromptEncoder, RequestReader
+from mlxlm.generation.jsonl import MAX_LINE_BYTES, BadRequest, PromptEncoder, RequestReader
 from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError
 
 DEFAULTS = GenerationOptions(temperature=0.5, max_tokens=7)
+SYSTEM, QUESTION = ([{"role": role, "content": "a"}] for role in ("system", "user"))
 
 
 @pytest.fixture
@@ -62,10 +63,6 @@ def test_a_prompt(read, lm):
     assert row.request.prompt == lm.tokenizer.encode("The quick")
     assert row.request.options == DEFAULTS.with_seed(derive_seed(0, "5", 0))
     assert row.request.eos_token_ids is None
-
-
-def test_a_prompt_in_token_ids(read):
-    assert read({"prompt": [5, 6, 7]})[0].request.prompt == [5, 6, 7]
 
 
 def test_options_replace_the_defaults(read):
@@ -251,26 +248,17 @@ def test_lines_without_an_id_that_can_be_read(refused, line, message):
             '{"role": "user"',
         ),
         ({"messages": [{"role": "system", "content": "a"}]}, "the last message is not the user's", '{"role": "user"'),
+        ({"messages": [*SYSTEM, *QUESTION], "system_prompt": "c"}, "there are two system prompts", "system_prompt, or"),
+        ({"prompt": "x", "settings": {"system_prompt": "s"}}, "a prompt without a chat can't have", "messages, or"),
+        ({"prompt": [1], "settings": {"system_prompt": "s"}}, "a prompt without a chat can't have", "messages, or"),
+        ({"prompt": [1, 2], "settings": {"as_chat": True}}, "the prompt is not a string", "a string; or without"),
     ],
 )
 def test_requests_that_cant_be_served(refused, fields, message, hint):
-    error = refused({"id": "a", **fields})
+    settings = fields.pop("settings", {})
+    error = refused({"id": "a", **fields}, **settings)
     assert error.id == "a" and error.message.startswith(message)
     assert error.hint is None if hint is None else error.hint.startswith(hint)
-
-
-def test_two_system_prompts(refused):
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert "two system prompts" in refused({"id": "a", "messages": messages, "system_prompt": "c"}).message
-
-
-@pytest.mark.parametrize("prompt", ["x", [1, 2]])
-def test_a_system_prompt_needs_a_chat(refused, prompt):
-    assert "can't have a system prompt" in refused({"id": "a", "prompt": prompt}, system_prompt="s").message
-
-
-def test_token_ids_are_not_a_message(refused):
-    assert refused({"id": "a", "prompt": [1, 2]}, as_chat=True).message == "the prompt is not a string"
 
 
 def test_template_errors_are_errors_of_their_line(lm):
@@ -315,21 +303,6 @@ def test_any_value_is_a_request_or_a_bad_request(lm, value, prompt):
     except GenerationError:
         return
     served(lm, [row.request for _, row in zip(range(3), task.pending_samples(), strict=False)])
-
-
-WHOLE = [f.name for f in GenerationOptions.__dataclass_fields__.values() if isinstance(f.default, int | float)]
-
-
-@pytest.mark.parametrize("name", [*WHOLE, "seed", "logprobs"])
-@pytest.mark.parametrize("value", [2**31 - 1, 2**31, 2**63, 1e300])
-def test_large_numbers(lm, name, value):
-    reader = RequestReader(lm, DEFAULTS, PromptEncoder(lm, lambda messages: ([], frozenset())))
-    others = {"dry_multiplier": 1, "xtc_probability": 1, "presence_penalty": 1}
-    try:
-        task = reader.read(1, json.dumps({"prompt": "a", **others, name: value}).encode())
-    except GenerationError:
-        return
-    served(lm, [row.request for row in task.pending_samples()])
 
 
 def served(lm, wanted):

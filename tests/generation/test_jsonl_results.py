@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxlm.generation.jsonl.results import ResultFile
+from mlxlm.generation.jsonl import ResultFile
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import json_line
 
@@ -22,6 +22,12 @@ def line(id, sample=None, **fields):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "out.jsonl"
+
+
+def test_folders_are_made(tmp_path):
+    out = tmp_path / "a" / "b" / "out.jsonl"
+    opened(out, line("a"))
+    assert out.read_bytes() == line("a")
 
 
 def opened(out, *lines):
@@ -42,11 +48,32 @@ def test_a_result_is_one_line(text):
     assert not set(content.decode()) & set(map(chr, obeyed))
 
 
-def test_a_new_file(out):
-    assert opened(out, line("a")) == set()
-    assert out.read_bytes() == line("a")
-    assert opened(out, line("b")) == {("a", 0)}
-    assert out.read_bytes() == line("a") + line("b")
+FAILED = line("b", error="no") + line("d", text="{", constraint_error="cut off")
+CONTINUED = {  # content of a file, its results, and what of it stays when a line is appended
+    "new": (b"", set(), b""),
+    "whole": (line("a"), {("a", 0)}, line("a")),
+    "samples": (line("a", 0) + line("a", 2) + line(1), {("a", 0), ("a", 2), ("1", 0), (1, 0)}, None),
+    "failed": (line("a") + FAILED, {("a", 0)}, line("a")),
+    "zeros": (line("a") + b"\0" * 3, {("a", 0)}, line("a")),
+    "torn, zeros": (line("a") + line("b")[:-5] + b"\0" * 900, {("a", 0)}, line("a")),
+    "no line end": (line("a") + line("b")[:-1], {("a", 0), ("b", 0)}, line("a") + line("b")),
+    "failed and torn": (FAILED + line("b") + line("c", 1)[:9], {("b", 0)}, line("b")),
+    **{
+        f"torn at {cut}": (line("a") + line("b")[:cut], {("a", 0)}, line("a"))
+        for cut in range(1, len(line("b")) - 1, 5)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_file_is_continued(out, name):
+    before, done, kept = CONTINUED[name]
+    if before:
+        out.write_bytes(before)
+        out.chmod(0o640)
+    assert opened(out, line("c")) == done
+    assert out.read_bytes() == (before if kept is None else kept) + line("c")
+    assert not before or stat.S_IMODE(out.stat().st_mode) == 0o640
 
 
 def test_an_unwritten_new_file_is_removed(out, tmp_path):
@@ -62,51 +89,6 @@ def test_opening_changes_nothing(out):
     out.write_bytes(before)
     assert opened(out) == {("a", 0)}
     assert out.read_bytes() == before
-
-
-def test_folders_are_made(tmp_path):
-    out = tmp_path / "a" / "b" / "out.jsonl"
-    opened(out, line("a"))
-    assert out.read_bytes() == line("a")
-
-
-def test_done(out):
-    out.write_bytes(line("a", 0) + line("a", 2) + line(1) + line("b", error="no"))
-    assert opened(out) == {("a", 0), ("a", 2), ("1", 0), (1, 0)}
-
-
-def test_failed_results_are_removed(out):
-    out.write_bytes(line("a") + line("b", error="no") + line("c") + line("d", text="{", constraint_error="cut off"))
-    out.chmod(0o640)
-    assert opened(out, line("b")) == {("a", 0)}
-    assert out.read_bytes() == line("a") + line("c") + line("b")
-    assert stat.S_IMODE(out.stat().st_mode) == 0o640
-
-
-@pytest.mark.parametrize("zeros", [b"\0" * 3, line("b")[:-5] + b"\0" * 900])
-def test_trailing_zeros_are_removed(out, zeros):
-    out.write_bytes(line("a") + zeros)
-    assert opened(out, line("b")) == {("a", 0)}
-    assert out.read_bytes() == line("a") + line("b")
-
-
-@pytest.mark.parametrize("cut", range(1, len(line("b")) - 1, 5))
-def test_a_torn_last_line_is_removed(out, cut):
-    out.write_bytes(line("a") + line("b")[:cut])
-    assert opened(out, line("b")) == {("a", 0)}
-    assert out.read_bytes() == line("a") + line("b")
-
-
-def test_a_last_line_without_a_line_end(out):
-    out.write_bytes(line("a") + line("b")[:-1])
-    assert opened(out, line("c")) == {("a", 0), ("b", 0)}
-    assert out.read_bytes() == line("a") + line("b") + line("c")
-
-
-def test_a_torn_line_after_failed_results(out):
-    out.write_bytes(line("a", error="no") + line("b") + line("c", 1)[:9])
-    assert opened(out, line("c", 1)) == {("b", 0)}
-    assert out.read_bytes() == line("b") + line("c", 1)
 
 
 @pytest.mark.parametrize(

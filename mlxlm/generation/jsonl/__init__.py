@@ -1,1 +1,0 @@
-"""Requests and results as lines of JSON."""
