@@ -45,10 +45,10 @@ def test_sizes_instead_of_a_name(run):
 
 
 def test_probe(run, monkeypatch):
+    from mlxlm import train
     from mlxlm.plan import machines
-    from mlxlm.train import step_benchmark
 
-    monkeypatch.setattr(step_benchmark, "probe", lambda *_: step_benchmark.Probe(9.0, 0.5, 0.0, 10**9))
+    monkeypatch.setattr(train, "probe", lambda config, settings: train.Probe(9.0, 0.5, 0.0, 10**9))
     shape = ("0.3m", "--probe", "--batch-size", 2, "--max-seq-length", 32)
     code, out, _ = run(*shape)
     steps = [line.split() for line in out.splitlines() if line.startswith("per step ")]
