@@ -45,6 +45,7 @@ EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 _REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
 _OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
+_DEFAULTS = GenerationOptions()
 _LINE_START = b'{"id": '
 
 
@@ -172,8 +173,11 @@ class RequestReader:
         def plain(value: Any) -> Any:  # 1 and 1.0 are the same option
             return int(value) if isinstance(value, float) and value.is_integer() else value
 
-        options = {name: plain(getattr(request.options, name)) for name in _OPTION_FIELDS}
-        options["logit_bias"] = {token: plain(bias) for token, bias in request.options.logit_bias.items()}
+        # Without defaults: results stay valid when there are new options.
+        given = {name: getattr(request.options, name) for name in _OPTION_FIELDS}
+        options = {name: plain(value) for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+        if bias := request.options.logit_bias:
+            options["logit_bias"] = {token: plain(value) for token, value in bias.items()}
         eos_token_ids = None if request.eos_token_ids is None else sorted(request.eos_token_ids)
         digest = self._setup_hash.copy()
         digest.update(json.dumps([request.prompt, options, eos_token_ids, has_own_seed], sort_keys=True).encode())
