@@ -274,7 +274,7 @@ DAMAGE = {
           for value in (-1, 0, 10**6, 2**31 - 1, -(2**31)) if (field, value) != (5, -1)),  # an untied head
         *((in_target(lambda data, n=n: data[:n]), "model.bin is truncated") for n in (0, 4, 27, 30, 5000, -1)),
         (in_target(lambda data: data + b"\0"), "its header says"),
-        (lambda sample: (sample.folder / "tokenizer.bin").unlink(), "no tokenizer beside .*model.bin"),
+        (lambda sample: (sample.folder / "tokenizer.bin").unlink(), "no tokenizer next to .*model.bin"),
     ],
     "llama2c-tokenizer": [
         (content(b"\0\0"), "ends before max_token_length"),
