@@ -32,7 +32,8 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
-from mlxlm.chat.session_file import Session, SessionFiles, cache_path, non_default_fields, restore
+from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
+from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.options import OptionArguments

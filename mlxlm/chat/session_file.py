@@ -31,6 +31,7 @@ from mlxlm.chat.history import (
     check_context_overflow,
 )
 from mlxlm.chat.messages import Message
+from mlxlm.config.option import non_default_fields
 from mlxlm.generation import FinishReason, GenerationOptions, LoadedModel
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.bounded_reads import read_bytes
@@ -98,11 +99,6 @@ def _answer_line(turn: Turn) -> dict[str, Any]:
     line: dict[str, Any] = {"role": "assistant", "content": turn.answer, "seed": turn.seed}
     line |= {"finish_reason": turn.finish_reason, "time": turn.time, "ids": list(turn.ids) or None}
     return {name: value for name, value in line.items() if value is not None}
-
-
-def non_default_fields(options: Any, defaults: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from those of `defaults`."""
-    return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
 
 
 def decode_session(content: bytes, path: Path) -> Session:

@@ -130,11 +130,8 @@ class SectionedCommand(click.Command):
 
     def _show_argument(self, name: str, value: str | None) -> str | None:
         """The option of this command for an argument that an error names."""
-        option = next((parameter for parameter in self.params if parameter.name == name), None)
-        if option is None:
-            return None
-        longest = max(option.opts, key=len)
-        return longest if value in (None, "True") else f"{longest} {value}"
+        shown = _longest_name(self, name)
+        return shown if shown is None or value in (None, "True") else f"{shown} {value}"
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options, and `--help-all` if `--help` omits some."""
@@ -225,10 +222,13 @@ def data_option(name: str, section: str, **settings: Any) -> Callable[..., Any]:
 
 def flag(name: str) -> str:
     """The option of the current command with this parameter name, as it is typed: "--max-tokens"."""
-    for parameter in click.get_current_context().command.params:
-        if parameter.name == name and isinstance(parameter, click.Option):
-            return max(parameter.opts, key=len)
-    return f"--{name.replace('_', '-')}"
+    return _longest_name(click.get_current_context().command, name) or f"--{name.replace('_', '-')}"
+
+
+def _longest_name(command: click.Command, name: str) -> str | None:
+    """The longest of the names of a command's option; None if it has no option with this parameter name."""
+    options = (parameter for parameter in command.params if isinstance(parameter, click.Option))
+    return next((max(option.opts, key=len) for option in options if option.name == name), None)
 
 
 def renamed(old: str, old_value: Any, new: str, value: Any) -> Any:

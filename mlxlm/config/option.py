@@ -104,6 +104,11 @@ def types_of(field: Field[Any]) -> list[str]:
     return re.split(r" \| (?![^\[]*\])", str(field.type))
 
 
+def non_default_fields(options: Any, defaults: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from those of `defaults`."""
+    return {name: value for name, value in vars(options).items() if value != getattr(defaults, name)}
+
+
 def default_text(field: Field[Any]) -> str | None:
     """The default in words; None if it is off, empty or required."""
     if (text := declaration(field).default_text) is not None:

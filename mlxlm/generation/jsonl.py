@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from mlxlm.backend.error_text import describe_error
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.config.numbers import is_int_at_least
+from mlxlm.config.option import non_default_fields
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.request import Request, encode_prompt
@@ -45,7 +46,6 @@ EXAMPLE_MESSAGE = '{"role": "user", "content": "Hello!"}'
 
 _REQUEST_FIELDS = ("id", "prompt", "messages", "system_prompt", "num_samples")
 _OPTION_FIELDS = tuple(field.name for field in fields(GenerationOptions))
-_DEFAULTS = GenerationOptions()
 _LINE_START = b'{"id": '
 
 
@@ -174,9 +174,9 @@ class RequestReader:
             return int(value) if isinstance(value, float) and value.is_integer() else value
 
         # Without defaults: results stay valid when there are new options.
-        given = {name: getattr(request.options, name) for name in _OPTION_FIELDS}
-        options = {name: plain(value) for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-        if bias := request.options.logit_bias:
+        options = non_default_fields(request.options, GenerationOptions())
+        options = {name: plain(value) for name, value in options.items()}
+        if bias := options.get("logit_bias"):
             options["logit_bias"] = {token: plain(value) for token, value in bias.items()}
         eos_token_ids = None if request.eos_token_ids is None else sorted(request.eos_token_ids)
         digest = self._setup_hash.copy()
