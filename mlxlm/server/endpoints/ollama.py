@@ -1,0 +1,547 @@
+"""ollama's API, under /api: chats and prompts, embeddings, and the models of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.chat.reasoning import OPEN
+from mlxlm.checkpoint import open_checkpoint
+from mlxlm.checkpoint.local_models import HUB, OWN, find_removable, remove
+from mlxlm.generation import GenerationOptions
+from mlxlm.server.conversation import Conversation, ToolUse, check_constraint, reasoning_kwargs
+from mlxlm.server.endpoints.chat_completions import Tool
+from mlxlm.server.endpoints.completions import fill_in_the_middle
+from mlxlm.server.endpoints.embeddings import embed_texts
+from mlxlm.server.errors import ApiError, invalid, to_api_error
+from mlxlm.server.model_library import ModelDescription
+from mlxlm.server.models import Models, ServedModel
+from mlxlm.server.options import parse_keep_alive
+from mlxlm.server.reply import (
+    NDJSON,
+    Event,
+    MakeReply,
+    Reply,
+    encode_event,
+    json_response,
+    respond,
+    stream_response,
+    timings_of,
+)
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, Fields, SamplingFields, TextContent, read_body
+from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
+from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
+from mlxlm.utils.errors import CheckpointError, MlxlmError, TokenizerError
+from mlxlm.utils.formatting import human_count
+
+VERSION = "0.13.0"  # of ollama, whose API this is: clients ask for it to know what they can use
+
+
+class ModelRequest(Fields):
+    """What all requests have. Older clients say `name`."""
+
+    model: str | None = Field(None, validation_alias=AliasChoices("model", "name"))
+    keep_alive: float | str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """The fields that /api/chat and /api/generate share."""
+
+    stream: bool | None = None
+    options: SamplingFields = SamplingFields()
+    format: dict[str, Any] | Literal["", "json"] | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def generation_options(self, defaults: GenerationOptions) -> GenerationOptions:
+        """The generation options of the request. Raises ApiError for an invalid value."""
+        schema = self.format if isinstance(self.format, dict) else None
+        kind = "json_schema" if schema is not None else "json_object" if self.format else "text"
+        return self.options.options(
+            defaults,
+            json_schema=self.options.schema_of_format(kind, schema, "format"),
+            logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
+        )
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """`think` as variables of the chat template."""
+        if isinstance(self.think, str):
+            return reasoning_kwargs(self.think)
+        return {} if self.think is None else {"enable_thinking": self.think}
+
+
+class CalledFunction(Fields):
+    """The function of a tool call; its arguments are an object."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class MessageToolCall(Fields):
+    """A tool call in an assistant's message."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: TextContent = ""
+    thinking: str | None = None
+    tool_calls: list[MessageToolCall] = []
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /api/chat. Without messages, it loads the model."""
+
+    messages: list[ChatMessage] = Field([], max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+
+
+class GenerateRequest(GenerationRequest):
+    """The body of /api/generate. Without a prompt, it loads the model."""
+
+    prompt: str = ""
+    suffix: str = ""
+    system: str | None = None
+    context: list[int] = []
+    raw: bool | None = None
+
+
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_body(request, ChatRequest)
+    if not body.messages:
+        return await _load(request, body, is_chat=True)
+    tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools])
+    conversation = Conversation(_to_messages(body.messages), body.template_kwargs, tools)
+
+    async def make_reply(model: ServedModel) -> _Answer:
+        [text] = await conversation.answers(model, body.generation_options(model.defaults))
+        return _Answer(model, text, body, is_chat=True)
+
+    return await _respond(request, body, make_reply)
+
+
+def _to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The messages for the chat template. Calls without ids get some, in the order in which results answer them."""
+    converted: list[Message] = []
+    unanswered: list[str] = []
+    for n, message in enumerate(messages):
+        calls = [
+            ToolCall(call.id or f"call_{n}_{k}", call.function.name, json.dumps(call.function.arguments))
+            for k, call in enumerate(message.tool_calls)
+        ]
+        unanswered += [call.id for call in calls]
+        call_id = message.tool_call_id
+        if message.role == "tool" and call_id is None and unanswered:
+            call_id = unanswered.pop(0)
+        converted.append(
+            Message(
+                message.role,
+                message.content,
+                tool_calls=tuple(calls),
+                tool_call_id=call_id,
+                name=message.tool_name,
+                reasoning_content=message.thinking,
+            )
+        )
+    return converted
+
+
+async def generate(request: Request) -> Response:
+    """Answer a prompt as a conversation, or continue it (`raw`), or fill in the middle (`suffix`)."""
+    body = await read_body(request, GenerateRequest)
+    if not body.prompt and not body.suffix:
+        return await _load(request, body, is_chat=False)
+
+    async def make_reply(model: ServedModel) -> _Answer:
+        options = body.generation_options(model.defaults)
+        if not body.raw and not body.suffix:
+            roles = {"system": body.system, "user": body.prompt}
+            messages = [Message(role, content) for role, content in roles.items() if content]
+            [text] = await Conversation(messages, body.template_kwargs).answers(model, options)
+            if body.context:
+                bos = model.lm.tokenizer.prefix_token_ids
+                prompt = list(text.request.prompt)
+                prompt = body.context + prompt[len(bos) if prompt[: len(bos)] == bos else 0 :]
+                text.request = replace(text.request, prompt=prompt)
+            return _Answer(model, text, body, is_chat=False)
+        await check_constraint(model, options)
+        eos_token_ids = body.options.eos_token_ids(model.eos_token_ids)
+        if body.suffix:
+            middle = fill_in_the_middle(model)
+            eos_token_ids |= middle.end_token_ids
+            prompt = await model.encode(middle.encode, body.prompt, body.suffix)
+        else:  # a template that the client has filled
+            prompt = await model.encode(model.lm.tokenizer.encode, body.prompt, parse_special=True)
+        [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
+        return _Answer(model, text, body, is_chat=False)
+
+    return await _respond(request, body, make_reply)
+
+
+async def _respond(request: Request, body: GenerationRequest, make_reply: MakeReply) -> Response:
+    stream = body.stream is not False
+    return await respond(request, body.model, stream, make_reply, NDJSON, body.keep_alive)
+
+
+class _Answer(Reply):
+    def __init__(self, model: ServedModel, text: Text, body: GenerationRequest, is_chat: bool):
+        super().__init__(model, [text])
+        self._text, self._is_chat = text, is_chat
+        self._name = body.model or model.name
+        self._has_context = isinstance(body, GenerateRequest) and not body.raw and not body.suffix
+        self._num_calls = 0
+
+    def start(self) -> Sequence[Event]:
+        return ()
+
+    def push(self, text: Text, pieces: Sequence[Piece]) -> Iterator[Event]:
+        content, thinking = ("".join(p.text for p in pieces if p.part.kind == kind) for kind in ("text", "reasoning"))
+        # The arguments of a call are an object, which isn't known before the call has ended.
+        ended = [call for call in text.calls if text.finish_reason is not None or call is not text.parts[-1]]
+        calls, self._num_calls = ended[self._num_calls :], len(ended)
+        event = self._event(content, thinking, calls)
+        if logprobs := text.take_logprobs():
+            event["logprobs"] = describe_logprobs(logprobs, self.model.lm.tokenizer)
+        if content or thinking or calls or logprobs:
+            yield event
+
+    def finish(self) -> list[Event]:
+        return [{**self._event(), **self._statistics()}]
+
+    def complete(self) -> dict[str, Any]:
+        text = self._text
+        content, thinking = ("".join(p.text for p in text.parts if p.kind == kind) for kind in ("text", "reasoning"))
+        event = self._event(content, thinking, text.calls)
+        if text.request.options.logprobs is not None:
+            event["logprobs"] = describe_logprobs(text.logprobs, self.model.lm.tokenizer)
+        return {**event, **self._statistics()}
+
+    def progress(self) -> bytes:
+        """An event without text: NDJSON has no comments."""
+        return self.encode(self._event())
+
+    def _event(self, content: str = "", thinking: str = "", calls: Sequence[Part] = ()) -> Event:
+        return _event(self._name, self._is_chat, content, thinking, calls)
+
+    def _statistics(self) -> dict[str, Any]:
+        result = self._text.result
+        assert result is not None
+        timings = timings_of(result)
+        statistics = {
+            "done": True,
+            "done_reason": "length" if self._text.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(monotonic() - self.start_time),
+            "load_duration": _nanoseconds(self.load_seconds),
+            "prompt_eval_count": result.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds((timings["prompt_ms"] or 0) / 1000),
+            "eval_count": len(result.tokens),
+            "eval_duration": _nanoseconds((timings["predicted_ms"] or 0) / 1000),
+        }
+        return statistics | ({"context": [*self._text.request.prompt, *result.tokens]} if self._has_context else {})
+
+
+def _event(
+    name: str, is_chat: bool, content: str = "", thinking: str = "", calls: Sequence[Part] = ()
+) -> dict[str, Any]:
+    parts = {"role": "assistant", "content": content} if is_chat else {"response": content}
+    values: dict[str, Any] = {**parts, **({"thinking": thinking} if thinking else {})}
+    if called := [call for call in map(_call, calls) if call is not None]:
+        values["tool_calls"] = called
+    return {
+        "model": name,
+        "created_at": _timestamp(datetime.now(UTC)),
+        **({"message": values} if is_chat else values),
+        "done": False,
+    }
+
+
+def _call(part: Part) -> dict[str, Any] | None:
+    """A tool call; None for one that was cut off."""
+    try:
+        arguments = json.loads(part.text or "{}")
+    except ValueError:
+        return None
+    return {"id": part.call_id, "function": {"name": part.name, "arguments": arguments}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)
+
+
+def _timestamp(time: datetime) -> str:
+    return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSONResponse:
+    """Load a model, or unload it: what a request without a prompt asks for."""
+    models: Models = request.app.state.models
+    name = models.find(body.model)
+    unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
+    if unloads:
+        await models.unload(name)
+    else:
+        await models.load(name, body.keep_alive)
+    event = _event(body.model or name, is_chat)
+    return JSONResponse({**event, "done": True, "done_reason": "unload" if unloads else "load"})
+
+
+class EmbedRequest(ModelRequest):
+    """The body of /api/embed."""
+
+    input: str | list[str] = Field([], max_length=MAX_PROMPTS)
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class EmbeddingsRequest(ModelRequest):
+    """The body of /api/embeddings, the older form of /api/embed."""
+
+    prompt: str
+
+
+async def embed(request: Request) -> Response:
+    """Return an embedding of each text. Unless `truncate` is false, only the beginning of a long text counts."""
+    body = await read_body(request, EmbedRequest)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    return await json_response(request, _embed(request.app.state.models, body, texts))
+
+
+async def _embed(models: Models, body: EmbedRequest, texts: Sequence[str]) -> dict[str, Any]:
+    start = monotonic()
+    async with models.use(body.model, body.keep_alive) as model:
+        load_seconds = monotonic() - start
+        prompts = list(texts) if body.truncate is False else await asyncio.to_thread(_truncate, model, texts)
+        vectors, num_tokens = await embed_texts(model, prompts, body.dimensions, "input")
+        return {
+            "model": body.model or model.name,
+            "embeddings": vectors,
+            "total_duration": _nanoseconds(monotonic() - start),
+            "load_duration": _nanoseconds(load_seconds),
+            "prompt_eval_count": num_tokens,
+        }
+
+
+def _truncate(model: ServedModel, texts: Sequence[str]) -> list[Any]:
+    """The ids of the beginning of each text that fits into the context; short texts unchanged."""
+    length, encode = model.context_length, model.lm.tokenizer.encode
+    return [text if len(text) < length else encode(text[: 16 * length])[:length] for text in texts]
+
+
+async def embeddings(request: Request) -> Response:
+    """Return an embedding of one text."""
+    body = await read_body(request, EmbeddingsRequest)
+
+    async def first() -> dict[str, Any]:
+        whole = EmbedRequest(model=body.model, keep_alive=body.keep_alive)
+        answer = await _embed(request.app.state.models, whole, [body.prompt])
+        return {"embedding": answer["embeddings"][0]}
+
+    return await json_response(request, first())
+
+
+async def version(_request: Request) -> JSONResponse:
+    """Return the version of ollama whose API this is."""
+    return JSONResponse({"version": VERSION})
+
+
+async def tags(request: Request) -> JSONResponse:
+    """List the models."""
+    models: Models = request.app.state.models
+    listed = [(name, await models.describe(name)) for name in models.names]
+    return JSONResponse({"models": [_describe(name, model) for name, model in listed if model.problem is None]})
+
+
+async def ps(request: Request) -> JSONResponse:
+    """List the models that are in memory."""
+    models: Models = request.app.state.models
+    listed = []
+    for model in models.loaded:
+        expires = models.expires_at(model.name)
+        listed.append(
+            {
+                **_describe(model.name, await models.describe(model.name)),
+                "size": model.memory,
+                "size_vram": model.memory,
+                "context_length": model.context_length,
+                "expires_at": _timestamp(_NEVER if expires is None else datetime.fromtimestamp(expires, UTC)),
+            }
+        )
+    return JSONResponse({"models": listed})
+
+
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # what ollama says of a model that stays
+
+
+def _describe(name: str, model: ModelDescription) -> dict[str, Any]:
+    full_name = name if ":" in name else f"{name}:latest"
+    return {
+        "name": full_name,
+        "model": full_name,
+        "modified_at": _timestamp(model.modified),
+        "size": model.bytes,
+        "digest": model.digest,
+        "details": _details(model),
+    }
+
+
+def _details(model: ModelDescription) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": model.format,
+        "family": model.family,
+        "families": [model.family],
+        "parameter_size": human_count(model.parameters or 0),
+        "quantization_level": model.quantization,
+    }
+
+
+async def show(request: Request) -> JSONResponse:
+    """Describe a model: its size, its chat template, and what it can do."""
+    body = await read_body(request, ModelRequest)
+    models: Models = request.app.state.models
+    model = await models.describe(body.model)
+    tokenizer = await asyncio.to_thread(_tokenizer_of, models, model)
+    template = (tokenizer and tokenizer.chat_template) or ""
+    capabilities = ["completion", "tools"]  # a grammar makes any model call tools
+    if OPEN in template:
+        capabilities.append("thinking")
+    if tokenizer is not None:
+        with suppress(TokenizerError):
+            FillInTheMiddle(tokenizer)
+            capabilities.append("insert")
+    return JSONResponse(
+        {
+            "modelfile": f"FROM {body.model}\n",
+            "parameters": "",
+            "template": template,
+            "details": _details(model),
+            "model_info": {
+                "general.architecture": model.family,
+                "general.parameter_count": model.parameters,
+                f"{model.family}.context_length": model.context_length,
+            },
+            "capabilities": capabilities,
+            "modified_at": _timestamp(model.modified),
+        }
+    )
+
+
+def _tokenizer_of(models: Models, description: ModelDescription) -> Tokenizer | None:
+    """The tokenizer of a model, without loading the model; None if it can't be read."""
+    for model in models.loaded:
+        if model.name == description.name:
+            return model.lm.tokenizer
+    with suppress(MlxlmError):
+        return open_checkpoint(description.path).load_tokenizer()
+    return None
+
+
+class PullRequest(ModelRequest):
+    """The body of /api/pull."""
+
+    stream: bool | None = None
+
+
+async def pull(request: Request) -> Response:
+    """Download a model, unless it is here."""
+    body = await read_body(request, PullRequest)
+    events = _pull(request.app.state.models, body.model or "")
+    if body.stream is not False:
+        return await stream_response(request, _encode(events, request.url.path), NDJSON)
+
+    async def last() -> Event:
+        return [event async for event in events][-1]
+
+    return await json_response(request, last())
+
+
+async def _pull(models: Models, source: str) -> AsyncGenerator[Event]:
+    async for progress in models.pull(source):
+        sizes = {"total": progress.total, "completed": progress.completed}
+        yield {"status": f"pulling {source}", "digest": source, **(sizes if progress.total else {})}
+    yield {"status": "success"}
+
+
+async def _encode(events: AsyncGenerator[Event], path: str) -> AsyncGenerator[bytes]:
+    """Encode events. An error after the first one is an event, too."""
+    started = False
+    try:
+        async for event in events:
+            yield encode_event(event, NDJSON)
+            started = True
+    except Exception as error:
+        if not started:
+            raise
+        yield encode_event(to_api_error(error).body(path), NDJSON)
+
+
+async def delete(request: Request) -> Response:
+    """Remove a downloaded model, by the rules of mlxlm models rm; or an alias that /api/copy has made."""
+    body = await read_body(request, ModelRequest)
+    models: Models = request.app.state.models
+    if models.library.remove_alias(body.model or ""):
+        return Response()
+    model = await models.describe(body.model)
+    try:
+        if model.location not in (OWN, HUB):
+            raise CheckpointError(f"{model.name} isn't a model that mlxlm has downloaded", "whoever put it there")
+        removable = await asyncio.to_thread(find_removable, model.name)
+        await models.unload(model.name)
+        await asyncio.to_thread(remove, removable)
+    except CheckpointError as error:
+        raise ApiError(403, str(error)) from None
+    return Response()
+
+
+class CopyRequest(Fields):
+    """The body of /api/copy."""
+
+    source: str
+    destination: str
+
+
+async def copy(request: Request) -> Response:
+    """Give a model another name, until the server stops. Nothing is copied."""
+    body = await read_body(request, CopyRequest)
+    models: Models = request.app.state.models
+    models.library.add_alias(body.destination, models.find(body.source))
+    return Response()
+
+
+async def refuse(request: Request) -> Response:
+    """Refuse to make or upload a model."""
+    await read_body(request, ModelRequest)
+    action = request.url.path.rpartition("/")[2]
+    raise invalid(f"this server can't {action} models (try: mlxlm convert, quantize or finetune)")
+
+
+ROUTES = [
+    *(
+        Route(f"/api/{function.__name__}", function, methods=["POST"])
+        for function in (chat, generate, embed, embeddings, show, pull, copy)
+    ),
+    *(Route(f"/api/{function.__name__}", function) for function in (version, tags, ps)),
+    Route("/api/delete", delete, methods=["DELETE"]),
+    *(Route(f"/api/{name}", refuse, methods=["POST"]) for name in ("create", "push")),
+]
