@@ -231,7 +231,9 @@ async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, An
 
 
 @asynccontextmanager
-async def _replying(request: Request, name: str | None, make_reply: MakeReply, media_type: str) -> AsyncIterator[Reply]:
+async def _replying(
+    request: Request, name: str | None, make_reply: MakeReply, media_type: str, keep_alive: float | str | None
+) -> AsyncIterator[Reply]:
     """Generate the texts of a reply. At the end of the block, unfinished ones are cancelled.
 
     Raises:
