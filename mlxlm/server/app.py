@@ -21,6 +21,7 @@ from mlxlm.server.endpoints import find_routes, routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -49,8 +50,14 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
-    """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
+def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool = False) -> Starlette:
+    """The application that serves `models`.
+
+    Args:
+        models: The models.
+        rules: Who may use it; by default anyone who can reach it.
+        strict: Whether a request with an unknown field is refused.
+    """
     rules = rules or AccessRules()
     all_routes = [
         *find_routes(),
@@ -85,7 +92,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         routes=all_routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
     )
     app.router.redirect_slashes = False
-    app.state.models, app.state.metrics = models, metrics
+    app.state.models, app.state.metrics, app.state.unknown_fields = models, metrics, UnknownFields(strict)
     return app
 
 

@@ -85,6 +85,7 @@ class ServerOptions(ModelOptions):
         names="--cors-origin",
         metavar="ORIGIN",
     )
+    strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)
     shutdown_timeout: int = _other(
         30, "Seconds that running requests may take to finish after Ctrl-C or SIGTERM.", low=0, metavar="N"

@@ -70,14 +70,14 @@ async def _echo_only(models: Models, body: CompletionRequest) -> dict[str, Any]:
 
 async def _make_reply(body: CompletionRequest, model: ServedModel) -> _Completion:
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
-    options = body.options(model.defaults, stop=body.stop, max_tokens=max_tokens, logprobs=body.logprobs)
-    await check_constraint(model, options)
-    eos_token_ids = model.eos_token_ids
+    options = body.options(model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    eos_token_ids = body.eos_token_ids(model.eos_token_ids)
     encode: Callable[..., Sequence[int]] = partial(encode_prompt, model.lm)
     if body.suffix:
-        infill = fill_in_the_middle(model)
-        eos_token_ids |= infill.end_token_ids
-        encode = partial(infill.encode, suffix=body.suffix)
+        middle = fill_in_the_middle(model)
+        eos_token_ids |= middle.end_token_ids
+        encode = partial(middle.encode, suffix=body.suffix)
+    await check_constraint(model, options, eos_token_ids)
     prompts = [await model.encode(encode, prompt) for prompt in body.prompt]
     echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
     requests = sample_requests(prompts, options, eos_token_ids, body.n)

@@ -41,7 +41,6 @@ class CompletionRequest(GenerationFields):
 class ExtraFile(Fields):
     """An entry of `input_extra`: a part of another file."""
 
-    ignored = {"time"}
     text: str
     filename: str = ""
 
@@ -87,7 +86,7 @@ async def _make_reply(
 ) -> _Completion:
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
     options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
-    await check_constraint(model, options)
+    await check_constraint(model, options, eos_token_ids)
     [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
     return _Completion(model, text, body)
 

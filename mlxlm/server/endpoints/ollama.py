@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
-from mlxlm.server.conversation import Conversation, ToolUse, check_constraint, reasoning_kwargs
+from mlxlm.server.conversation import Conversation, ToolUse, check_constraint
 from mlxlm.server.endpoints.chat_completions import Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
@@ -32,8 +32,18 @@ from mlxlm.server.reply import (
     respond,
     timings_of,
 )
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_PROMPTS, MAX_TOOLS, Fields, SamplingFields, TextContent, read_body
+from mlxlm.server.schemas import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TOOLS,
+    Fields,
+    SamplingFields,
+    TemplateFields,
+    TextContent,
+    read_body,
+)
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
+from mlxlm.utils.errors import ConfigError
 
 
 class ModelRequest(Fields):
@@ -43,13 +53,12 @@ class ModelRequest(Fields):
     keep_alive: float | str | None = None
 
 
-class GenerationRequest(ModelRequest):
+class GenerationRequest(ModelRequest, TemplateFields):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None
     options: SamplingFields = SamplingFields()
     format: dict[str, Any] | Literal["", "json"] | None = None
-    think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -62,13 +71,6 @@ class GenerationRequest(ModelRequest):
             json_schema=self.options.schema_of_format(kind, schema, "format"),
             logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
         )
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """`think` as variables of the chat template."""
-        if isinstance(self.think, str):
-            return reasoning_kwargs(self.think)
-        return {} if self.think is None else {"enable_thinking": self.think}
 
 
 class CalledFunction(Fields):
@@ -119,10 +121,11 @@ async def chat(request: Request) -> Response:
     if not body.messages:
         return await _load(request, body, is_chat=True)
     tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools])
-    conversation = Conversation(_to_messages(body.messages), body.template_kwargs, tools)
+    conversation = Conversation(_to_messages(body.messages), body.template_kwargs(), tools)
 
     async def make_reply(model: ServedModel) -> _Answer:
-        [text] = await conversation.answers(model, body.generation_options(model.defaults))
+        eos_token_ids = body.options.eos_token_ids(model.eos_token_ids)
+        [text] = await conversation.answers(model, body.generation_options(model.defaults), eos_token_ids)
         return _Answer(model, text, body, is_chat=True)
 
     return await _respond(request, body, make_reply)
@@ -162,24 +165,24 @@ async def generate(request: Request) -> Response:
 
     async def make_reply(model: ServedModel) -> _Answer:
         options = body.generation_options(model.defaults)
+        eos_token_ids = body.options.eos_token_ids(model.eos_token_ids)
         if not body.raw and not body.suffix:
             roles = {"system": body.system, "user": body.prompt}
             messages = [Message(role, content) for role, content in roles.items() if content]
-            [text] = await Conversation(messages, body.template_kwargs).answers(model, options)
+            [text] = await Conversation(messages, body.template_kwargs()).answers(model, options, eos_token_ids)
             if body.context:
                 bos = model.lm.tokenizer.prefix_token_ids
                 prompt = list(text.request.prompt)
                 prompt = body.context + prompt[len(bos) if prompt[: len(bos)] == bos else 0 :]
                 text.request = replace(text.request, prompt=prompt)
             return _Answer(model, text, body, is_chat=False)
-        await check_constraint(model, options)
-        eos_token_ids = body.options.eos_token_ids(model.eos_token_ids)
         if body.suffix:
             middle = fill_in_the_middle(model)
             eos_token_ids |= middle.end_token_ids
             prompt = await model.encode(middle.encode, body.prompt, body.suffix)
         else:  # a template that the client has filled
             prompt = await model.encode(model.lm.tokenizer.encode, body.prompt, parse_special=True)
+        await check_constraint(model, options, eos_token_ids)
         [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
         return _Answer(model, text, body, is_chat=False)
 
@@ -285,7 +288,10 @@ async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSO
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
     name = models.find(body.model)
-    unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
+    try:
+        unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
+    except ConfigError as error:
+        raise invalid(str(error), "keep_alive") from None
     if unloads:
         await models.unload(name)
     else:
@@ -295,17 +301,12 @@ async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSO
 
 
 class EmbedRequest(ModelRequest):
-    """The body of /api/embed."""
+    """The body of /api/embed, and of /api/embeddings, its older form with a single text."""
 
     input: str | list[str] = Field([], max_length=MAX_PROMPTS)
+    prompt: str | None = None
     truncate: bool | None = None
     dimensions: int | None = None
-
-
-class EmbeddingsRequest(ModelRequest):
-    """The body of /api/embeddings, the older form of /api/embed."""
-
-    prompt: str
 
 
 async def embed(request: Request) -> Response:
@@ -315,11 +316,22 @@ async def embed(request: Request) -> Response:
     return await json_response(request, _embed(request.app.state.models, body, texts))
 
 
+async def embeddings(request: Request) -> Response:
+    """Return an embedding of one text."""
+    body = await read_body(request, EmbedRequest)
+
+    async def first() -> dict[str, Any]:
+        answer = await _embed(request.app.state.models, body, [body.prompt or ""])
+        return {"embedding": answer["embeddings"][0]}
+
+    return await json_response(request, first())
+
+
 async def _embed(models: Models, body: EmbedRequest, texts: Sequence[str]) -> dict[str, Any]:
     start = monotonic()
     async with models.use(body.model, body.keep_alive) as model:
         load_seconds = monotonic() - start
-        prompts = list(texts) if body.truncate is False else await asyncio.to_thread(_truncate, model, texts)
+        prompts = texts if body.truncate is False else await asyncio.to_thread(_truncate, model, texts)
         vectors, num_tokens = await embed_texts(model, prompts, body.dimensions, "input")
         return {
             "model": body.model or model.name,
@@ -330,22 +342,10 @@ async def _embed(models: Models, body: EmbedRequest, texts: Sequence[str]) -> di
         }
 
 
-def _truncate(model: ServedModel, texts: Sequence[str]) -> list[Any]:
+def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str | list[int]]:
     """The ids of the beginning of each text that fits into the context; short texts unchanged."""
     length, encode = model.context_length, model.lm.tokenizer.encode
     return [text if len(text) < length else encode(text[: 16 * length])[:length] for text in texts]
-
-
-async def embeddings(request: Request) -> Response:
-    """Return an embedding of one text."""
-    body = await read_body(request, EmbeddingsRequest)
-
-    async def first() -> dict[str, Any]:
-        whole = EmbedRequest(model=body.model, keep_alive=body.keep_alive)
-        answer = await _embed(request.app.state.models, whole, [body.prompt])
-        return {"embedding": answer["embeddings"][0]}
-
-    return await json_response(request, first())
 
 
 ROUTES = [

@@ -22,7 +22,7 @@ from mlxlm.server.models import Models
 from mlxlm.server.reply import NDJSON, Event, encode_event, json_response, stream_response
 from mlxlm.server.schemas import Fields, read_body
 from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
-from mlxlm.utils.errors import CheckpointError, MlxlmError, TokenizerError
+from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError, TokenizerError
 from mlxlm.utils.formatting import human_count
 
 VERSION = "0.13.0"  # of ollama, whose API this is: clients ask for it to know what they can use
@@ -193,7 +193,11 @@ async def copy(request: Request) -> Response:
     """Give a model another name, until the server stops. Nothing is copied."""
     body = await read_body(request, CopyRequest)
     models: Models = request.app.state.models
-    models.library.add_alias(body.destination, models.find(body.source))
+    name = models.find(body.source)
+    try:
+        models.library.add_alias(body.destination, name)
+    except ConfigError as error:
+        raise invalid(str(error), "destination") from None
     return Response()
 
 
