@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 from mlxlm.server import reply
 from mlxlm.server.app import make_app
 from mlxlm.server.conversation import ToolUse
-from mlxlm.server.models import Models, ModelSettings
+from mlxlm.server.endpoints.ollama_models import VERSION
+from mlxlm.server.models import Models, ModelSettings, PullProgress
 from tests.server.conftest import CONTEXT, HELLO, wait_until
 from tests.server.test_tools import NOTHING, PARAMETERS, WEATHER, check_arguments
 
@@ -293,19 +294,13 @@ def test_pull(client, models, monkeypatch):
     assert refused.status_code == 403 and "command line" in refused.json()["error"]
 
     async def pulled(source):
-        yield reply_progress(5, 10)
+        yield PullProgress(5, 10)
         if source == "broken":
             raise OSError("the connection broke")
-        yield reply_progress(10, 10, source)
+        yield PullProgress(10, 10, source)
 
     monkeypatch.setattr(models, "pull", pulled)
     first, *_, last = lines(client.post("/api/pull", json={"name": "org/name"}))
     assert first == {"status": "pulling org/name", "digest": "org/name", "total": 10, "completed": 5}
     assert last == {"status": "success"} == client.post("/api/pull", json={"model": "a", "stream": False}).json()
     assert "error" in lines(client.post("/api/pull", json={"model": "broken"}))[-1]
-
-
-def reply_progress(*values):
-    from mlxlm.server.models import PullProgress
-
-    return PullProgress(*values)

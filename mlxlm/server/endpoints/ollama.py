@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from mlxlm.server.conversation import Conversation, ToolUse, check_constraint
 from mlxlm.server.endpoints.chat_completions import Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
+from mlxlm.server.errors import invalid
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.options import parse_keep_alive
 from mlxlm.server.reply import (
@@ -303,7 +304,7 @@ async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSO
 class EmbedRequest(ModelRequest):
     """The body of /api/embed, and of /api/embeddings, its older form with a single text."""
 
-    input: str | list[str] = Field([], max_length=MAX_PROMPTS)
+    input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] = []
     prompt: str | None = None
     truncate: bool | None = None
     dimensions: int | None = None
