@@ -82,7 +82,7 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(
         ("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents", "template")
     ),
-    **dict.fromkeys(("images", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
+    **dict.fromkeys(("images", "template", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
 }
 
 # Fields of the APIs that don't change the text, or that clients send back from an answer. They aren't worth a line in
