@@ -79,9 +79,7 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "top_a", "smoothing_factor", "penalty_alpha")),
     **dict.fromkeys(("no_repeat_ngram_size", "negative_prompt", "bad_words", "allowed_token_ids", "min_tokens")),
     **dict.fromkeys(("guided_json_object", "guided_structural_tag", "guided_whitespace_pattern")),
-    **dict.fromkeys(
-        ("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents", "template")
-    ),
+    **dict.fromkeys(("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents")),
     **dict.fromkeys(("images", "template", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
 }
 

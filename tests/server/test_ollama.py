@@ -230,7 +230,7 @@ def test_long_texts_are_truncated_for_embeddings(client):
         ("/api/embed", {"input": [""]}, "a text is empty"),
         ("/api/create", {"model": "a"}, "can't create models"),
         ("/api/push", {"name": "a"}, "can't push models"),
-        ("/api/copy", {"source": "tiny", "destination": "TINY:latest"}, "there is a model 'tiny' already"),
+        ("/api/copy", {"source": "tiny", "destination": "TINY:latest"}, "'TINY:latest' can't be another name"),
         ("/api/nothing", {}, "there is no endpoint"),
     ],
 )

@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -186,7 +187,7 @@ class CopyRequest(Fields):
     """The body of /api/copy."""
 
     source: str
-    destination: str
+    destination: str = Field(min_length=1, max_length=200)
 
 
 async def copy(request: Request) -> Response:
