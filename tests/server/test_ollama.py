@@ -258,6 +258,14 @@ def test_models(unloaded):
     assert set(model) == {"name", "model", "modified_at", "size", "digest", "details"}
 
 
+def test_the_root(client):
+    def get(port, accept="*/*"):
+        return client.get(f"http://localhost:{port}/", headers={"accept": accept}).text
+
+    assert get(11434) == get(11434, "application/json") == "Ollama is running"
+    assert get(8080) == get(11434, "text/html,*/*") != "Ollama is running"
+
+
 def test_show(model_folder):
     with TestClient(make_app(Models({"tiny": str(model_folder)}, ModelSettings()))) as client:
         shown = client.post("/api/show", json={"name": "tiny:latest"}).json()
