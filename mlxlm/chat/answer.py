@@ -38,6 +38,7 @@ from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.chat.tools import CallableTool
+    from mlxlm.generation.sampling import SamplingFunctions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 
@@ -220,6 +221,7 @@ class ChatModel:
         limit: Tokens of a conversation, its answer included; more than `UNLIMITED` with a rotating cache.
         eos_token_ids: Tokens that end an answer.
         tools: The tools that an answer may call, by their names.
+        functions: The caller's functions that take part in sampling.
     """
 
     def __init__(
@@ -229,9 +231,10 @@ class ChatModel:
         kv: KVOptions,
         speculation: SpeculativeDecoder | None,
         tools: Mapping[str, CallableTool],
+        functions: SamplingFunctions | None,
     ):
         """Raise TokenizerError for a bad chat template, GenerationError for cache settings this model can't use."""
-        self.tools = tools
+        self.tools, self.functions = tools, functions
         self.lm, self.requested_chat_template = lm, chat_template
         self.chat_encoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
         self.limit = 1 + max_new_tokens_for(lm, [0], kv)
@@ -254,7 +257,8 @@ class ChatModel:
 
     def check(self, options: GenerationOptions) -> None:
         """Raise GenerationError for options that this model can't use, alone or with the tools."""
-        request = Request([0], self._constrain(options, may_call=True), self.eos_token_ids)
+        options = self._constrain(options, may_call=True)
+        request = Request([0], options, self.eos_token_ids, functions=self.functions)
         request.check(self.lm, self.engine.kv)
         request.compile_grammar(self.lm)
 
@@ -302,7 +306,8 @@ class ChatModel:
         if options.seed is not None:
             options = options.with_seed(options.seed)  # deterministic answers read the whole conversation again
         options = self._constrain(options, may_call)
-        return self.engine.submit(Request(prompt, options, self.eos_token_ids, question), on_prefill=on_prefill)
+        request = Request(prompt, options, self.eos_token_ids, question, self.functions)
+        return self.engine.submit(request, on_prefill=on_prefill)
 
     def _constrain(self, options: GenerationOptions, may_call: bool) -> GenerationOptions:
         return constrain_calls(

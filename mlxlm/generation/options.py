@@ -8,6 +8,7 @@ import numbers
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Self
 
@@ -83,8 +84,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
 
     Attributes:
         logit_bias: {token id: number added to its logit}; also as "id=number" strings.
-        json_schema: JSON schema that the text must match, as text or dict; True for any JSON. At most one of
-            `json_schema`, `regex`, `choice` and `grammar` can be set.
+        json_schema: JSON schema that the text must match, as text, dict or pydantic class; True for any JSON. At most
+            one of `json_schema`, `regex`, `choice` and `grammar` can be set.
         regex: Regular expression that the whole text must match; \d is 0-9.
         choice: Strings of which the text must be one.
         grammar: Lark grammar that the text must match, in llguidance's dialect. Special tokens that it allows are part
@@ -149,6 +150,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
     stop: tuple[str, ...] = _stopping((), "Stop before this text.", metavar="TEXT")
 
     def __post_init__(self) -> None:
+        if callable(to_schema := getattr(self.json_schema, "model_json_schema", None)):  # a class of pydantic
+            self._set("json_schema", to_schema())
         for name, field in options_of(self).items():
             value = _python_number(getattr(self, name))
             self._set(name, _as_tuple(value) if types_of(field)[0].startswith("tuple") else value)
@@ -168,7 +171,7 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         """Options from keyword arguments.
 
         Args:
-            other_names: Further arguments that the caller accepts, for the hint of the error.
+            other_names: Further arguments that the caller accepts; the hint of the error has the nearest names.
             options: The fields.
 
         Raises:
@@ -177,7 +180,7 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown:
-            hint = "one of " + ", ".join([*other_names, *names])
+            hint = " or ".join(get_close_matches(unknown[0], [*other_names, *names], 3, 0))
             raise GenerationError(f"there is no option {', '.join(unknown)}", hint)
         return cls(**options)
 
@@ -234,7 +237,7 @@ class OptionArguments(PenaltyArguments, total=False):
     """The fields of `GenerationOptions`, as keyword arguments. A test compares them."""
 
     logit_bias: Mapping[int, float] | Sequence[str]
-    json_schema: str | Mapping[str, Any] | bool | None
+    json_schema: str | Mapping[str, Any] | bool | type[Any] | None
     regex: str | None
     choice: str | Sequence[str]
     grammar: str | None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache import KVOptions
 from mlxlm.generation.context import Context
 from mlxlm.generation.device_memory import eval_caches
-from mlxlm.generation.loaded_model import LoadedModel
+from mlxlm.generation.loaded_model import LoadedModel, loaded
 from mlxlm.generation.request import max_new_tokens_for
 from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
 from mlxlm.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ class Score:
     bits_per_byte: float
 
 
-def score(lm: LoadedModel, text: str, *, prompt: str = "") -> Score:
+def score(lm: LoadedModel | str | Path, text: str, *, prompt: str = "") -> Score:
     """The log-probability of `text` as the continuation of `prompt`.
 
     The tokenizer's special tokens come first, as in `generate`, and aren't scored. Text and prompt are encoded
@@ -47,6 +48,7 @@ def score(lm: LoadedModel, text: str, *, prompt: str = "") -> Score:
         GenerationError: For an empty text, a text and prompt longer than the model's context, and a model whose logits
             are not numbers.
     """
+    lm = loaded(lm)
     if not isinstance(text, str) or not isinstance(prompt, str):
         raise GenerationError("text and prompt must be strings", "mlxlm.score(lm, 'text', prompt='prompt')")
     if not text:
