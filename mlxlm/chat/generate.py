@@ -137,7 +137,7 @@ def batch(
         chat_template: See `stream`.
         num_samples: Texts per prompt.
         kv: Options of the key-value cache.
-        batch_size: The maximum number of texts that are generated at once.
+        batch_size: The maximum number of texts that are generated at once, by default 32.
         logits_processors: See `stream`.
         sampler: See `stream`.
         options: The fields of GenerationOptions.

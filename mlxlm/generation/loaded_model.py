@@ -159,7 +159,12 @@ def load(path: Path | str) -> LoadedModel:
     that mlx_lm runs keep their dtype.
 
     Args:
-        path: See `open_checkpoint`.
+        path: A model folder, a run (its best checkpoint), a `.gguf` file, a llama2.c `.bin` file, a name of the catalog
+            (`mlxlm models`) or a hub id ("owner/name"). What isn't on this machine is downloaded. An existing path has
+            priority over a name.
+
+    Returns:
+        The model, its weights evaluated, for all other functions.
 
     Raises:
         CheckpointError: For unreadable weights, and for a tokenizer with more tokens than the model. Fewer are normal:

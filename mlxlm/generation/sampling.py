@@ -83,7 +83,7 @@ class SamplingFunctions:
         """Return the logits `[1, V]` after the processors. Raises GenerationError for another shape."""
         tokens, shape = mx.array(ids, mx.int32), logits.shape
         for processor in self.logits_processors:
-            logits = processor(tokens, logits)
+            logits = _call(processor, tokens, logits)
             if not isinstance(logits, mx.array) or logits.shape != shape:
                 what = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
                 raise GenerationError(f"a logits processor returned {what}", f"an array of the shape {shape}")
@@ -92,11 +92,24 @@ class SamplingFunctions:
     def draw(self, logits: mx.array) -> mx.array:
         """Return the token that the sampler draws from logits `[1, V]`, int32 `[1]`. Raises GenerationError."""
         assert self.sampler is not None
-        token, vocab_size = mx.array(self.sampler(log_softmax(logits))), logits.shape[-1]
+        token, vocab_size = mx.array(_call(self.sampler, log_softmax(logits))), logits.shape[-1]
         if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer) or not 0 <= token.item() < vocab_size:
             found = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
             raise GenerationError(f"the sampler returned {found}", f"a token id, from 0 to {vocab_size - 1}")
         return token.reshape(1).astype(mx.int32)
+
+
+def _call(function: Callable[..., Any], *arguments: mx.array) -> Any:
+    """Call a function of the caller, and evaluate what it returns."""
+    try:
+        value = function(*arguments)
+        mx.eval(value)
+        return value
+    except RuntimeError as error:
+        if "no Stream" not in str(error):
+            raise
+        problem = "a logits processor or sampler uses an array that was made in another thread and isn't evaluated"
+        raise GenerationError(problem, "mx.eval(array) where it is made") from None
 
 
 class LogitsProcessor:

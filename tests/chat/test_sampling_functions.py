@@ -114,6 +114,12 @@ def test_what_functions_cannot_do_is_an_error(lm, options, message):
         mlxlm.generate(lm, "Hello", max_tokens=3, **options)
 
 
+def test_an_array_that_is_not_evaluated_is_explained(lm):
+    lazy = mx.zeros(300) + 1
+    with pytest.raises(GenerationError, match=r"isn't evaluated \(try: mx.eval"):
+        mlxlm.generate(lm, "Hello", logits_processors=[lambda ids, logits: logits + lazy], max_tokens=3)
+
+
 def test_functions_exclude_speculation_and_a_sampler_excludes_tools(lm):
     def now() -> str:
         return "12:00"
