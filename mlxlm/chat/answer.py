@@ -63,18 +63,18 @@ class Cancellation:
     """Cancels the stream of an answer from any thread, also one that is only about to begin."""
 
     def __init__(self) -> None:
-        self.cancelled = False
+        self._cancelled = False
         self.stream: TextStream | None = None
 
     def attach(self, stream: TextStream) -> None:
         """Let `cancel` cancel this stream."""
         self.stream = stream
-        if self.cancelled:
+        if self._cancelled:
             stream.cancel()
 
     def cancel(self) -> None:
         """Cancel the stream."""
-        self.cancelled = True
+        self._cancelled = True
         if self.stream is not None:
             self.stream.cancel()
 
@@ -87,6 +87,7 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
         self._chunks, self._cancellation = chunks, cancellation
         self._lock = threading.RLock()
         self._texts: list[str] = []
+        self._before_calls = False  # whether calls came after the last text
 
     def __iter__(self) -> Answer:
         return self
@@ -94,8 +95,11 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
     def __next__(self) -> GenerationChunk:
         with self._lock:
             chunk = next(self._chunks)
-            if chunk.text and not chunk.reasoning:
-                self._texts.append(chunk.text)
+            if chunk.tool_call is not None:
+                self._before_calls = bool(self._texts)
+            elif chunk.text and not chunk.reasoning:
+                self._texts += ["\n\n", chunk.text] if self._before_calls else [chunk.text]
+                self._before_calls = False
             return chunk
 
     def __aiter__(self) -> Answer:
@@ -113,7 +117,10 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
 
     @property
     def text(self) -> str:
-        """The whole answer without its reasoning, when it has ended; what there is of it if it was closed."""
+        """The whole answer without its reasoning, when it has ended; what there is of it if it was closed.
+
+        Texts before and after calls are paragraphs.
+        """
         for _ in self:
             pass
         return "".join(self._texts)
