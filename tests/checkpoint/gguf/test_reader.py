@@ -83,6 +83,15 @@ def test_small_llama_opens(tmp_path):
     assert open_checkpoint(small_llama(tmp_path, same_for_all)).config.num_key_value_heads == 2
 
 
+@pytest.mark.parametrize(
+    ("pooling_type", "pooling", "unsupported"),
+    [(0, "mean", None), (1, "mean", None), (3, "last", None), (2, "mean", "the pooling type 2 of GGUF")],
+)
+def test_the_pooling_of_an_embedding_model(tmp_path, pooling_type, pooling, unsupported):
+    embedding = open_checkpoint(small_llama(tmp_path, {"llama.pooling_type": pooling_type})).embedding
+    assert (embedding.pooling, embedding.unsupported) == (pooling, unsupported)
+
+
 def test_token_id_outside_the_vocabulary_is_an_error(tiny_tokenizer, tmp_path):
     model, path = random_model("qwen2", tiny_tokenizer), tmp_path / "m.gguf"
     gguf.write(path, model.config, tensors_of(model), tiny_tokenizer, "F16")
