@@ -70,9 +70,10 @@ class _Exchange:
 class Chat:
     """A conversation, its branches, and the cache of what the model has read.
 
-        chat = Chat(lm, system_prompt="You are brief.")
+        chat = Chat("small-world", system_prompt="You are brief.")
         for chunk in chat.ask("Hello!"):
             print(chunk.text, end="")
+        print(chat.ask("What is my name?").text)
 
     Each turn encodes the whole conversation and reads only what the cache doesn't already start with: usually the new
     message. Undo, retry, edit, branch, switch and reset change only the messages; the next turn trims the cache to

@@ -44,6 +44,11 @@ def score(lm: LoadedModel | str | Path, text: str, *, prompt: str = "") -> Score
     The tokenizer's special tokens come first, as in `generate`, and aren't scored. Text and prompt are encoded
     separately, as a model sees a prompt and its own tokens.
 
+    Args:
+        lm: The model, or its name, path or hub id; see `mlxlm.load`.
+        text: The text to score.
+        prompt: The text before it, which isn't scored.
+
     Raises:
         GenerationError: For an empty text, a text and prompt longer than the model's context, and a model whose logits
             are not numbers.
