@@ -32,7 +32,7 @@ class ModelOptions:
 
     max_memory: int | None = _memory(
         None,
-        "Memory for weights and caches; unused models are unloaded for others. The process itself needs 100 MB more.",
+        "Memory of the whole process; idle models are unloaded for others.",
         common=True,
         above=0,
         metavar="SIZE",
