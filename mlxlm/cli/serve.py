@@ -116,7 +116,8 @@ def serve(
                 served.add(load_model(name, path, settings))
         _log_to_stderr(server.log_level)
         _greet(run.address_of(listener, server.host), served.names, bool(keys))
-        run.make_server(make_app(served, rules), server.shutdown_timeout, _on_signal).run([listener])
+        app = make_app(served, rules, strict=server.strict)
+        run.make_server(app, server.shutdown_timeout, _on_signal).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_PART.pattern})+", re.ASCII)
 _FOR_EVER = 1e9  # seconds; timers of asyncio have no more
+OLLAMA_PORT = 11434
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
@@ -144,6 +145,7 @@ class ServerOptions(ModelOptions):
         names="--cors-origin",
         metavar="ORIGIN",
     )
+    strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)
     shutdown_timeout: int = _other(
         30, "Seconds that running requests may take to finish after Ctrl-C or SIGTERM.", low=0, metavar="N"
