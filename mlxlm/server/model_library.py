@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mlxlm.backend.mlx import ON_CPU
+from mlxlm.backend.platform import total_memory
 from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.checkpoint.download import find
+from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_size
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
@@ -33,6 +36,7 @@ class ModelDescription:
         path: Its file or folder.
         location: Whose folder it is in, see `LocalModel`.
         bytes: Size of its files.
+        memory: Bytes of its weights when it is loaded.
         modified: When they were changed last.
         digest: 64 hexadecimal digits that change with the files.
         format: "safetensors", "pytorch", "gguf" or "llama2.c".
@@ -48,6 +52,7 @@ class ModelDescription:
     path: Path
     location: str
     bytes: int
+    memory: int
     modified: datetime
     digest: str
     format: str | None = None
@@ -77,7 +82,7 @@ class ModelLibrary:
         self._models = {name: _given(name, source) for name, source in given.items()}
         self._ids: dict[str, str] = {}  # lower case, with all ways to write a name -> name
         self._descriptions: dict[str, ModelDescription] = {}
-        self._index()
+        self._index({})
 
     @property
     def names(self) -> list[str]:
@@ -87,10 +92,20 @@ class ModelLibrary:
 
     def refresh(self) -> None:
         """Look for models that came or went, unless the command line names the models."""
-        if self.serves_all:
-            self._models = {model.id or model.name: model for model in reversed(all_models(self._folders))}
-            self._models = dict(reversed(self._models.items()))  # of two with the same name, the first
-            self._index()
+        if not self.serves_all:
+            return
+        names: dict[Path, str] = {}
+        others: dict[str, str] = {}
+        models: dict[str, LocalModel] = {}
+        for model in all_models(self._folders):
+            name = model.id or model.name
+            first = names.setdefault(model.path.resolve(), name)
+            if first == name:
+                models.setdefault(name, model)  # of two with the same name, the first
+            else:
+                others[name] = first
+        self._models = models  # at once: `describe` may run in another thread
+        self._index(others)
 
     def find(self, name: str) -> str | None:
         """The model that a name stands for, in upper or lower case, with or without its owner or `:latest`; or None."""
@@ -138,12 +153,14 @@ class ModelLibrary:
             self._descriptions[name] = known
         return known
 
-    def _index(self) -> None:
-        self._ids = {name.lower(): name for name in self._models}
-        for name, model in self._models.items():
-            for other in (name.removesuffix(":latest"), f"{name}:latest", model.name, name.rpartition("/")[2]):
-                self._ids.setdefault(other.lower(), name)
-                self._ids.setdefault(f"{other}:latest".lower(), name)
+    def _index(self, others: Mapping[str, str]) -> None:
+        """Collect the ways to write the names. `others` are additional names of models."""
+        ids = {name.lower(): name for name in self._models}
+        for other, name in [*others.items(), *((name, name) for name in self._models)]:
+            for form in (other.removesuffix(":latest"), self._models[name].name, other.rpartition("/")[2]):
+                ids.setdefault(form.lower(), name)
+                ids.setdefault(f"{form}:latest".lower(), name)
+        self._ids = ids
 
 
 def _key(alias: str) -> str:
@@ -168,7 +185,9 @@ def _files(name: str, model: LocalModel) -> ModelDescription:
     digest = path.resolve().name.removeprefix("sha256-")  # ollama's files, and large ones of Hugging Face's cache
     if len(digest) != 64:
         digest = hashlib.sha256(repr((str(path), model.bytes, times)).encode()).hexdigest()
-    return ModelDescription(name, path, model.location, model.bytes, datetime.fromtimestamp(max(times), UTC), digest)
+    return ModelDescription(
+        name, path, model.location, model.bytes, model.bytes, datetime.fromtimestamp(max(times), UTC), digest
+    )
 
 
 def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> ModelDescription:
@@ -181,12 +200,15 @@ def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> M
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
+    parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
+    widened = ON_CPU and (not isinstance(checkpoint, Checkpoint) or fits_float32(checkpoint.config, total_memory()))
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
     return replace(
         description,
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
-        parameters=sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values()),
+        parameters=parameters,
+        memory=4 * parameters if widened else sum(sizes.values()),
         quantization=f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         context_length=context if isinstance(context, int) else None,
     )
