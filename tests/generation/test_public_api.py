@@ -8,11 +8,12 @@ from mlxlm import chat, generation
 
 
 def test_public_names():
-    assert set(mlxlm.__all__) == {"Chat", "batch", "generate", "load", "plan", "score", "stream"}
+    functions = {"batch", "batch_as_completed", "embed", "generate", "hidden_states", "load", "score", "stream"}
+    assert set(mlxlm.__all__) == {"Chat", "plan", *functions}
     assert set(mlxlm.__all__) <= set(dir(mlxlm)) and "import_module" not in dir(mlxlm)
-    for name in ("load", "score"):
+    for name in ("embed", "hidden_states", "load", "score"):
         assert getattr(mlxlm, name) is getattr(generation, name)
-    for name in ("batch", "generate", "stream"):
+    for name in ("batch", "batch_as_completed", "generate", "stream"):
         assert getattr(mlxlm, name) is getattr(chat.generate, name)
     assert mlxlm.Chat is chat.session.Chat
     assert mlxlm.plan("1m").parameters == mlxlm.plan.plan("1m").parameters
