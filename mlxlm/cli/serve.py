@@ -104,9 +104,11 @@ def serve(
                 served.add(load_model(name, path, settings))
         _log_to_stderr(server.log_level)
         _greet(run.address_of(listener, server.host), list(paths), bool(keys))
-        run.make_server(make_app(served, rules, strict=server.strict), server.shutdown_timeout, _on_signal).run(
-            [listener]
-        )
+        run.make_server(
+            make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir),
+            server.shutdown_timeout,
+            _on_signal,
+        ).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -85,6 +85,11 @@ class ServerOptions(ModelOptions):
         names="--cors-origin",
         metavar="ORIGIN",
     )
+    responses_dir: Path | None = _other(
+        None,
+        "Keep answers of the Responses API in FOLDER, too, so that clients can continue them after a restart.",
+        metavar="FOLDER",
+    )
     strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)
     shutdown_timeout: int = _other(
