@@ -1,7 +1,7 @@
 """The models: what they are, loading and unloading them, and downloads.
 
-The list has the fields of OpenAI and of Anthropic, and more. The paths to load and unload models are those of llama.cpp's server and of
-LM Studio's.
+The list has the fields of OpenAI and of Anthropic, and more. The paths to load and unload models are those of
+llama.cpp's server and of LM Studio's.
 """
 
 from __future__ import annotations
