@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -54,6 +55,11 @@ def test_every_other_name_is_of_one_of_our_fields():
     ours = {*SamplingFields.model_fields, *ChatMessage.model_fields}
     assert set(NAMES.values()) <= ours and not set(NAMES) & ours
     assert not WITHOUT_EFFECT & {*NAMES, *UNSUPPORTED, *SamplingFields.model_fields, *TemplateFields.model_fields}
+
+
+def test_other_names_are_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    assert all(f"`{name}`" in page for name in NAMES)
 
 
 @pytest.mark.parametrize(
