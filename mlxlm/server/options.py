@@ -15,6 +15,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_PART.pattern})+", re.ASCII)
 _FOR_EVER = 1e9  # seconds; timers of asyncio have no more
+OLLAMA_PORT = 11434
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
@@ -32,7 +33,7 @@ class ModelOptions:
 
     max_memory: int | None = _memory(
         None,
-        "Memory for weights and caches; unused models are unloaded for others. The process itself needs 100 MB more.",
+        "Memory of the whole process; idle models are unloaded for others.",
         common=True,
         above=0,
         metavar="SIZE",
