@@ -99,7 +99,7 @@ WITHOUT_EFFECT = frozenset(
     # Prompts are always cached, arguments always streamed, and all tools are in the prompt.
     + ["cache_control", "cache_prompt", "eager_input_streaming", "defer_loading", "input_examples", "inference_geo"]
     # The context is always the model's.
-    + ["num_ctx", "keep_alive", "timings_per_token", "guided_decoding_backend"]
+    + ["num_ctx", "timings_per_token", "guided_decoding_backend"]
 )
 
 
@@ -396,12 +396,24 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class ChoicesRequest(SamplingFields):
-    """The fields that chat completions and completions share."""
+class TextRequest(SamplingFields):
+    """The fields of every request for text.
+
+    Attributes:
+        model: The name of the model.
+        keep_alive: How long it stays loaded, see `Models.use`.
+        stream: Whether to stream the answer.
+    """
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_N)
+    keep_alive: float | str | None = None
     stream: bool | None = None
+
+
+class ChoicesRequest(TextRequest):
+    """The fields that chat completions and completions share."""
+
+    n: int = Field(1, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
 
     @property
