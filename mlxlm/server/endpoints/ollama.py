@@ -91,7 +91,7 @@ class MessageToolCall(Fields):
 class ChatMessage(Fields):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextContent = ""
     thinking: str | None = None
     tool_calls: list[MessageToolCall] = []
