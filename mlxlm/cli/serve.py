@@ -87,6 +87,7 @@ def serve(
     from mlxlm.checkpoint import open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
+    from mlxlm.server.memory import limit_process
     from mlxlm.server.models import Models, ModelSettings, load_model
     from mlxlm.server.security import AccessRules
 
@@ -97,9 +98,14 @@ def serve(
             decoder = speculation()  # before the spinner of the model, which can't have another one inside
             speculation = lambda: decoder  # noqa: E731
         shared = {name: getattr(server, name) for name in options_of(ModelOptions)}
-        if server.max_memory is None:
-            shared["max_memory"] = platform.total_memory() * 3 // 4
-        settings = ModelSettings(**shared, defaults=given_options(options), kv=kv, make_speculation=speculation)
+        shared["max_memory"] = server.max_memory or platform.total_memory() * 3 // 4
+        settings = ModelSettings(
+            **shared,
+            defaults=given_options(options),
+            kv=kv,
+            make_speculation=speculation,
+            process_bytes=limit_process(shared["max_memory"]),
+        )
         for path in paths.values():
             open_checkpoint(resolve(path))  # downloads what isn't here; an error for what is no model
         served = Models(paths, settings)
@@ -110,7 +116,7 @@ def serve(
                 served.add(load_model(name, path, settings))
         _log_to_stderr(server.log_level)
         _greet(run.address_of(listener, server.host), served.names, bool(keys))
-        app = make_app(served, rules, strict=server.strict)
+        app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
         run.make_server(app, server.shutdown_timeout, _on_signal).run([listener])
 
 

@@ -33,7 +33,7 @@ class ModelOptions:
 
     max_memory: int | None = _memory(
         None,
-        "Memory for weights and caches; unused models are unloaded for others. The process itself needs 100 MB more.",
+        "Memory of the whole process; idle models are unloaded for others.",
         common=True,
         above=0,
         metavar="SIZE",
@@ -144,6 +144,11 @@ class ServerOptions(ModelOptions):
         "Let pages of this website use the API, such as https://example.org; * for any.",
         names="--cors-origin",
         metavar="ORIGIN",
+    )
+    responses_dir: Path | None = _other(
+        None,
+        "Keep answers of the Responses API in FOLDER, too, so that clients can continue them after a restart.",
+        metavar="FOLDER",
     )
     strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)

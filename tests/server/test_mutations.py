@@ -17,6 +17,7 @@ from mlxlm.server.endpoints.messages import MessagesRequest
 from mlxlm.server.endpoints.ollama import ChatRequest, GenerateRequest
 from mlxlm.server.endpoints.responses import ResponseRequest
 from mlxlm.server.endpoints.tokens import TokenizeRequest
+from mlxlm.server.schemas import NAMES, UNSUPPORTED
 from tests.server.apis import PATHS
 from tests.server.test_errors import VALID, check_error
 from tests.server.test_tools import CALL, NAMED, NOTHING, PARAMETERS, WEATHER
@@ -125,6 +126,7 @@ SCHEMAS = (
 )
 LIMITS = {"max_tokens", "max_output_tokens", "options"}  # without them a text is long
 FIELDS = sorted({name for schema in SCHEMAS for name in schema.model_fields} - LIMITS) + ["nothing"]
+FIELDS += sorted({*NAMES, *UNSUPPORTED, "structured_outputs"} - LIMITS)
 
 
 def paths(value, path=()):
