@@ -17,7 +17,6 @@ _NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_
 _FOR_EVER = 1e9  # seconds; timers of asyncio have no more
 DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
 LOG_FORMATS = ("text", "json")
-DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
