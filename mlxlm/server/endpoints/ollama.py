@@ -46,6 +46,9 @@ from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_reque
 from mlxlm.utils.errors import ConfigError
 
 
+_ROOM = 64  # tokens
+
+
 class ModelRequest(Fields):
     """What all requests have. Older clients say `name`."""
 
@@ -302,10 +305,15 @@ async def _embed(models: Models, body: EmbedRequest, texts: Sequence[str]) -> di
         }
 
 
-def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str | list[int]]:
-    """The ids of the beginning of each text that fits into the context; short texts unchanged."""
-    length, encode = model.context_length, model.lm.tokenizer.encode
-    return [text if len(text) < length else encode(text[: 16 * length])[:length] for text in texts]
+def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str]:
+    """The beginning of each text that fits into the context, with room for special tokens and the model's prompt."""
+    size, tokenizer = max(1, model.context_length - _ROOM), model.lm.tokenizer
+
+    def begin(text: str) -> str:
+        ids = tokenizer.encode(text[: 16 * model.context_length], add_special_tokens=False)
+        return tokenizer.decode(ids[:size]) if len(ids) > size else text
+
+    return [begin(text) if len(text) > size else text for text in texts]
 
 
 ROUTES = [
