@@ -120,12 +120,9 @@ def _route(path: Path) -> Route:
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:
-        # Clients of ollama ask for this text at its port. Browsers ask for HTML.
-        if (
-            name == "index.html"
-            and request.url.port == OLLAMA_PORT
-            and "text/html" not in request.headers.get("accept", "")
-        ):
+        # Clients of ollama look for this text at its port. Browsers ask for HTML.
+        wants_html = "text/html" in request.headers.get("accept", "")
+        if name == "index.html" and request.url.port == OLLAMA_PORT and not wants_html:
             return PlainTextResponse("Ollama is running")
         if etag in request.headers.get("If-None-Match", ""):
             return Response(status_code=304, headers=headers)

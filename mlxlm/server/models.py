@@ -66,15 +66,16 @@ class ServedModel:
         defaults: Generation options, for what a request doesn't set.
         eos_token_ids: Tokens that end an answer.
         num_bytes: Size of the weights.
+        load_seconds: How long it took to load the model.
     """
 
-    def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings):
+    def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings, load_seconds: float = 0.0):
         """Create the engine of a model.
 
         Raises:
             MlxlmError: The chat template or the settings don't fit the model.
         """
-        self.name, self.lm, self.settings = name, lm, settings
+        self.name, self.lm, self.settings, self.load_seconds = name, lm, settings, load_seconds
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
         self.eos_token_ids = answer_eos_token_ids(lm, self.encoder)
         self.defaults = lm.generation_options(**{"max_tokens": None, **settings.defaults})
@@ -119,6 +120,12 @@ class ServedModel:
             size = f"more than {limit} tokens, and this model's maximum context length is {self.context_length}"
             problem = f"the prompt is too long: {size} (try: fewer)"
             raise invalid(problem, code="context_length_exceeded") from None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of its weights and caches."""
+        stats = self.engine.stats
+        return self.num_bytes + stats.kv_bytes + stats.prefix_cache_bytes
 
 
 @dataclass
@@ -369,14 +376,12 @@ class Models:
             async with self._load_lock:
                 description = await asyncio.to_thread(self.library.describe, name)
                 await self._make_room(name, description.memory)
-                start = time.monotonic()
                 try:
                     model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
                 except Exception as error:  # whatever is wrong with its files, the other models go on
                     logger.error("%s can't be loaded: %s", name, describe_error(error))
                     raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-                seconds = time.monotonic() - start
-                logger.info("loaded %s in %.1f s", name, seconds)
+                logger.info("loaded %s in %.1f s", name, model.load_seconds)
                 try:
                     await self._fit(model)
                 except ApiError:
@@ -466,8 +471,10 @@ def _ignore_error(task: asyncio.Future[Any]) -> None:
 
 
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
-    """Load a model from a path or hub id."""
-    return ServedModel(name, load(path), settings)
+    """Load a model from a path, name of the catalog or hub id."""
+    start = time.monotonic()
+    lm = load(path)
+    return ServedModel(name, lm, settings, time.monotonic() - start)
 
 
 def in_daemon_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -60,6 +60,7 @@ NAMES = {
     "guided_grammar": "grammar",
     "reasoning": "reasoning_content",  # of a message: OpenRouter, vLLM
     "thinking": "reasoning_content",  # of a message: ollama
+    "tool_name": "name",  # of a result: ollama
 }
 
 # Values that other servers have for ours. None: as if the field were missing.

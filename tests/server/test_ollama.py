@@ -210,7 +210,7 @@ def test_embeddings(client):
 
 def test_long_texts_are_truncated_for_embeddings(client):
     answer = client.post("/api/embed", json={"input": "fox " * CONTEXT})
-    assert answer.json()["prompt_eval_count"] == CONTEXT
+    assert 0.9 * CONTEXT < answer.json()["prompt_eval_count"] <= CONTEXT
     assert client.post("/api/embed", json={"input": "fox " * CONTEXT, "truncate": False}).status_code == 400
 
 

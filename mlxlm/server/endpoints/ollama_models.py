@@ -79,7 +79,7 @@ def _details(model: ModelDescription) -> dict[str, Any]:
         "parent_model": "",
         "format": model.format,
         "family": model.family,
-        "families": [model.family],
+        "families": [model.family] if model.family else [],
         "parameter_size": human_count(model.parameters or 0),
         "quantization_level": model.quantization,
     }
