@@ -176,13 +176,9 @@ class UnknownFields:
             hint = f" (did you mean {similar[0]}?)" if similar else ""
             if self._strict:
                 raise invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
-            self.log(path, f"ignoring the parameter {path} of {endpoint}{hint}")
-
-    def log(self, name: str, message: str) -> None:
-        """Log what is ignored, once for each name."""
-        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(name)
-            logger.info("%s", one_line(message))
+            if path not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(path)
+                logger.info("ignoring the parameter %s of %s%s", one_line(path), endpoint, hint)
 
 
 def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]:
