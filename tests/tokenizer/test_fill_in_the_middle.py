@@ -42,9 +42,9 @@ def test_codestral_has_the_suffix_first(byte_level):
     assert FillInTheMiddle(tokenizer).encode("a", "b") == [bos, after, suffix, before, prefix]
 
 
-def test_a_suffix_has_no_dummy_prefix(llama2):
+def test_a_suffix_has_no_dummy_prefix(sentencepiece_bpe):
     tokens = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
-    tokenizer = with_tokens(llama2, tokens)
+    tokenizer = with_tokens(sentencepiece_bpe, tokens)
     before, after, middle, end = map(tokenizer.token_id, tokens)
     prefix, suffix = tokenizer.encode("def"), tokenizer.encode("return", continues=True)
     assert prefix[0] == tokenizer.bos_token_id

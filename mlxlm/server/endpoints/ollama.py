@@ -45,7 +45,6 @@ from mlxlm.server.schemas import (
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
 from mlxlm.utils.errors import ConfigError
 
-
 _ROOM = 64  # tokens
 
 
