@@ -148,3 +148,19 @@ def test_tokens_that_end_the_text(chat, served):
     other = chat(logit_bias={"70": 1000}, stop_token_ids=[70])
     assert other["usage"]["completion_tokens"] == 1 and other["choices"][0]["finish_reason"] == "stop"
     assert other["choices"][0]["message"]["content"] == ""
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_keep_alive_is_for_the_model(client, models, monkeypatch, api):
+    given, use = [], models.use
+
+    def recorded(name, keep_alive=None):
+        given.append(keep_alive)
+        return use(name, keep_alive)
+
+    monkeypatch.setattr(models, "use", recorded)
+    assert client.post(PATHS[api], json={**body_for(api), "keep_alive": "5m"}).status_code == 200
+    assert given == ["5m"]
+    assert (
+        "keep_alive" in client.post(PATHS[api], json={**body_for(api), "keep_alive": "soon"}).json()["error"]["message"]
+    )

@@ -19,15 +19,13 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
-from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, SamplingFields, read_body
+from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest, read_body
 from mlxlm.server.text import Piece, Text, sample_requests
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(TextRequest):
     """The fields that /completion and /infill share."""
 
-    model: str | None = None
-    stream: bool | None = None
     response_fields: list[str] | None = Field(None, max_length=64)
     return_tokens: bool | None = None
 
@@ -65,7 +63,7 @@ async def completion(request: Request) -> Response:
             ids = await model.encode(encode_prompt, model.lm, body.prompt)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids))
 
-    return await respond(request, body.model, body.stream, make_reply)
+    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
 
 
 async def infill(request: Request) -> Response:
@@ -78,7 +76,7 @@ async def infill(request: Request) -> Response:
         ids = await model.encode(middle.encode, body.input_prefix, body.input_suffix, body.prompt, files)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids) | middle.end_token_ids)
 
-    return await respond(request, body.model, body.stream, make_reply)
+    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
 
 
 async def _make_reply(
