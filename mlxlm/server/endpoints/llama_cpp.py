@@ -23,14 +23,14 @@ from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest, read_
 from mlxlm.server.text import Piece, Text, sample_requests
 
 
-class GenerationFields(TextRequest):
+class LlamaCppRequest(TextRequest):
     """The fields that /completion and /infill share."""
 
     response_fields: list[str] | None = Field(None, max_length=64)
     return_tokens: bool | None = None
 
 
-class CompletionRequest(GenerationFields):
+class LlamaCppCompletionRequest(LlamaCppRequest):
     """The body of /completion. Special tokens in the prompt are parsed: it is a template that the client has filled."""
 
     prompt: Prompt
@@ -43,7 +43,7 @@ class ExtraFile(Fields):
     filename: str = ""
 
 
-class InfillRequest(GenerationFields):
+class InfillRequest(LlamaCppRequest):
     """The body of /infill."""
 
     input_prefix: str = ""
@@ -54,7 +54,7 @@ class InfillRequest(GenerationFields):
 
 async def completion(request: Request) -> Response:
     """Continue a prompt."""
-    body = await read_body(request, CompletionRequest)
+    body = await read_body(request, LlamaCppCompletionRequest)
 
     async def make_reply(model: ServedModel) -> _Completion:
         if isinstance(body.prompt, str) and body.prompt:
@@ -80,7 +80,7 @@ async def infill(request: Request) -> Response:
 
 
 async def _make_reply(
-    body: GenerationFields, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
+    body: LlamaCppRequest, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
 ) -> _Completion:
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
     options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
@@ -90,7 +90,7 @@ async def _make_reply(
 
 
 class _Completion(Reply):
-    def __init__(self, model: ServedModel, text: Text, body: GenerationFields):
+    def __init__(self, model: ServedModel, text: Text, body: LlamaCppRequest):
         super().__init__(model, [text])
         self._text, self._body = text, body
 
