@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest
 from mlxlm.server.endpoints.completions import CompletionRequest
 from mlxlm.server.endpoints.embeddings import EmbeddingRequest
-from mlxlm.server.endpoints.llama_cpp import CompletionRequest as LlamaCppRequest
+from mlxlm.server.endpoints.llama_cpp import LlamaCppCompletionRequest
 from mlxlm.server.endpoints.messages import MessagesRequest
 from mlxlm.server.endpoints.ollama import ChatRequest, GenerateRequest
 from mlxlm.server.endpoints.responses import ResponseRequest
@@ -122,7 +122,7 @@ SCHEMAS = (
     TokenizeRequest,
     ChatRequest,
     GenerateRequest,
-    LlamaCppRequest,
+    LlamaCppCompletionRequest,
 )
 LIMITS = {"max_tokens", "max_output_tokens", "options"}  # without them a text is long
 FIELDS = sorted({name for schema in SCHEMAS for name in schema.model_fields} - LIMITS) + ["nothing"]

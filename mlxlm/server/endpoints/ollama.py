@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -45,18 +46,17 @@ from mlxlm.server.schemas import (
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
 from mlxlm.utils.errors import ConfigError
 
-
 _ROOM = 64  # tokens
 
 
-class ModelRequest(Fields):
+class OllamaRequest(Fields):
     """What all requests have. Older clients say `name`."""
 
     model: str | None = Field(None, validation_alias=AliasChoices("model", "name"))
     keep_alive: float | str | None = None
 
 
-class GenerationRequest(ModelRequest, TemplateFields):
+class OllamaTextRequest(OllamaRequest, TemplateFields):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None
@@ -76,14 +76,14 @@ class GenerationRequest(ModelRequest, TemplateFields):
         )
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(OllamaTextRequest):
     """The body of /api/chat. Without messages, it loads the model."""
 
     messages: list[ChatMessage] = Field([], max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
 
 
-class GenerateRequest(GenerationRequest):
+class GenerateRequest(OllamaTextRequest):
     """The body of /api/generate. Without a prompt, it loads the model."""
 
     prompt: str = ""
@@ -152,16 +152,14 @@ async def generate(request: Request) -> Response:
     return await _respond(request, body, make_reply)
 
 
-async def _respond(request: Request, body: GenerationRequest, make_reply: MakeReply) -> Response:
-    stream = body.stream is not False
-    return await respond(request, body.model, stream, make_reply, NDJSON, body.keep_alive)
+async def _respond(request: Request, body: OllamaTextRequest, make_reply: MakeReply) -> Response:
+    return await respond(request, body.model, body.stream is not False, make_reply, NDJSON, body.keep_alive)
 
 
 class _Answer(Reply):
-    def __init__(self, model: ServedModel, text: Text, body: GenerationRequest, is_chat: bool):
+    def __init__(self, model: ServedModel, text: Text, body: OllamaTextRequest, is_chat: bool):
         super().__init__(model, [text])
-        self._text, self._is_chat = text, is_chat
-        self._name = body.model or model.name
+        self._text, self._event = text, partial(_event, body.model or model.name, is_chat)
         self._has_context = isinstance(body, GenerateRequest) and not body.raw and not body.suffix
         self._num_calls = 0
 
@@ -193,9 +191,6 @@ class _Answer(Reply):
     def progress(self) -> bytes:
         """An event without text: NDJSON has no comments."""
         return self.encode(self._event())
-
-    def _event(self, content: str = "", thinking: str = "", calls: Sequence[Part] = ()) -> Event:
-        return _event(self._name, self._is_chat, content, thinking, calls)
 
     def _statistics(self) -> dict[str, Any]:
         result = self._text.result
@@ -247,7 +242,7 @@ def timestamp(time: datetime) -> str:
     return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
-async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSONResponse:
+async def _load(request: Request, body: OllamaTextRequest, is_chat: bool) -> JSONResponse:
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
     name = models.find(body.model)
@@ -263,7 +258,7 @@ async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSO
     return JSONResponse({**event, "done": True, "done_reason": "unload" if unloads else "load"})
 
 
-class EmbedRequest(ModelRequest):
+class EmbedRequest(OllamaRequest):
     """The body of /api/embed, and of /api/embeddings, its older form with a single text."""
 
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] = []
