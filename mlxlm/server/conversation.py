@@ -12,7 +12,8 @@ from mlxlm.chat.reasoning import CLOSE
 from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
-from mlxlm.server.errors import invalid
+from mlxlm.generation.request import context_limit
+from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
 from mlxlm.server.text import Text, sample_requests
 from mlxlm.utils.errors import GenerationError, TokenizerError
@@ -128,6 +129,35 @@ class Conversation:
             template_kwargs=self.template_kwargs,
             count_only=count_only,
         )
+
+    async def truncate(self, model: ServedModel, room: int) -> Conversation:
+        """Drop the oldest turns, as few as possible, so that the prompt and `room` more tokens fit into the context.
+
+        A turn is a user's message with what follows it. System messages at the beginning stay, and so does the last
+        turn, even if it is too long. At most half of the context is left free.
+        """
+        limit = context_limit(model.lm, model.settings.kv)
+        room = min(room, limit // 2)
+        roles = [message.role for message in self.messages]
+        head = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        starts = [head, *(n for n, role in enumerate(roles) if role == "user" and n > head)]
+
+        def truncated(start: int) -> Conversation:
+            return replace(self, messages=[*self.messages[:head], *self.messages[start:]])
+
+        async def fits(start: int) -> bool:
+            try:
+                return len(await truncated(start).encode(model)) + room <= limit
+            except ApiError:  # far too long
+                return False
+
+        if await fits(head):
+            return self
+        low, high = 1, len(starts) - 1  # a prompt gets shorter with each turn
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+        return truncated(starts[min(low, high)])
 
     async def answers(
         self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1
