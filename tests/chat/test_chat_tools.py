@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel
+from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.chat.session import MAX_ROUNDS, Chat
 from mlxlm.chat.tool_calls import JSON_FORMAT
@@ -133,6 +134,19 @@ def test_a_call_that_is_cut_off_does_not_run(lm, lamp, made_to_call):
     assert chunks[-1].finish_reason == "length"
     assert lamp.states == [] and not any(chunk.tool_call for chunk in chunks)
     assert chat.messages[1].content == ""
+
+
+def test_a_result_that_does_not_fit_the_context_is_an_error_and_is_not_kept(lm, made_to_call):
+    def read() -> str:
+        return "word " * 4000
+
+    chat = Chat(lm, tools=[read], **OPTIONS)
+    made_to_call(1)
+    with pytest.raises(ContextFullError, match="the model's context has 4096"):
+        chat.ask("Hello!").result()
+    assert [(message.role, message.content) for message in chat.messages] == [("user", "Hello!"), ("assistant", "")]
+    made_to_call(0)
+    assert chat.ask("And?").result().tokens
 
 
 def test_a_session_file_keeps_calls_and_results(lm, lamp, made_to_call, tmp_path):
