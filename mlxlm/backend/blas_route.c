@@ -24,6 +24,8 @@ static Gemv gemv;
 static Gemm64 large_gemm;
 static Gemv64 gemv64;
 static int min_size;
+static void (*set_openblas_threads)(int); /* if OpenBLAS computes all products */
+static int num_openblas_threads;
 
 void mlxlm_set_library(Gemm new_gemm, Gemv new_gemv) {
   small_gemm = new_gemm;
@@ -33,6 +35,13 @@ void mlxlm_set_library(Gemm new_gemm, Gemv new_gemv) {
 void mlxlm_set_library64(Gemm64 new_gemm, Gemv64 new_gemv) {
   large_gemm = new_gemm;
   gemv64 = new_gemv;
+}
+
+/* OpenBLAS computes all products, with `number` threads those of matrices. By a vector each call has one thread: with
+ * its own, decoding was a third as fast. */
+void mlxlm_set_openblas_threads(void (*set)(int), int number) {
+  set_openblas_threads = set;
+  num_openblas_threads = number;
 }
 
 /* Products with fewer than `size` rows or columns go to the first library. Must not be called during a product. */
@@ -107,6 +116,7 @@ __attribute__((constructor)) static void prepare_fork(void) { pthread_atfork(0, 
 
 static void multiply(int trans, int rows, int columns, float alpha, const float* a, int lda, const float* x, int incx,
                      float beta, float* y, int incy) {
+  if (set_openblas_threads) set_openblas_threads(1);
   Product all = {trans, rows, columns, lda, incx, incy, alpha, beta, a, x, y};
   if (trans != NO_TRANS || (int64_t)rows * columns < MIN_SHARED_SIZE) {
     compute(&all);
@@ -148,9 +158,11 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
       multiply(NO_TRANS, m, k, alpha, a, lda, b, incx, beta, c, ldc);
     else
       multiply(TRANS, k, m, alpha, a, lda, b, incx, beta, c, ldc);
-  } else if (m < min_size || n < min_size) {
-    small_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   } else {
-    large_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    if (set_openblas_threads) set_openblas_threads(num_threads > 1 ? num_openblas_threads : 1);
+    if (m < min_size || n < min_size)
+      small_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    else
+      large_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   }
 }
