@@ -30,8 +30,8 @@ SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has al
 _IN_ALL_COMMANDS = ("debug", "offline", "allow_sleep")  # which `--help` omits, too, if it omits any
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
-    "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
-    "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
+    "Sources are text files, .jsonl, .json, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files "
+    "(pip install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
 _TYPES: dict[str, Any] = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option

@@ -23,7 +23,9 @@ _INITIAL_EXPONENTS = (0.2, 0.7)  # all combinations are tried
 _INITIAL_FLOOR = 0.5  # initial irreducible loss, as a fraction of the lowest loss
 _MAX_STEPS, _TOLERANCE = 300, 1e-12  # of the minimization; the second is a relative change of the Huber loss
 _MIN_DAMPING, _MAX_DAMPING = 1e-12, 1e12
-_MAX_FLOOR_STEP = 2.0  # a longer one in the log of the irreducible loss can make it 0, from where no gradient leads back
+_MAX_FLOOR_STEP = (
+    2.0  # a longer one in the log of the irreducible loss can make it 0, from where no gradient leads back
+)
 
 
 Law = TypeVar("Law", bound=PowerLaw | ScalingLaw)
