@@ -11,7 +11,14 @@ import click
 from mlxlm import train
 from mlxlm.cli import render, training_options
 from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
-from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
+from mlxlm.cli.run_options import (
+    command_start_time,
+    pop_runtime_options,
+    require_arguments,
+    resumed_run,
+    run_options,
+    runtime_options,
+)
 from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.data.options import DataOptions
 
@@ -82,8 +89,11 @@ def _new_run(
 ) -> train.Run:
     from mlxlm.chat.sft_encoder import SFTEncoder
 
-    if model is None or not data or out is None:
-        raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
+    if model is not None and not data and Path(model).suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        data, model = (model,), None
+    usage = "mlxlm finetune MODEL DATA --out RUN, or --resume RUN"
+    require_arguments(usage, {"MODEL": model, "DATA": data, "--out": out})
+    assert model is not None and out is not None  # for type checkers
     training_options.reject_unused_settings(options, ())
     base, tokenizer = train.open_base_model(model)
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})

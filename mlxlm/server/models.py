@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.error_text import describe_error
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_encoder
+from mlxlm.config import ModelConfig
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.options import ModelOptions
 from mlxlm.utils.errors import ConfigError, TextTooLongError
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import human_bytes, human_count
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -77,8 +78,14 @@ class ServedModel:
         self.num_bytes = lm.weight_bytes
         max_kv_bytes = None if settings.max_memory is None else settings.max_memory - self.num_bytes
         if max_kv_bytes is not None and max_kv_bytes <= 0:
-            sizes = f"takes {human_bytes(self.num_bytes)}, and --max-memory is {human_bytes(settings.max_memory or 0)}"
-            raise ConfigError(f"the model {name} {sizes}", "a smaller or quantized model")
+            sizes = f"takes {human_bytes(self.num_bytes)}"
+            if isinstance(lm.config, ModelConfig):  # which is why it takes more than its file
+                count = lm.config.parameter_count()
+                bits = 8 * self.num_bytes / count
+                why = ", which is fast only in float32" if ON_CPU and bits > 16 else ""
+                sizes += f" ({human_count(count)} parameters of {bits:.3g} bits on this device{why})"
+            limit = f"--max-memory is {human_bytes(settings.max_memory or 0)}"
+            raise ConfigError(f"the model {name} {sizes}, and {limit}", "a larger --max-memory, or a smaller model")
         self.engine = Engine(
             lm,
             max_kv_bytes=max_kv_bytes,

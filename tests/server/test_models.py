@@ -132,7 +132,9 @@ def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
 
 
 def test_weights_that_leave_no_memory_for_caches(lm):
-    with pytest.raises(ConfigError, match="--max-memory is 50 kB"):
+    with pytest.raises(
+        ConfigError, match=r"parameters of \d+ bits.*, and --max-memory is 50 kB .try: a larger --max-memory"
+    ):
         ServedModel("tiny", lm, ModelSettings(max_memory=50_000))
 
 
