@@ -245,8 +245,8 @@ def _print_models(as_json: bool) -> None:
                 f"keeps the revision of its first download, {model['revision']}" if model["revision"] else "isn't here"
             )
             render.say(f"{model['name']} has no pinned revision, and {first}.", style="dim")
-    weights = "in float32 if they fit, 4 bytes each, whatever their size on disk" if machine.device_type == "cpu" else "as loaded"
-    render.say(f"Memory: the weights {weights}, the cache of 4,096 tokens twice, and the program itself.", style="dim")
+    dtype = ", in float32 if they fit," if machine.device_type == "cpu" else ","
+    render.say(f"Memory: the weights{dtype} a cache of 4,096 tokens and its copy, and the program itself.", style="dim")
     render.say("mlxlm chat NAME downloads a model if necessary.", style="dim")
 
 
