@@ -176,3 +176,18 @@ def test_threads_are_limited_until_the_last_leaves():
         "assert get_threads() == before == 2\nprint('restored')"
     )
     assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "restored\n"
+
+
+@LINUX
+def test_openblas_alone_multiplies_a_vector_on_one_thread():
+    """Two threads call it at once, and its own would wait for each other."""
+    code = _SET_UP + (
+        "from mlxlm.backend.mlx import mx\n"
+        "matrix = mx.ones((600, 600))\nmx.eval(matrix)\n"
+        "mx.eval(matrix @ matrix[0])\nassert get_threads() == 1\n"
+        "mx.eval(matrix @ matrix)\nassert get_threads() == before\n"
+        "with blas.single_threaded():\n    mx.eval(matrix @ matrix)\n    assert get_threads() == 1\n"
+        "assert get_threads() == before\n"
+    )
+    done = python(code, MLXLM_BLAS="numpy")
+    assert done.returncode == 0, done.stderr
