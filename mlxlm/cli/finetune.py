@@ -55,13 +55,15 @@ _HELP_TEXTS = {
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
-    """Fine-tune MODEL on DATA, .jsonl files of conversations.
+    """Fine-tune MODEL on DATA, conversations in .jsonl, .json, .csv or .parquet files.
 
     MODEL is a name of mlxlm models, a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
 
     \b
     {"messages": [{"role": "user", "content": "What is 2 + 2?"},
                   {"role": "assistant", "content": "4"}]}
+
+    or {"prompt": ..., "completion": ...}, or Alpaca's {"instruction": ..., "input": ..., "output": ...}.
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
