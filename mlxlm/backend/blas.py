@@ -223,7 +223,8 @@ def _load_router(library: ctypes.CDLL | None, with_openblas: bool) -> Blas:
     for setter, getter in _OPENBLAS_THREAD_FUNCTIONS:
         if len(libraries) == 1 and hasattr(libraries[0], setter):
             set_threads = ctypes.cast(getattr(libraries[0], setter), ctypes.c_void_p)
-            router.mlxlm_set_openblas_threads(set_threads, getattr(libraries[0], getter)())
+            # Its threads wait for each other in a loop. If another program takes a core, products are 100 times slower.
+            router.mlxlm_set_openblas_threads(set_threads, max(1, getattr(libraries[0], getter)() - 1))
     blas = Blas(" and ".join(names), path, tuple(libraries), router)
     blas._set_router_threads(2)
     ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)  # from here on, all of MLX's products go through the router
