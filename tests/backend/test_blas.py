@@ -38,13 +38,14 @@ def test_none_loads_nothing():
 
 
 _PRODUCTS = """
+shapes = (1, 400, 300), (1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (5, 700, 400), (8, 8, 5), (64, 3, 9), (99, 7, 5)
 import numpy as np, mlxlm
 from contextlib import nullcontext
 from mlxlm.backend.mlx import mx
 from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
 for context in (nullcontext, load_blas().single_threaded):
-    for m, n, k in ((1, 400, 300), (1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (5, 700, 400), (8, 8, 5), (99, 7, 5)):
+    for m, n, k in shapes:
         for transposed in (False, True):
             a, b = random.random((m, k), np.float32), random.random((n, k) if transposed else (k, n), np.float32)
             with context():
