@@ -38,7 +38,7 @@ def test_none_loads_nothing():
 
 
 _PRODUCTS = """
-shapes = (1, 400, 300), (1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (5, 700, 400), (8, 8, 5), (64, 3, 9), (99, 7, 5)
+shapes = (1, 400, 300), (1, 4, 3), (40, 1, 30), (1, 1, 9), (7, 40, 30), (5, 700, 400), (8, 8, 5), (64, 3, 9), (99, 7, 5)
 import numpy as np, mlxlm
 from contextlib import nullcontext
 from mlxlm.backend.mlx import mx
