@@ -32,7 +32,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 150_000
-COLUMNS, ROWS = 96, 100
+COLUMNS, CHAT_COLUMNS, ROWS = 96, 64, 100  # a chat is wrapped, so that it can be read on a phone
 SHELL_PROMPT, CHAT_PROMPT = re.compile(r"\$ +$"), re.compile(r"\d+% > ")
 QUESTIONS = [
     "What is a prime number? One sentence.",
@@ -91,7 +91,7 @@ def _color(name: str) -> str | None:
 class Terminal:
     """A shell in a terminal."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, columns: int = COLUMNS):
         command = folder / "bin" / "mlxlm"
         command.parent.mkdir(exist_ok=True)
         command.write_text(f"#!{sys.executable}\nfrom mlxlm.cli.main import main\nmain()\n")
@@ -105,9 +105,9 @@ class Terminal:
             "XDG_STATE_HOME": str(folder / "state"),
         }
         self._child = pexpect.spawn(
-            "bash --norc --noprofile", cwd=str(folder), env=env, dimensions=(ROWS, COLUMNS), encoding="utf-8"
+            "bash --norc --noprofile", cwd=str(folder), env=env, dimensions=(ROWS, columns), encoding="utf-8"
         )
-        self.screen = Screen(COLUMNS, ROWS)
+        self.screen = Screen(columns, ROWS)
         self.screen.answer = self._child.send
         self._stream = pyte.Stream(self.screen)
         self.wait(SHELL_PROMPT)
@@ -133,7 +133,7 @@ class Terminal:
     def save(self, name: str, title: str) -> None:
         """Write what the terminal shows as an SVG."""
         text = self.screen.text()
-        console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
+        console = Console(width=self.screen.columns, record=True, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
         console.print(text, soft_wrap=True)
         _write(f"{name}.svg", WEB_FONT.sub("", console.export_svg(title=title, unique_id=name)).encode())
 
@@ -148,7 +148,7 @@ def _write(name: str, content: bytes) -> None:
 
 def chat(folder: Path, model: str, questions: list[str]) -> None:
     """A chat in the terminal."""
-    terminal = Terminal(folder)
+    terminal = Terminal(folder, CHAT_COLUMNS)
     terminal.type(f"mlxlm chat {model} --temperature 0", CHAT_PROMPT)
     for question in questions:
         terminal.type(question, CHAT_PROMPT)

@@ -44,6 +44,8 @@ DOCS = ROOT / "docs"
 PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
 OTHER_OPTIONS = {"--backend", "--over", "--strict"}  # of mlx.launch, mlx.distributed_config, mypy
 OTHER_OPTIONS |= {"--help", "--help-all", "--quickstart", "--sizes", "--device"}  # of click, benchmarks, tests
+OTHER_OPTIONS |= {"--repeat-penalty", "--grammar-file", "--slot-save-path", "--max-new-tokens"}  # of llama.cpp, ...
+OTHER_PROGRAMS = re.compile(r"`(?:ollama|uv|llama-|mlx_lm\.|convert_hf_to_gguf)[^`]*`")
 TOOLS = ("curl", "jq", "xargs")
 ADDRESS = "127.0.0.1:8080"
 _BLOCK = re.compile(
@@ -238,7 +240,7 @@ def options_of(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_and_option_in_the_text_exists(page):
-    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    text = OTHER_PROGRAMS.sub("", _BLOCK.sub("", page.read_text(encoding="utf-8")))
     of_program = {option for parameter in app.params for option in parameter.opts}
     all_options = set().union(*map(options_of, COMMANDS), of_program, OTHER_OPTIONS)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", re.sub(r"<!--.*?-->", "", text))) <= all_options

@@ -32,11 +32,11 @@ _SYSTEM_LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libb
 _NAMES = {"mkl": "MKL", "openblas": "OpenBLAS", "blis": "BLIS"}
 
 # Functions that set and get the number of threads, in MKL, OpenBLAS and numpy's OpenBLAS.
-_THREAD_FUNCTIONS = (
-    ("MKL_Set_Num_Threads", "MKL_Get_Max_Threads"),
+_OPENBLAS_THREAD_FUNCTIONS = (
     ("openblas_set_num_threads", "openblas_get_num_threads"),
     ("scipy_openblas_set_num_threads64_", "scipy_openblas_get_num_threads64_"),
 )
+_THREAD_FUNCTIONS = (("MKL_Set_Num_Threads", "MKL_Get_Max_Threads"), *_OPENBLAS_THREAD_FUNCTIONS)
 
 # MKL doesn't use AVX-512 on AMD processors, where OpenBLAS does. On the one machine that was
 # measured, a virtual EPYC of 2024, products on one core ran at 250 instead of 120 GFLOP/s, but with fewer than 8 rows
@@ -45,7 +45,7 @@ _THREAD_FUNCTIONS = (
 _MIN_OPENBLAS_SIZE = 8  # rows and columns
 _ALWAYS_OPENBLAS, _NEVER_OPENBLAS = 0, 2**31 - 1
 
-_INSTALL_BLAS = "pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
+_INSTALL_BLAS = "numpy from PyPI, pip install mkl (x86-64), or apt-get install libopenblas0-pthread"
 _ENABLE_ROUTER = "apt-get install gcc, a writable cache folder, numpy from PyPI"
 
 
@@ -220,6 +220,11 @@ def _load_router(library: ctypes.CDLL | None, with_openblas: bool) -> Blas:
         addresses = (ctypes.cast(function, ctypes.c_void_p) for function in pair)
         getattr(router, f"mlxlm_set_library{suffix}")(*addresses)
     router.mlxlm_set_min_size(_ALWAYS_OPENBLAS if library is None else _NEVER_OPENBLAS)
+    for setter, getter in _OPENBLAS_THREAD_FUNCTIONS:
+        if len(libraries) == 1 and hasattr(libraries[0], setter):
+            set_threads = ctypes.cast(getattr(libraries[0], setter), ctypes.c_void_p)
+            # Its threads wait for each other in a loop. If another program takes a core, products are 100 times slower.
+            router.mlxlm_set_openblas_threads(set_threads, max(1, getattr(libraries[0], getter)() - 1))
     blas = Blas(" and ".join(names), path, tuple(libraries), router)
     blas._set_router_threads(2)
     ctypes.CDLL(router._name, mode=ctypes.RTLD_GLOBAL)  # from here on, all of MLX's products go through the router

@@ -1,5 +1,6 @@
 /* cblas_sgemm for MLX, which calls nothing else: products with one row or column by the library's cblas_sgemv, on two
- * threads; products with few rows or columns by one library, all others by another.
+ * threads; products with few rows or columns by one library, all others by another. If that is OpenBLAS alone, products
+ * with few rows are made of those with one.
  *
  * mlxlm/backend/blas.py compiles this and sets the functions, of one library or of both. MLX finds this cblas_sgemm
  * because this library is loaded before MLX. numpy's OpenBLAS has 64-bit integers.
@@ -17,6 +18,7 @@ typedef void (*Gemm64)(int, int, int, int64_t, int64_t, int64_t, float, const fl
 typedef void (*Gemv64)(int, int, int64_t, int64_t, float, const float*, int64_t, const float*, int64_t, float, float*,
                        int64_t);
 
+enum { FEW_ROWS = 7 }; /* for which OpenBLAS's sgemv, on a block of a matrix after another, is faster than its sgemm */
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 
 static Gemm small_gemm;
@@ -24,6 +26,8 @@ static Gemv gemv;
 static Gemm64 large_gemm;
 static Gemv64 gemv64;
 static int min_size;
+static void (*set_openblas_threads)(int); /* if OpenBLAS computes all products */
+static int num_openblas_threads;
 
 void mlxlm_set_library(Gemm new_gemm, Gemv new_gemv) {
   small_gemm = new_gemm;
@@ -35,22 +39,40 @@ void mlxlm_set_library64(Gemm64 new_gemm, Gemv64 new_gemv) {
   gemv64 = new_gemv;
 }
 
+/* OpenBLAS computes all products, with `number` threads those of matrices. By a vector each call has one thread: with
+ * its own, decoding was a third as fast. */
+void mlxlm_set_openblas_threads(void (*set)(int), int number) {
+  set_openblas_threads = set;
+  num_openblas_threads = number;
+}
+
 /* Products with fewer than `size` rows or columns go to the first library. Must not be called during a product. */
 void mlxlm_set_min_size(int size) { min_size = size; }
 
-/* y = alpha * op(a) * x + beta * y, for a stored in `rows` rows. */
+/* y = alpha * op(a) * x + beta * y, for a stored in `rows` rows, and for `vectors` x and y, `x_step` and `y_step` apart. */
 typedef struct {
-  int trans, rows, columns, lda, incx, incy;
+  int trans, rows, columns, lda, incx, incy, vectors, x_step, y_step;
   float alpha, beta;
   const float *a, *x;
   float* y;
 } Product;
 
+enum { CACHED_SIZE = 1 << 15 }; /* of a matrix: a half of a core's second-level cache or less */
+
 static void compute(const Product* p) {
-  if (gemv)
-    gemv(ROW_MAJOR, p->trans, p->rows, p->columns, p->alpha, p->a, p->lda, p->x, p->incx, p->beta, p->y, p->incy);
-  else
-    gemv64(ROW_MAJOR, p->trans, p->rows, p->columns, p->alpha, p->a, p->lda, p->x, p->incx, p->beta, p->y, p->incy);
+  int step = p->vectors == 1 ? p->rows : CACHED_SIZE / p->columns + 1;
+  for (int row = 0; row < p->rows; row += step) {
+    int rows = p->rows - row < step ? p->rows - row : step;
+    const float* a = p->a + (int64_t)row * p->lda;
+    for (int i = 0; i < p->vectors; i++) {
+      const float* x = p->x + (int64_t)i * p->x_step;
+      float* y = p->y + (int64_t)i * p->y_step + (int64_t)row * p->incy;
+      if (gemv)
+        gemv(ROW_MAJOR, p->trans, rows, p->columns, p->alpha, a, p->lda, x, p->incx, p->beta, y, p->incy);
+      else
+        gemv64(ROW_MAJOR, p->trans, rows, p->columns, p->alpha, a, p->lda, x, p->incx, p->beta, y, p->incy);
+    }
+  }
 }
 
 /* A second thread, which computes half of a product: one core doesn't use all of the memory's bandwidth. For a while
@@ -106,8 +128,9 @@ static int start_thread(void) {
 __attribute__((constructor)) static void prepare_fork(void) { pthread_atfork(0, 0, reset_thread); }
 
 static void multiply(int trans, int rows, int columns, float alpha, const float* a, int lda, const float* x, int incx,
-                     float beta, float* y, int incy) {
-  Product all = {trans, rows, columns, lda, incx, incy, alpha, beta, a, x, y};
+                     float beta, float* y, int incy, int vectors, int x_step, int y_step) {
+  if (set_openblas_threads) set_openblas_threads(1);
+  Product all = {trans, rows, columns, lda, incx, incy, vectors, x_step, y_step, alpha, beta, a, x, y};
   if (trans != NO_TRANS || (int64_t)rows * columns < MIN_SHARED_SIZE) {
     compute(&all);
     return;
@@ -139,18 +162,23 @@ void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float
   if (order == ROW_MAJOR && k > 0 && m == 1) { /* op(b) transposed times a row */
     int incx = trans_a == NO_TRANS ? 1 : lda;
     if (trans_b == NO_TRANS)
-      multiply(TRANS, k, n, alpha, b, ldb, a, incx, beta, c, 1);
+      multiply(TRANS, k, n, alpha, b, ldb, a, incx, beta, c, 1, 1, 0, 0);
     else
-      multiply(NO_TRANS, n, k, alpha, b, ldb, a, incx, beta, c, 1);
+      multiply(NO_TRANS, n, k, alpha, b, ldb, a, incx, beta, c, 1, 1, 0, 0);
   } else if (order == ROW_MAJOR && k > 0 && n == 1) { /* op(a) times a column */
     int incx = trans_b == NO_TRANS ? ldb : 1;
     if (trans_a == NO_TRANS)
-      multiply(NO_TRANS, m, k, alpha, a, lda, b, incx, beta, c, ldc);
+      multiply(NO_TRANS, m, k, alpha, a, lda, b, incx, beta, c, ldc, 1, 0, 0);
     else
-      multiply(TRANS, k, m, alpha, a, lda, b, incx, beta, c, ldc);
-  } else if (m < min_size || n < min_size) {
-    small_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+      multiply(TRANS, k, m, alpha, a, lda, b, incx, beta, c, ldc, 1, 0, 0);
+  } else if (set_openblas_threads && order == ROW_MAJOR && k > 0 && m <= FEW_ROWS && trans_a == NO_TRANS &&
+             trans_b == TRANS) {
+    multiply(NO_TRANS, n, k, alpha, b, ldb, a, 1, beta, c, 1, m, lda, ldc);
   } else {
-    large_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    if (set_openblas_threads) set_openblas_threads(num_threads > 1 ? num_openblas_threads : 1);
+    if (m < min_size || n < min_size)
+      small_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    else
+      large_gemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   }
 }

@@ -94,9 +94,11 @@ def model_names() -> list[str]:
     return [*bundled_models(), *(name for name in catalog() if name not in bundled_models())]
 
 
-def closest_name(text: str) -> str | None:
-    """The short name that was probably meant, or None."""
-    return next(iter(difflib.get_close_matches(text.lower(), model_names(), n=1, cutoff=0.6)), None)
+def closest_names(text: str) -> list[str]:
+    """The short names that were probably meant: those of other sizes of a model, or one that is spelled similarly."""
+    text = text.lower().removesuffix(":latest").replace(":", "-")  # as ollama names models
+    sizes = [name for name in model_names() if name.startswith(text)]
+    return sizes or difflib.get_close_matches(text, model_names(), n=1, cutoff=0.6)
 
 
 @functools.cache

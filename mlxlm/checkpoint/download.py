@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlxlm.backend import platform
 from mlxlm.checkpoint import hub
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, bundled_models, catalog, closest_name
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, bundled_models, catalog, closest_names
 from mlxlm.checkpoint.local_models import OLLAMA_PREFIX, find_entry, find_ollama, own_file
 from mlxlm.utils.child_python import python_command
 from mlxlm.utils.digests import HashingWriter, file_sha256
@@ -96,8 +96,10 @@ def no_such_model(name: str) -> CheckpointError:
     """The error for a name that is no model."""
     if os.sep in name:
         return CheckpointError(f"there is no model folder {name}", "check the path, or a hub id (owner/name)")
-    closest = closest_name(name)
-    hint = closest or "mlxlm models, which lists names; a path; or a hub id, owner/name"
+    names = closest_names(name)
+    if find_ollama(name) is not None:
+        names.insert(0, f"{OLLAMA_PREFIX}{name}")
+    hint = " or ".join(names) or "mlxlm models, which lists names; a path; or a hub id, owner/name"
     return CheckpointError(f"there is no model {name!r}", hint)
 
 

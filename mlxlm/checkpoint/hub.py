@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mlxlm.backend import platform
 from mlxlm.checkpoint.catalog import HubSource
@@ -26,6 +27,10 @@ from mlxlm.utils.files import commit_file
 from mlxlm.utils.json_files import read_json_object, write_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_ADDRESS = re.compile(  # of a page of a model, a branch or a file
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?"
+)
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
@@ -39,6 +44,22 @@ _LARGE = 64 << 20  # bytes; smaller files are always read, in a tenth of a secon
 def is_id(text: str) -> bool:
     """Whether `text` has the form `owner/name` or `owner/name@revision`."""
     return _ID.fullmatch(text) is not None
+
+
+def without_address(text: str) -> str:
+    """The hub id in the address of a model's page at huggingface.co; any other text as it is.
+
+    Raises:
+        CheckpointError: It is the address of one file.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        return text
+    if match["file"]:
+        hint = f"hf download {match['id']} {match['file']}, and the path that it prints"
+        raise CheckpointError(f"{text} is one file of a model", f"{match['id']}; for a .gguf file, {hint}")
+    revision = unquote(match["revision"] or "main")
+    return match["id"] if revision == "main" else f"{match['id']}@{revision}"
 
 
 def download(id: str) -> Path:

@@ -20,6 +20,7 @@ from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorc
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.download import resolve
+from mlxlm.checkpoint.hub import without_address
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
 from mlxlm.checkpoint.map_weights import to_decoder_weights
@@ -58,7 +59,7 @@ def open_tokenizer(source: Path | str) -> Tokenizer:
 
 
 def open_checkpoint(source: Path | str) -> AnyCheckpoint:
-    """Open a model folder, a run, a `.gguf` file, a llama2.c `.bin` file, a name of the catalog or a hub id.
+    """Open a model folder, a run, a `.gguf` or llama2.c `.bin` file, a name of the catalog, or a hub id or its address.
 
     An existing path has priority, see `resolve`, and a name with the suffix of a file is a path. Only headers are read,
     within a second and 200 MB for any file, valid or not.
@@ -68,6 +69,7 @@ def open_checkpoint(source: Path | str) -> AnyCheckpoint:
     """
     if not str(source):
         raise CheckpointError("the model name is empty", "a model folder, a run, a .gguf file, or a hub id")
+    source = without_address(str(source))
     path = Path(source)
     with os_errors_as(CheckpointError, "read", path):
         is_folder, exists = path.is_dir(), path.exists()
@@ -127,6 +129,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
         if models:
             names = ", ".join(files[0].name for files in models)
             raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
+        _refuse_adapter(path)
     values = read_json(location.root)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: a configuration is a JSON object, not {type(values).__name__}")
@@ -159,6 +162,20 @@ def _has_no_head(values: Mapping[str, Any], tensors: LazyTensors, folder: Path) 
     is_backbone = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("Model")
     is_embedding_model = is_backbone or (folder / embedding_config.MODULES_FILE).exists()
     return is_embedding_model and not any(name.startswith(("lm_head.", "embed_out.")) for name in tensors)
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Raise CheckpointError if a folder has a LoRA adapter of peft or mlx_lm, but no model."""
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        return
+    values = read_json(file, error_type=CheckpointError)
+    values = values if isinstance(values, Mapping) else {}
+    base = values.get("base_model_name_or_path") or values.get("model") or "its base model"
+    hint = "a folder with both: merge_and_unload() and save_pretrained() of peft make one"
+    if (path / "adapters.safetensors").exists():
+        hint = f"a folder with both: mlx_lm.fuse --model {base} --adapter-path {path} --save-path NEW"
+    raise CheckpointError(f"{path} is a LoRA adapter, without the weights of {base}", hint)
 
 
 def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

@@ -73,7 +73,7 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
     """
     small_world = options.pop("small_world")
     if [bool(texts), bool(multiple_choice), small_world].count(True) != 1:
-        raise click.UsageError("give TEXT files, or - for stdin, or --multiple-choice FILE, or --small-world")
+        raise click.UsageError("give one of TEXT files, - for stdin, --multiple-choice FILE, and --small-world")
     reject_unused_options(
         options,
         (not texts, _TEXT_OPTIONS, "there is no TEXT"),

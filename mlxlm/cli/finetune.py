@@ -11,7 +11,14 @@ import click
 from mlxlm import train
 from mlxlm.cli import render, training_options
 from mlxlm.cli.options import MODEL, SectionedCommand, data_option, offline_option, option
-from mlxlm.cli.run_options import command_start_time, pop_runtime_options, resumed_run, run_options, runtime_options
+from mlxlm.cli.run_options import (
+    command_start_time,
+    pop_runtime_options,
+    require_arguments,
+    resumed_run,
+    run_options,
+    runtime_options,
+)
 from mlxlm.cli.training import phase, run_and_summarize
 from mlxlm.data.options import DataOptions
 
@@ -48,13 +55,15 @@ _HELP_TEXTS = {
 @training_options.setting_options(_UNUSED_SETTINGS, _HELP_TEXTS)
 @runtime_options
 def finetune(model: str | None, data: tuple[str, ...], **options: Any) -> None:
-    """Fine-tune MODEL on DATA, .jsonl files of conversations.
+    """Fine-tune MODEL on DATA, conversations in .jsonl, .json, .csv or .parquet files.
 
     MODEL is a name of mlxlm models, a run, a folder, a .gguf file or a hub id. A line of DATA (here wrapped) is
 
     \b
     {"messages": [{"role": "user", "content": "What is 2 + 2?"},
                   {"role": "assistant", "content": "4"}]}
+
+    or {"prompt": ..., "completion": ...}, or Alpaca's {"instruction": ..., "input": ..., "output": ...}.
 
     All parameters are trained, with the loss on the assistant's messages only. Chat with the result: mlxlm chat RUN.
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
@@ -82,8 +91,11 @@ def _new_run(
 ) -> train.Run:
     from mlxlm.chat.sft_encoder import SFTEncoder
 
-    if model is None or not data or out is None:
-        raise click.UsageError("give MODEL, DATA and --out RUN, or --resume RUN")
+    if model is not None and not data and Path(model).suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        data, model = (model,), None
+    usage = "mlxlm finetune MODEL DATA --out RUN, or --resume RUN"
+    require_arguments(usage, {"MODEL": model, "DATA": data, "--out": out})
+    assert model is not None and out is not None  # for type checkers
     training_options.reject_unused_settings(options, ())
     base, tokenizer = train.open_base_model(model)
     eos_ids = base.config.eos_token_ids | (frozenset() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id})

@@ -20,7 +20,7 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.checkpoint import download
 from mlxlm.cli.completion import COMPLETION_VARIABLE, answer, install_option
 from mlxlm.cli.restart import Restart
-from mlxlm.cli.suggestions import suggest_command, suggest_option
+from mlxlm.cli.suggestions import missing_value, suggest_bits, suggest_command, suggest_option
 from mlxlm.utils.errors import MlxlmError, one_line
 
 # The command and its module have the same name. The help is here so that `mlxlm --help` imports no command.
@@ -225,6 +225,10 @@ def _show_usage_error(error: click.ClickException) -> None:
             names = context.command.list_commands(context)
             hint = suggest_command(error.command_name, context.command_path, names)
             message = f"no command {error.command_name}"
+        elif isinstance(error, click.BadOptionUsage) and error.message.endswith("requires an argument."):
+            message, hint = missing_value(error.option_name, context.command)
+        elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+            hint = suggest_bits(message, error.param)
     print(f"error: {message}{f' (try: {hint})' if hint else ''}", file=sys.stderr)
 
 

@@ -73,7 +73,9 @@ def list_models(as_json: bool) -> None:
 
 
 @models.command()
-@click.argument("name", shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)])
+@click.argument(
+    "name", type=MODEL, shell_complete=lambda _ctx, _param, text: [name for name in catalog() if name.startswith(text)]
+)
 def pull(name: str) -> None:
     """Download a model, or continue its download. NAME is one of the list, or a hub id, owner/name."""
     entry = catalog().get(name)
@@ -214,7 +216,7 @@ def choose_model(yes: bool) -> str:
 
 def _chosen(text: str, names: list[str]) -> str:
     """Return the name that the answer stands for, or raise UsageError, after which click asks again."""
-    text = text.strip()
+    text = hub.without_address(text.strip())
     if text.isdecimal() and 1 <= int(text) <= len(names):
         return names[int(text) - 1]
     if find_catalog_entry(text) is None and find(text) is None and not hub.is_id(text):
@@ -243,6 +245,8 @@ def _print_models(as_json: bool) -> None:
                 f"keeps the revision of its first download, {model['revision']}" if model["revision"] else "isn't here"
             )
             render.say(f"{model['name']} has no pinned revision, and {first}.", style="dim")
+    dtype = ", in float32 if they fit," if machine.device_type == "cpu" else ","
+    render.say(f"Memory: the weights{dtype} a cache of 4,096 tokens and its copy, and the program itself.", style="dim")
     render.say("mlxlm chat NAME downloads a model if necessary.", style="dim")
 
 

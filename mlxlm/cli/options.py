@@ -19,10 +19,11 @@ from click.shell_completion import CompletionItem
 
 from mlxlm.backend.platform import prevent_sleep
 from mlxlm.checkpoint.catalog import bundled_models, catalog
+from mlxlm.checkpoint.hub import without_address
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.config.option import declaration, default_text, options_of, types_of
 from mlxlm.data.options import DataOptions
-from mlxlm.utils.errors import ArgumentError, MlxlmError
+from mlxlm.utils.errors import ArgumentError, CheckpointError, MlxlmError
 
 PATH = click.Path(path_type=Path)
 EXISTING_PATH = click.Path(exists=True, path_type=Path)
@@ -30,8 +31,8 @@ SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has al
 _IN_ALL_COMMANDS = ("debug", "offline", "allow_sleep")  # which `--help` omits, too, if it omits any
 DTYPES = ["float32", "float16", "bfloat16"]
 SOURCES_HELP = (
-    "Sources are text files, .jsonl, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files (pip "
-    "install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
+    "Sources are text files, .jsonl, .json, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files "
+    "(pip install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
 )
 
 _TYPES: dict[str, Any] = {"float": float, "int": int, "Path": PATH}  # of a field, and of its option
@@ -119,6 +120,14 @@ class SectionedCommand(click.Command):
     Options without a section are listed last, under "Options". `--help` omits advanced options, and what follows a form
     feed in the description; `--help-all` has everything.
     """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; click's error for an option without its value lacks the context."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Its errors name options, and an ArgumentError is a UsageError."""
@@ -271,9 +280,16 @@ def reject_unused_options(options: Mapping[str, Any], *rules: tuple[object, Coll
 
 
 class _ModelName(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions
-    """A name of the catalog, a path, or a hub id."""
+    """A name of the catalog, a path, a hub id, or the address of a page of the hub, which becomes a hub id."""
 
     name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return what to open."""
+        try:
+            return without_address(value)
+        except CheckpointError as error:
+            self.fail(str(error), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete names of the catalog, hub ids of downloaded models, and files."""

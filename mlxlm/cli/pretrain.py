@@ -16,6 +16,7 @@ from mlxlm.cli.run_options import (
     command_start_time,
     override_option,
     pop_runtime_options,
+    require_arguments,
     resumed_run,
     run_options,
     runtime_options,
@@ -97,8 +98,8 @@ def _new_run(
     from mlxlm.experiments.scaling_analysis import read_law
     from mlxlm.train.budget import check_duration
 
-    if not data or out is None:
-        raise click.UsageError("give DATA and --out RUN, or --resume RUN")
+    require_arguments("mlxlm pretrain DATA --out RUN, or --resume RUN", {"DATA": data, "--out": out})
+    assert out is not None  # for type checkers
     sources, weights = parse_weighted_sources(data)
     has_time_limit = options["minutes"] is not None or options["hours"] is not None
     picks_size = has_time_limit and not options["preset"] and not options["config"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,33 @@ def resumed_run(arguments: Iterable[Any], options: dict[str, Any]) -> train.Run 
         if moved_data is not None:
             raise click.UsageError("--data needs --resume RUN: it says where that run's data was moved to")
         return None
-    if any(arguments) or given_flags(options):
-        raise click.UsageError("--resume uses the run's own data and settings: give nothing else")
+    refuse_with_resume(any(arguments), options, path)
     run = train.Run.open(path)
     return run if moved_data is None else run.with_data(moved_data)
+
+
+def refuse_with_resume(has_data: bool, options: Iterable[str], path: Path) -> None:
+    """Raise UsageError if there is more on the command line than --resume."""
+    if given := [*(["DATA"] if has_data else []), *given_flags(options)]:
+        alone = f"{click.get_current_context().command_path} --resume {shlex.quote(str(path))}"
+        problem = f"--resume continues {path} with its own data and settings: {_enumerated(given)} can't be given"
+        raise click.UsageError(f"{problem} (try: {alone}; or another --out)")
+
+
+def require_arguments(usage: str, arguments: Mapping[str, object]) -> None:
+    """Raise UsageError with the names of the arguments that have no value.
+
+    Args:
+        usage: What would work.
+        arguments: Values by name: "DATA", "--out".
+    """
+    if missing := [name for name, value in arguments.items() if not value]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise click.UsageError(f"{_enumerated(missing)} {verb} missing (try: {usage})")
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def sweep_options(section: str) -> Callable[..., Any]:
@@ -53,11 +77,14 @@ def sweep_options(section: str) -> Callable[..., Any]:
 def sweep_folder(data: Collection[str], options: dict[str, Any]) -> Path:
     """The folder of --resume or --out, which are removed from `options`. --resume excludes DATA and the others."""
     out, resume = options.pop("out"), options.pop("resume")
-    if resume is None and out is None:
-        raise click.UsageError("give DATA and --out FOLDER, or --resume FOLDER")
-    if resume is not None and (data or out or given_flags(options)):
-        raise click.UsageError("--resume uses the data and settings of the runs: give nothing else")
-    return resume or out
+    if resume is None:
+        usage = f"{click.get_current_context().command_path} DATA --out FOLDER, or --resume FOLDER"
+        require_arguments(usage, {"DATA": data or out, "--out": out})  # an unfinished folder has its data
+        assert isinstance(out, Path)  # for type checkers
+        return out
+    refuse_with_resume(bool(data), ["out", *options], resume)
+    assert isinstance(resume, Path)
+    return resume
 
 
 _SET = "Set a part of the architecture, such as positions=alibi, norm=layer or feed_forward=geglu. Repeatable."

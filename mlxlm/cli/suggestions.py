@@ -87,6 +87,9 @@ _FOREIGN_OPTIONS = {
 }
 
 
+_BITS = re.compile(r"(load-in-|i?q|int|nf|fp)?(?P<bits>[2-8])([-_]?bits?|_\w+)?", re.IGNORECASE)  # q4_k_m, 4bit, int8
+
+
 def suggest_command(name: str, group: str, commands: Collection[str]) -> str | None:
     """What to try instead of a command that doesn't exist.
 
@@ -109,11 +112,36 @@ def suggest_option(name: str, command: click.Command) -> str | None:
     ours = _names(command)
     if name in ours:
         return name
+    if match := _BITS.fullmatch(name.lstrip("-")):  # --q4, --4bit
+        bits = match["bits"]
+        return f"--bits {bits}" if "--bits" in ours else f"mlxlm quantize --bits {bits}" if "--dtype" in ours else None
     called = [known for known, foreign in _FOREIGN_OPTIONS.items() if name in foreign.split() and known in ours]
     without_dashes = {option.lstrip("-").lower(): longest for option, longest in ours.items()}
     close = get_close_matches(name.lstrip("-"), without_dashes, n=2, cutoff=0.7)
     matches = called or [without_dashes[match] for match in close]
     return " or ".join(dict.fromkeys(matches)) or None
+
+
+def suggest_bits(message: str, option: click.Option) -> str | None:
+    """What to try if the choice that `message` quotes names a quantization of llama.cpp or another program: q4_k_m."""
+    choices = list(map(str, option.type.choices)) if isinstance(option.type, click.Choice) else []
+    match = re.search(r"'([^']+)' is not", message)
+    bits = _BITS.fullmatch(match[1]) if match else None
+    if bits is None:
+        return None
+    if bits["bits"] in choices:
+        return f"{option.opts[0]} {bits['bits']}"
+    if "float16" not in choices and "f16" not in choices:
+        return None
+    files = [choice for choice in choices if choice.startswith("q")]
+    return " or ".join([*files, f"mlxlm quantize --bits {bits['bits']}"])
+
+
+def missing_value(name: str, command: click.Command) -> tuple[str, str | None]:
+    """The message for an option at the end of the line, which needs a value, and what to try."""
+    option = next(p for p in command.params if name in p.opts)
+    metavar = option.make_metavar(click.Context(command))
+    return f"{name} needs a value", f"{name} {metavar}"
 
 
 def _names(command: click.Command) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, CSV files, and Parquet and Arrow files (with pyarrow, the extra "data"), as documents."""
+"""Rows of JSON lines and arrays, CSV, and Parquet and Arrow files (with pyarrow, the extra "data"), as documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +20,14 @@ MAX_ROW_BYTES = 1 << 28  # of a line: it is in memory as a whole, and a file may
 # Of OpenAI's older format and of other programs: they would change what is learned.
 _REFUSED = {"functions": '"tools"', "function_call": '"tool_calls"', "chat_template_kwargs": "`chat_template`"}
 _EXAMPLE = 'rows such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+# A question and its answer, in the formats of prompt and completion and of Alpaca.
+_PAIRS = (("prompt", "completion"), ("instruction", "output"))
 
 
 def json_rows(stream: IO[bytes], name: str, text_column: str | None) -> Iterator[Row]:
-    """Yield a row for each line of JSON that isn't blank."""
+    """Yield a row for each line of JSON that isn't blank, or for each element of one JSON array."""
     offset = number = 0
+    is_first = True
     while line := stream.readline(MAX_ROW_BYTES + 1):
         number += 1
         size, location = len(line), f"{name}, line {number}"
@@ -35,9 +38,20 @@ def json_rows(stream: IO[bytes], name: str, text_column: str | None) -> Iterator
             yield partial(raise_error, error)
             while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW_BYTES)):
                 size += len(line)
+        elif is_first and line.lstrip().startswith(b"["):
+            yield from _array_rows(line + stream.read(MAX_ROW_BYTES), name, text_column)
+            return
         elif line.strip():
+            is_first = False
             yield partial(_json_document, line, location, offset, text_column)
         offset += size
+
+
+def _array_rows(content: bytes, name: str, text_column: str | None) -> Iterator[Row]:
+    if len(content) > MAX_ROW_BYTES:
+        raise DataError(f"{name} is a JSON array of more than {MAX_ROW_BYTES} bytes", "jq -c '.[]', for JSON lines")
+    for number, row in enumerate(_parse(content, name, 0), start=1):
+        yield partial(_row_document, row, f"{name}, row {number}", text_column)
 
 
 def csv_rows(stream: IO[bytes], name: str, delimiter: str, text_column: str | None) -> Iterator[Row]:
@@ -51,6 +65,10 @@ def csv_rows(stream: IO[bytes], name: str, delimiter: str, text_column: str | No
         if header is None:
             return
         _check_utf8("".join(header), name)
+        if text_column is None and not set(TEXT_COLUMNS) & set(header) and _pair(header):
+            for number, row in enumerate(rows, start=1):
+                yield partial(_csv_pair, header, row, f"{name}, row {number}")
+            return
         column = find_text_column(header, name, text_column)
         index = header.index(column)
         for number, row in enumerate(rows, start=1):
@@ -62,6 +80,11 @@ def csv_rows(stream: IO[bytes], name: str, delimiter: str, text_column: str | No
 def _csv_document(cell: str, column: str, location: str) -> Document | None:
     _check_utf8(cell, location)
     return document_from_cell(cell, column, location)
+
+
+def _csv_pair(header: list[str], row: list[str], location: str) -> Document | None:
+    _check_utf8("".join(row), location)
+    return _row_document(dict(zip(header, row, strict=False)), location, None) if row else None
 
 
 def _check_utf8(text: str, location: str) -> None:
@@ -76,22 +99,49 @@ def find_text_column(names: Sequence[str], table: str, text_column: str | None) 
     matches = [name for name in names if name in ((text_column,) if text_column else TEXT_COLUMNS)]
     if len(matches) != 1:
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-        columns = ", ".join(f"'{name[:40]}'" for name in names[:20]) or "none"
-        raise DataError(f"{table} must have one column {expected}; its columns are {columns}", "`text_column=NAME`")
+        hint = "the same rows as .jsonl" if text_column is None and _pair(names) else "`text_column=NAME`"
+        raise DataError(f"{table} must have one column {expected}; its columns are {_listed(names)}", hint)
     if matches == ["messages"] and "tools" in names:
         raise DataError(f"{table} has a column 'tools', which is only read from JSON lines", "the same rows as .jsonl")
     return matches[0]
 
 
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(f"'{name[:40]}'" for name in itertools.islice(names, 20)) or "none"
+
+
+def _pair(names: Collection[str]) -> tuple[str, str] | None:
+    """The names of a question and its answer that are among `names`."""
+    return next((pair for pair in _PAIRS if set(pair) <= set(names)), None)
+
+
+def _pair_messages(row: dict[str, Any], pair: tuple[str, str]) -> list[Any]:
+    question, answer = (row[name] for name in pair)
+    if isinstance(question, list) and isinstance(answer, list):
+        return question + answer
+    if isinstance(question, str) and pair[0] == "instruction" and isinstance(row.get("input"), str) and row["input"]:
+        question = f"{question}\n\n{row['input']}"
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def _json_document(line: bytes, location: str, offset: int, text_column: str | None) -> Document | None:
-    row = _parse_object(line, location, offset)
+    return _row_document(_parse(line, location, offset), location, text_column)
+
+
+def _row_document(row: Any, location: str, text_column: str | None) -> Document | None:
+    if not isinstance(row, dict):
+        raise DataError(f"{location} must have either 'text' or 'messages': it is not a JSON object", _EXAMPLE)
+    if text_column is None and not row.keys() & set(TEXT_COLUMNS) and (pair := _pair(row)):
+        row = {**row, "messages": _pair_messages(row, pair)}
     keys = row.keys() & ({text_column} if text_column else set(TEXT_COLUMNS))
     if keys and all(row[key] is None for key in keys):  # like an empty cell of a table
         return None
     keys = {key for key in keys if row[key] is not None}
     if len(keys) != 1:
         expected = f"'{text_column}'" if text_column else "either 'text' or 'messages'"
-        raise DataError(f"{location} must have {expected}", f"{_EXAMPLE}, or `text_column=NAME`")
+        problem = f"{location} must have {expected}; its fields are {_listed(row)}"
+        raise DataError(problem, f"{_EXAMPLE}, or `text_column=NAME`")
     [key] = keys
     document = document_from_cell(row[key], key, location)
     if document is not None and document.messages is not None:
@@ -115,16 +165,13 @@ def document_from_cell(value: Any, column: str, location: str) -> Document | Non
     return Document(location, split_pieces(iter((text,)))) if text else None
 
 
-def _parse_object(line: bytes, location: str, offset: int) -> dict[str, Any]:
+def _parse(content: bytes, location: str, offset: int) -> Any:
     try:
-        row = json.loads(line.decode("utf-8"))
+        return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise invalid_utf8(location, offset + error.start, f"0x{line[error.start]:02X}") from error
+        raise invalid_utf8(location, offset + error.start, f"0x{content[error.start]:02X}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{location} is not valid JSON: {error}", _EXAMPLE) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{location} must have either 'text' or 'messages': it is not a JSON object", _EXAMPLE)
-    return row
 
 
 def _list(value: Any, field: str, location: str) -> list[Any]:

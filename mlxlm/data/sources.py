@@ -42,8 +42,10 @@ def read_documents(
         paths: Each is one of:
 
             - a text file: one document;
-            - a .jsonl file: one document per line, {"text": ...} or {"messages": [{"role", "content"}, ...]};
-            - a .csv or .tsv file with a header: one document per row, from the column "text" or "messages";
+            - a .jsonl or .json file: one document per line, or per element of an array, {"text": ...}, {"messages":
+              [{"role", "content"}, ...]}, {"prompt", "completion"} or {"instruction", "input", "output"}; of the last
+              two a conversation is made;
+            - a .csv or .tsv file with a header: one document per row, from the column "text" or those above;
             - any of these compressed, as .gz or .zst;
             - a .parquet or .arrow file: the same;
             - a folder: its files of these kinds, recursively and sorted, without hidden and empty ones; of a dataset
@@ -122,7 +124,7 @@ def _rows(
         if isinstance(source, Path):
             raw = stack.enter_context(open(source, "rb", buffering=0))
             stream = _decompressed(io.BufferedReader(_CountingReader(raw, advance), READ_BYTES), source)
-        if suffix == ".jsonl":
+        if suffix in (".jsonl", ".json"):
             yield from json_rows(stream, name, text_column)
         elif suffix in _DELIMITERS:
             yield from csv_rows(stream, name, _DELIMITERS[suffix], text_column)

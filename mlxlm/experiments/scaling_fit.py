@@ -21,6 +21,11 @@ MIN_POINTS_POWER_LAW = 4  # for L(N) or L(D), which have three
 EXPONENT_BOUNDS = (0.02, 2.0)  # nothing outside was ever measured; without bounds a straight line has no best exponent
 _INITIAL_EXPONENTS = (0.2, 0.7)  # all combinations are tried
 _INITIAL_FLOOR = 0.5  # initial irreducible loss, as a fraction of the lowest loss
+_MAX_STEPS, _TOLERANCE = 300, 1e-12  # of the minimization; the second is a relative change of the Huber loss
+_MIN_DAMPING, _MAX_DAMPING = 1e-12, 1e12
+_MAX_FLOOR_STEP = (
+    2.0  # a longer one in the log of the irreducible loss can make it 0, from where no gradient leads back
+)
 
 
 Law = TypeVar("Law", bound=PowerLaw | ScalingLaw)
@@ -74,7 +79,7 @@ class Fit(Generic[Law]):
 def fit_joint(points: Sequence[ScalingPoint], resamples: int = BOOTSTRAP_SAMPLES, seed: int = 0) -> Fit[ScalingLaw]:
     """Fit L(N, D) = E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3).
 
-    The Huber loss of the log losses is minimized by a trust-region method from several starting points.
+    The Huber loss of the log losses is minimized from several starting points.
 
     Args:
         points: The runs.
@@ -179,25 +184,47 @@ def _evaluate(params: np.ndarray, log_x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _minimize(start: np.ndarray, log_x: np.ndarray, log_losses: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the parameters at the local minimum of the Huber loss, and its value."""
-    # Not L-BFGS: its BLAS uses threads for five numbers, which took a hundred times longer on two busy cores.
-    from scipy.optimize import least_squares
+    """Return the parameters at the local minimum of the Huber loss, and its value.
 
-    def jacobian(params: np.ndarray) -> np.ndarray:
-        shares = _evaluate(params, log_x)[1]
-        result = np.empty((len(log_x), len(params)))
-        result[:, 0], result[:, 1::2], result[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * log_x
-        return result
-
+    The Levenberg-Marquardt method on iteratively reweighted least squares; steps are projected onto the bounds.
+    """
     min_exponent, max_exponent = EXPONENT_BOUNDS
     terms = log_x.shape[1]
     low = np.array([-np.inf, *[-np.inf, min_exponent] * terms])
     high = np.array([log_losses.max(), *[np.inf, max_exponent] * terms])
-    result = least_squares(
-        lambda params: _evaluate(params, log_x)[0] - log_losses,
-        np.clip(start, low + 1e-9, high - 1e-9),  # the start must be strictly inside the bounds
-        jacobian,
-        (low, high),
-        **{"loss": "huber", "f_scale": HUBER_DELTA, "max_nfev": 300, "ftol": 1e-12, "xtol": 1e-10, "gtol": 1e-12},
-    )
-    return result.x, float(result.cost)
+    params = np.clip(start, low, high)
+    cost, residuals, shares = _huber(params, log_x, log_losses)
+    damping = 1e-3
+    for _ in range(_MAX_STEPS):
+        jacobian = np.empty((len(log_x), len(params)))
+        jacobian[:, 0], jacobian[:, 1::2], jacobian[:, 2::2] = shares[:, 0], shares[:, 1:], -shares[:, 1:] * log_x
+        weighted = jacobian.T * (HUBER_DELTA / np.maximum(np.abs(residuals), HUBER_DELTA))
+        gradient, hessian = weighted @ residuals, weighted @ jacobian
+        at_bound = (params <= low) & (gradient > 0) | (params >= high) & (gradient < 0)
+        free = np.flatnonzero(~at_bound)
+        scale = np.diag(np.maximum(hessian.diagonal(), 1e-12 * hessian.diagonal().max()))
+        while damping < _MAX_DAMPING:
+            step = np.zeros(len(params))
+            step[free] = -np.linalg.solve((hessian + damping * scale)[np.ix_(free, free)], gradient[free])
+            step[0] = np.clip(step[0], -_MAX_FLOOR_STEP, _MAX_FLOOR_STEP)
+            new = np.clip(params + step, low, high)
+            new_cost, *others = _huber(new, log_x, log_losses)
+            if new_cost < cost:
+                break
+            damping *= 4
+        else:
+            break
+        improvement = cost - new_cost
+        params, cost, (residuals, shares), damping = new, new_cost, others, max(damping / 8, _MIN_DAMPING)
+        if improvement < _TOLERANCE * (improvement + cost):
+            break
+    return params, cost
+
+
+def _huber(params: np.ndarray, log_x: np.ndarray, log_losses: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return the Huber loss, the residuals of the log losses, and the shares of `_evaluate`."""
+    predicted, shares = _evaluate(params, log_x)
+    residuals = predicted - log_losses
+    size = np.abs(residuals)
+    inside = np.minimum(size, HUBER_DELTA)
+    return float((inside * (size - inside / 2)).sum()), residuals, shares

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.error_text import describe_error
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_encoder
 from mlxlm.checkpoint import hub
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalog, closest_name
+from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalog, closest_names
 from mlxlm.checkpoint.download import Progress, download, find_catalog_entry
+from mlxlm.config import ModelConfig
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
@@ -29,7 +30,7 @@ from mlxlm.server.memory import share
 from mlxlm.server.model_library import ModelDescription, ModelLibrary
 from mlxlm.server.options import ModelOptions, parse_alias, parse_keep_alive
 from mlxlm.utils.errors import ConfigError, MemoryLimitError, MlxlmError, TextTooLongError
-from mlxlm.utils.formatting import human_bytes
+from mlxlm.utils.formatting import human_bytes, human_count
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -317,7 +318,7 @@ class Models:
             if (here := self.library.find(source)) is not None:
                 yield PullProgress(0, None, here)
                 return
-            closest = closest_name(source)
+            closest = " or ".join(closest_names(source))
             hint = f"{closest}; or a hub id, owner/name" if closest else "a name of mlxlm models, or owner/name"
             raise ApiError(404, f"there is no model {source[:100]!r} (try: {hint})", code="model_not_found")
         if source not in self._pulls:
@@ -352,8 +353,8 @@ class Models:
             self._share_memory([*self.loaded, model])
         except MemoryLimitError as error:
             limit = human_bytes(self.settings.max_memory or 0)
-            problem = f"the model {model.name} takes {human_bytes(model.num_bytes)}, and --max-memory is {limit}"
-            raise ConfigError(f"{problem}: {error.message}", "a smaller or quantized model") from None
+            problem = f"the model {model.name} takes {_described_size(model)}, and --max-memory is {limit}"
+            raise ConfigError(f"{problem}: {error.message}", "a larger --max-memory, or a smaller model") from None
         self._entries[model.name] = _Entry(model, keep_alive=self._default_keep_alive)
 
     def _default(self) -> str:
@@ -503,3 +504,14 @@ def _count_into(size: list[int]) -> Progress:
         yield partial(size.__setitem__, 0)
 
     return progress
+
+
+def _described_size(model: ServedModel) -> str:
+    """The size of a model's weights in memory, and why it can be larger than its file."""
+    size, config = human_bytes(model.num_bytes), model.lm.config
+    if not isinstance(config, ModelConfig):
+        return size
+    count = config.parameter_count()
+    bits = 8 * model.num_bytes / count
+    why = ", which is fast only in float32" if ON_CPU and bits > 16 else ""
+    return f"{size} ({human_count(count)} parameters of {bits:.3g} bits on this device{why})"

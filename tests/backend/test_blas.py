@@ -38,13 +38,14 @@ def test_none_loads_nothing():
 
 
 _PRODUCTS = """
+shapes = (1, 400, 300), (1, 4, 3), (40, 1, 30), (1, 1, 9), (7, 40, 30), (5, 700, 400), (8, 8, 5), (64, 3, 9), (99, 7, 5)
 import numpy as np, mlxlm
 from contextlib import nullcontext
 from mlxlm.backend.mlx import mx
 from mlxlm.backend.blas import load_blas
 random = np.random.default_rng(0)
 for context in (nullcontext, load_blas().single_threaded):
-    for m, n, k in ((1, 400, 300), (1, 40, 30), (40, 1, 30), (1, 1, 9), (7, 40, 30), (8, 8, 5), (64, 3, 9), (99, 7, 5)):
+    for m, n, k in shapes:
         for transposed in (False, True):
             a, b = random.random((m, k), np.float32), random.random((n, k) if transposed else (k, n), np.float32)
             with context():
@@ -176,3 +177,18 @@ def test_threads_are_limited_until_the_last_leaves():
         "assert get_threads() == before == 2\nprint('restored')"
     )
     assert python(code, MLXLM_BLAS="numpy", OPENBLAS_NUM_THREADS="2").stdout == "restored\n"
+
+
+@LINUX
+def test_openblas_alone_multiplies_a_vector_on_one_thread():
+    """Two threads call it at once, and its own would wait for each other."""
+    code = _SET_UP + (
+        "from mlxlm.backend.mlx import mx\n"
+        "matrix = mx.ones((600, 600))\nmx.eval(matrix)\n"
+        "mx.eval(matrix @ matrix[0])\nassert get_threads() == 1\n"
+        "mx.eval(matrix @ matrix)\nassert get_threads() == max(1, before - 1)\n"
+        "with blas.single_threaded():\n    mx.eval(matrix @ matrix)\n    assert get_threads() == 1\n"
+        "assert get_threads() == max(1, before - 1)\n"
+    )
+    done = python(code, MLXLM_BLAS="numpy")
+    assert done.returncode == 0, done.stderr

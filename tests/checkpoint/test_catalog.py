@@ -13,7 +13,7 @@ from mlxlm.checkpoint.catalog import (
     PyPISource,
     bundled_models,
     catalog,
-    closest_name,
+    closest_names,
     default_entry,
     model_names,
 )
@@ -58,10 +58,25 @@ def test_the_default_is_small_tested_and_free():
     } == {entry.file}
 
 
-def test_closest_name():
-    assert closest_name("SmolLM2-135M") == "smollm2-135m"
-    assert closest_name("qwen3-0.5b") == "qwen3-0.6b"
-    assert closest_name("something else") is None
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("SmolLM2-135M", ["smollm2-135m"]),
+        ("qwen3-0.5b", ["qwen3-0.6b"]),
+        ("llama3.2", ["llama3.2-1b", "llama3.2-3b"]),
+        ("llama3.2:1b", ["llama3.2-1b"]),
+        ("gemma3:latest", ["gemma3-1b", "gemma3-4b"]),
+        ("something else", []),
+    ],
+)
+def test_closest_names(text, names):
+    assert closest_names(text) == names
+
+
+def test_a_name_of_ollama_needs_its_prefix(monkeypatch, tmp_path):
+    monkeypatch.setattr(download, "find_ollama", lambda name: tmp_path if name == "llama3.2" else None)
+    with pytest.raises(CheckpointError, match=r"\(try: ollama:llama3.2 or llama3.2-1b or llama3.2-3b\)"):
+        download.resolve("llama3.2")
 
 
 def test_planning_downloads_nothing():

@@ -18,6 +18,29 @@ def test_is_id():
     assert all(hub.is_id(id) for id in good) and not any(hub.is_id(id) for id in bad)
 
 
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name"),
+        ("https://huggingface.co/owner/name/tree/main?library=mlx#files", "owner/name"),
+        ("http://www.huggingface.co/owner/name/", "owner/name"),
+        ("hf.co/owner/na.me-1/tree/refs%2Fpr%2F3", "owner/na.me-1@refs/pr/3"),
+        ("https://example.com/owner/name", "https://example.com/owner/name"),
+        ("huggingface.co/owner", "huggingface.co/owner"),
+        ("owner/name@main", "owner/name@main"),
+    ],
+)
+def test_addresses(text, id):
+    assert hub.without_address(text) == id
+
+
+def test_the_address_of_a_file():
+    with pytest.raises(
+        CheckpointError, match=r"one file of a model \(try: o/n; for a .gguf file, hf download o/n x/y.gguf,"
+    ):
+        open_checkpoint("https://huggingface.co/o/n/blob/main/x/y.gguf?download=true")
+
+
 @pytest.fixture
 def cached(model_dir, tmp_path, monkeypatch):
     """The model in a cache as the hub's own tools leave it, and no network."""

@@ -60,6 +60,34 @@ def test_a_byte_order_mark_is_removed(tmp_path):
     assert read(write(tmp_path / "a.jsonl", row))[0][1] == "hello"
 
 
+def _messages(*contents):
+    roles = ("system", "user", "assistant") if len(contents) == 3 else ("user", "assistant")
+    return [{"role": role, "content": text, "weight": 1} for role, text in zip(roles, contents, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "a", "completion": "b", "id": 1}, _messages("a", "b")),
+        ({"prompt": _messages("a", "b")[:1], "completion": _messages("a", "b")[1:]}, _messages("a", "b")),
+        ({"instruction": "a", "input": "c", "output": "b"}, _messages("a\n\nc", "b")),
+        ({"instruction": "a", "input": "", "output": "b", "system": "s"}, _messages("s", "a", "b")),
+        ({"messages": _messages("x", "y"), "prompt": "a", "completion": "b"}, _messages("x", "y")),
+    ],
+)  # fmt: skip
+def test_pairs_are_conversations_in_lines_and_arrays(tmp_path, row, messages):
+    lines, array = f"{json.dumps(row)}\n" * 2, json.dumps([row, row], indent=1)
+    for name, content in (("a.jsonl", lines), ("a.json", lines), ("b.json", array), ("c.json", f"\n{array}\n")):
+        path = write(tmp_path / name, content.encode())
+        assert [document.messages for document in read_documents([path])] == [messages] * 2
+
+
+def test_pairs_in_a_csv_table(tmp_path):
+    path = write(tmp_path / "a.csv", b'n,prompt,completion\n1,"a, b",c\n\n2,d,e\n')
+    assert [d.messages for d in read_documents([path])] == [_messages("a, b", "c"), _messages("d", "e")]
+    assert [text for _, text, _ in read(path, text_column="prompt")] == ["a, b", "d"]
+
+
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("a.csv.gz", ",")])
 def test_delimited_tables(tmp_path, name, delimiter):
     rows = [("id", "text", "story"), ("1", 'one, "two"\nthree', "x"), ("2", "", "y"), ("3", "漢 \t", "z")]
@@ -169,7 +197,17 @@ def _chat(**fields):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "line 2 must have either 'text' or 'messages'"),
         ("a.jsonl", b'{"text": "a", "messages": []}\n', "line 1 must have either"),
-        ("a.jsonl", b'["text"]\n', "line 1 must have either"),
+        ("a.jsonl", b'["text"]\n', "row 1 must have either"),
+        (
+            "a.json",
+            b'\n[{"text": "a"},\n{"txt": "b"}]',
+            "row 2 must have either 'text' or 'messages'; its fields are 'txt'",
+        ),
+        ("a.json", b'[{"text": "a"}', "a.json is not valid JSON"),
+        ("a.json", b'[{"text": "\xff"}]', "a.json is not UTF-8 text: 0xFF at byte 11"),
+        ("a.jsonl", b'{"prompt": 1, "completion": "b"}', "line 1: 'content' is not text but int"),
+        ("a.jsonl", b'{"prompt": [1], "completion": []}', "line 1: a message must have 'role' and 'content'"),
+        ("a.csv", b"prompt,completion\na,\xff\n", "row 1 is not UTF-8 text"),
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is not text but int"),
         ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: 'text' has half of a surrogate pair at 0"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8 text: 0xFF at byte 24"),
@@ -182,7 +220,7 @@ def _chat(**fields):
         ("a.jsonl", _chat(function_call={}), "line 1: 'function_call' is not supported .try: \"tool_calls\""),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}], "tools": "f"}', "'tools' is not a list"),
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "?"}], "functions": []}', "'functions' is not supp"),
-        ("a.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("a.jsonl", b"[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):

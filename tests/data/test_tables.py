@@ -52,6 +52,12 @@ def test_a_document_for_each_row(tmp_path, name, options):
     assert (location[0], location[-1]) == (f"{path}, row 1", f"{path}, row {len(cells)}")
 
 
+def test_pairs_in_a_table_are_explained(tmp_path):
+    path = write(tmp_path / "a.parquet", {"prompt": ["a"], "completion": ["b"]})
+    with pytest.raises(DataError, match="its columns are 'prompt', 'completion' .try: the same rows as .jsonl"):
+        read(path)
+
+
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
 def test_kinds_of_text(tmp_path, kind):
     column = pa.array(TEXTS).cast(kind) if kind != pa.string_view() else pa.array(TEXTS, kind)
@@ -68,7 +74,7 @@ def test_conversations_and_other_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert read(tmp_path / "a.jsonl", text_column="story") == [("yes", None)]
     assert read(tmp_path / "a.jsonl", text_column="talk") == expected[:1]
-    with pytest.raises(DataError, match="line 1 must have 'other' .*`text_column"):
+    with pytest.raises(DataError, match="must have 'other'; its fields are 'text', 'story', 'talk' .*`text_column"):
         read(tmp_path / "a.jsonl", text_column="other")
 
 

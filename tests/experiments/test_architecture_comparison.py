@@ -173,7 +173,7 @@ def test_command(tmp_path, text_file, capsys, monkeypatch):
     assert all(v["finished"] and v["tokens"] == 128 for v in values["variants"])
     for options, problem in (
         (["--out", out, "--steps", "5"], "--steps would have no effect"),
-        (["--resume", out, "--steps", "5"], "give nothing else"),
+        (["--resume", out, "--steps", "5"], "own data and settings: --steps can't be given"),
         ([], "or --resume FOLDER"),
     ):
         assert _run(["compare-architectures", *options]) == 2

@@ -138,7 +138,7 @@ def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
 
 def test_weights_that_leave_no_memory_for_caches(lm):
     models = Models({"tiny": "unused"}, ModelSettings(max_memory=50_000))
-    with pytest.raises(ConfigError, match="--max-memory is 50 kB"):
+    with pytest.raises(ConfigError, match=r"parameters of \d+ bits.*, and --max-memory is 50 kB"):
         models.add(ServedModel("tiny", lm, models.settings))
 
 
