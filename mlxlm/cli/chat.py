@@ -21,6 +21,7 @@ from mlxlm.cli.generation_options import (
 )
 from mlxlm.cli.options import (
     MODEL,
+    PATH,
     SectionedCommand,
     given_values,
     is_given,
@@ -40,6 +41,8 @@ _CONTEXT_OVERFLOW = (
 _REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
 _YES = "Without MODEL: take the default model without asking, and download it if necessary."
+_FILE = "Add a file to the first message: text, source code, HTML, or a PDF. Repeatable."
+_SYSTEM_PROMPT = "System prompt, or @NAME for one that /system save NAME has saved."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
 _conversation = partial(option, "Conversation")
@@ -47,12 +50,13 @@ _session = partial(option, "Sessions")
 _display = partial(option, "Display")
 
 
-@click.command(cls=SectionedCommand)
+@click.command(cls=SectionedCommand, context_settings={"allow_extra_args": True})
 @click.argument("model", required=False, type=MODEL)
 @offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
+@_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
 @_conversation("--yes", bool, _YES, advanced=True)
-@_conversation("--system-prompt", str, "System prompt.", metavar="TEXT")
+@_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
@@ -77,7 +81,7 @@ def chat(
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    Ctrl-C stops an answer; /help lists the commands.
+    Ctrl-C stops an answer; /help lists the commands. In a message, @notes.txt adds a file.
     \f
     If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
@@ -90,9 +94,11 @@ def chat(
     leave out MODEL: the conversation names it.
     """  # noqa: D301 - click's form feed: --help ends there
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    if words := click.get_current_context().args:
+        raise click.UsageError(f"a message follows MODEL (try: -p {shlex.quote(' '.join(words))})")
     _check_flags(flags, prompt is not None, interactive)
     reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
-    from mlxlm.chat.terminal import autosave
+    from mlxlm.chat.terminal import autosave, system_prompts
     from mlxlm.chat.terminal.about import first_screen, memory_bandwidth
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
@@ -112,6 +118,7 @@ def chat(
             from mlxlm.cli.models import choose_model
 
             model = choose_model(flags["yes"])
+    system_prompt = flags["system_prompt"] and system_prompts.resolve(flags["system_prompt"])
     message = read_stdin() if prompt == "-" else None
     lm = load_model(model)
     chat_arguments = given_options(options) | given_values(
@@ -132,12 +139,21 @@ def chat(
     )
     unnamed, cached = interactive and not flags["private"], flags["save_kv_cache"]
     keeper = autosave.Autosave(path, named=session is not None, cached=cached, unnamed=unnamed)
-    others = {"chat_arguments": chat_arguments, "system_prompt": flags["system_prompt"]}
-    repl = open_repl(lm, load_model, autosave=keeper, settings=settings, **others)
+    repl = open_repl(
+        lm,
+        load_model,
+        autosave=keeper,
+        settings=settings,
+        chat_arguments=chat_arguments,
+        system_prompt=system_prompt,
+    )
     if verbose:
         memory_bandwidth()
+    for file in flags["files"]:
+        repl.add_file(file)
     if prompt is not None:
-        code = repl.once(prepend_stdin(prompt) if message is None else message)
+        # What is piped in is data: it doesn't add files.
+        code = repl.once(prepend_stdin(repl.add_mentioned_files(prompt)) if message is None else message)
     else:
         code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
     if code:

@@ -15,19 +15,22 @@ from typing import Any, Literal
 
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.chat.answer import Answer
+from mlxlm.chat.files import FileError, TextFile, read_file, split_files, with_files
 from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import about
 from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.mentions import mentioned_paths
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.generation import FinishReason, LoadedModel
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, TextTooLongError
 
 # Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
 StartAnswer = Callable[[Callable[[int], None]], Answer]
 Purpose = Literal["ask", "edit", "continue"]
+_MAX_COUNTED_TOKENS = 1 << 18  # of a file: counting that many takes about a second
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
     "length": "(cut off at max_tokens: /set max_tokens changes that)",
@@ -59,6 +62,7 @@ class TerminalChat:
         ask: Reads a line from the terminal after a question; None without a line editor.
         run_application: Runs an application of prompt_toolkit in the terminal; None without a line editor.
         has_sent: Whether there was a message.
+        files: Files that the next message begins with.
     """
 
     chat: Chat
@@ -75,13 +79,72 @@ class TerminalChat:
     ask: Callable[[str], str] | None = None
     run_application: Callable[[Any], Any] | None = None
     has_sent: bool = False
+    files: list[TextFile] = field(default_factory=list)
+
+    def add_file(self, path: Path | str) -> None:
+        """Add a file to the next message, and print how many tokens it has.
+
+        Raises:
+            FileError: The file can't be read as text, or doesn't fit into the context.
+        """
+        file = read_file(path)
+        if file not in self.files:
+            tokens, left = self._count_tokens(file), self._tokens_left()
+            self.files.append(file)
+            print_status(f"{file.name}: {tokens:,} tokens; {left - tokens:,} of {self.chat.context_size:,} are left")
+
+    def add_mentioned_files(self, text: str) -> str:
+        """Add the files that a message mentions, such as @notes.txt, and return it with their names."""
+        text, paths = mentioned_paths(text)
+        for path in paths:
+            self.add_file(path)
+        return text
+
+    def _tokens_left(self) -> int:
+        added = "\n\n".join(file.block for file in self.files)
+        return self.chat.context_size - self.chat.context_used - len(self._encode(added))
+
+    def _encode(self, text: str) -> list[int]:
+        limit = max(_MAX_COUNTED_TOKENS, self.chat.context_size)
+        return self.chat.lm.tokenizer.encode(text, add_special_tokens=False, max_length=limit)
+
+    def _count_tokens(self, file: TextFile) -> int:
+        """Return the number of tokens of a file. Raise FileError if the context has no room for them."""
+        size, left = self.chat.context_size, self._tokens_left()
+        try:
+            tokens, count = len(self._encode(file.block)), ""
+        except TextTooLongError:
+            tokens, count = sys.maxsize, f"more than {max(_MAX_COUNTED_TOKENS, size):,}"
+        # Turns can be dropped for a file that fits by itself.
+        if tokens < (left if self.settings.overflow_policy(self.chat) == "stop" else size):
+            return tokens
+        problem = f"{file.name} has {count or f'{tokens:,}'} tokens, and {left:,} of the context's {size:,} are left"
+        hint = "a shorter file, or a model with a larger context" if tokens >= size else "/undo, /reset, or fewer files"
+        raise FileError(problem, hint)
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
-        """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""
+        """Answer a message with its files, or let the model continue its last answer; see the attribute `purpose`.
+
+        An edited message keeps its files.
+        """
         if purpose == "continue":
             self.answer(partial(self.chat.continue_answer, text), begins_with=text)
-        else:
-            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, text), text)
+            return
+        before = [*self.files]
+        try:
+            kept = split_files(self.last_question)[0] if purpose == "edit" else []
+            text = self.add_mentioned_files(text)
+            message = with_files(text, [*kept, *self.files])
+            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, message), message)
+        except BaseException:  # the message is typed again, with what it mentions
+            self.files = before
+            raise
+        self.files = []
+
+    @property
+    def last_question(self) -> str:
+        """The last message of the user with its files; "" if there is none."""
+        return next((m.content for m in reversed(self.chat.messages) if m.role == "user"), "")
 
     def answer(self, start: StartAnswer, message: str = "", begins_with: str = "") -> None:
         """Stream the answer that `start` starts.
