@@ -17,6 +17,7 @@ from mlxlm.utils.errors import GenerationError
 
 MAX_BYTES = 32 << 20  # of a file; a text of this size has millions of tokens
 _PDF_HEADER_BYTES = 1024  # readers look for the signature of a PDF in so many
+_MEDIA = {"image": "an image", "audio": "a sound", "video": "a video"}
 _HTML = {"text/html", "application/xhtml+xml"}
 _BLOCK = re.compile(r"File: (?P<name>[^\n]+)\n(?P<fence>`{3,})\n(?P<text>.*?)\n(?P=fence)(?:\n\n|\Z)", re.DOTALL)
 
@@ -98,12 +99,12 @@ def _decode(content: bytes, kind: str, path: Path) -> str:
         text = content.decode("utf-16") if is_utf16 else None
     except UnicodeDecodeError:
         text = "\0"
-    if text is None and b"\0" not in content and not kind.startswith(("image/", "audio/", "video/")):
+    medium = "text" if kind == "image/svg+xml" else kind.partition("/")[0]
+    if text is None and b"\0" not in content and medium not in _MEDIA:
         hint = f"the same file in UTF-8: iconv -f LATIN1 -t UTF-8 {path.name}"
         return decode_utf8(content, str(path), FileError, hint, "utf-8-sig")
     if text is None or "\0" in text:
-        medium = kind.partition("/")[0]
-        what = {"image": "an image", "audio": "a sound", "video": "a video"}.get(medium, "a binary file")
+        what = _MEDIA.get(medium, "a binary file")
         raise FileError(f"{path} is {what}, and a message can only have text", "text, source code, HTML or PDF")
     return text
 

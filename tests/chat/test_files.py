@@ -27,7 +27,6 @@ HTML = """<!doctype html><html><head><title>Kites</title><style>p { color: red }
             HTML.encode(),
             "Kites\n\n# About kites\n\nAnna has a blue kite.\n\n- one\n- two\n\na\tb\n\nc\n\nx\n   y",
         ),
-        ("a.htm", b"a <![b", "a"),
     ],
 )
 def test_text_of_a_file(tmp_path, name, content, text):

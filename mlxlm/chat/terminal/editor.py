@@ -162,7 +162,7 @@ class _Completer(Completer):
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """Yield completions of one word at a time."""
         text = document.text_before_cursor
-        if match := UNFINISHED_MENTION.search(text):
+        if (match := UNFINISHED_MENTION.search(text)) and not text.startswith("/sy"):  # whose @ is a name
             for c in _complete_path(unescape(match["bare"]), event):
                 yield Completion(re.sub(r"""([\s\\"'])""", r"\\\1", c.text), c.start_position, c.display)
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
