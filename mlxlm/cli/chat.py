@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ from mlxlm.cli.options import (
     MODEL,
     PATH,
     SectionedCommand,
+    given_flags,
     given_values,
     is_given,
     offline_option,
@@ -42,6 +44,7 @@ _REASONING = "How to display reasoning. dim omits it if the output is not a term
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
 _YES = "Without MODEL: take the default model without asking, and download it if necessary."
 _FILE = "Add a file to the first message. Repeatable."
+_SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
 _SYSTEM_PROMPT = "System prompt, or @NAME for one that /system save NAME has saved."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
@@ -55,6 +58,7 @@ _display = partial(option, "Display")
 @offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
+@_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
@@ -103,6 +107,9 @@ def chat(
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
 
+    if prompt is not None and flags["server"]:
+        _answer_remotely(model, prompt, options, flags)
+        return
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
     if flags["sessions"]:
@@ -158,6 +165,39 @@ def chat(
         code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
     if code:
         sys.exit(code)
+
+
+# What the server decides, or a single question doesn't need.
+_NOT_REMOTE = [
+    *("chat_template", "context_overflow", "session", "continue_last", "sessions", "save_kv_cache", "private", "tools"),
+    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp"),
+]
+
+
+def _answer_remotely(model: str | None, prompt: str, options: GenerationOptions, flags: dict[str, Any]) -> None:
+    from mlxlm.chat.files import read_file, with_files
+    from mlxlm.chat.terminal.mentions import mentioned_paths
+    from mlxlm.chat.terminal.screen import open_screen
+    from mlxlm.chat.terminal.system_prompts import resolve
+    from mlxlm.cli.remote_chat import stream_from_server
+
+    if unused := given_flags(_NOT_REMOTE):
+        problem = f"{' and '.join(unused)} would have no effect: the server {flags['server']} answers"
+        raise click.UsageError(f"{problem} (try: --server '' to answer here)")
+    if prompt == "-":
+        files, message = flags["files"], read_stdin()
+    else:
+        text, mentioned = mentioned_paths(prompt)
+        files, message = [*flags["files"], *mentioned], prepend_stdin(text)
+    system = flags["system_prompt"] and resolve(flags["system_prompt"])
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": with_files(message, [read_file(file) for file in files])})
+    if model is not None and os.path.exists(model):
+        model = os.path.basename(os.path.abspath(model))  # as `mlxlm serve` calls it
+    fields = {"model": model, "messages": messages, "max_tokens": flags["max_tokens"]}
+    markdown = sys.stdout.isatty() if flags["markdown"] is None else flags["markdown"]
+    screen = open_screen(flags["reasoning"], markdown)
+    stream_from_server(flags["server"], given_options(options) | given_values(fields), screen)
 
 
 def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:
