@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,9 +33,13 @@ from mlxlm.cli.options import (
     option,
     reject_unused_options,
 )
+from mlxlm.cli.render import spinner
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, one_line
+
+if TYPE_CHECKING:
+    from mlxlm.chat.tools import CallableTool
 
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _CONTEXT_OVERFLOW = (
@@ -42,13 +48,16 @@ _CONTEXT_OVERFLOW = (
 )
 _REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
-_YES = "Without MODEL: take the default model without asking, and download it if necessary."
+_YES = "Don't ask: without MODEL, take the default model and download it if necessary; run tools."
+_TOOLS = "Let the model call the functions of this file, which is run. Repeatable."
+_MCP = "Let the model call the tools of this MCP server (pip install 'mlxlm[mcp]'). Repeatable."
 _FILE = "Add a file to the first message. Repeatable."
 _SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
 _SYSTEM_PROMPT = "System prompt, or @NAME for one that /system save NAME has saved."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
 _conversation = partial(option, "Conversation")
+_tools = partial(option, "Tools")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
 
@@ -63,6 +72,8 @@ _display = partial(option, "Display")
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
+@_tools("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
+@_tools("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
 @_session("--continue continue_last", bool, "Continue the last conversation that was saved automatically.")
 @_session("--sessions", bool, "Search the automatically saved conversations, and continue one.")
@@ -101,7 +112,8 @@ def chat(
     if words := click.get_current_context().args:
         raise click.UsageError(f"a message follows MODEL (try: -p {shlex.quote(' '.join(words))})")
     _check_flags(flags, prompt is not None, interactive)
-    reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
+    has_tools = bool(flags["tools"] or flags["mcp"])
+    reject_unused_options(flags, (model is not None and not has_tools, ["yes"], "MODEL is given"))
     from mlxlm.chat.terminal import autosave, system_prompts
     from mlxlm.chat.terminal.about import first_screen, memory_bandwidth
     from mlxlm.chat.terminal.repl import open_repl
@@ -156,15 +168,32 @@ def chat(
     )
     if verbose:
         memory_bandwidth()
-    for file in flags["files"]:
-        repl.add_file(file)
-    if prompt is not None:
-        # What is piped in is data: it doesn't add files.
-        code = repl.once(prepend_stdin(repl.add_mentioned_files(prompt)) if message is None else message)
-    else:
-        code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
+    with ExitStack() as servers:
+        if has_tools:
+            repl.use_tools(_open_tools(flags["tools"], flags["mcp"], servers))
+            repl.permissions.always = None if flags["yes"] else set()
+        for file in flags["files"]:
+            repl.add_file(file)
+        if prompt is not None:
+            # What is piped in is data: it doesn't add files.
+            code = repl.once(prepend_stdin(repl.add_mentioned_files(prompt)) if message is None else message)
+        else:
+            code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
     if code:
         sys.exit(code)
+
+
+def _open_tools(files: Sequence[Path], commands: Sequence[str], servers: ExitStack) -> list[CallableTool]:
+    """Return the tools of Python files and of MCP servers, which are started and added to `servers`."""
+    from mlxlm.chat.mcp_tools import McpServer
+    from mlxlm.chat.terminal.tools import functions_of
+    from mlxlm.chat.tools import callable_tools
+
+    tools: list[Any] = [function for file in files for function in functions_of(file)]
+    for command in commands:
+        with spinner(f"starting {one_line(command)}"):
+            tools += servers.enter_context(closing(McpServer(command))).tools
+    return list(callable_tools(tools).values())
 
 
 # What the server decides, or a single question doesn't need.
@@ -201,6 +230,8 @@ def _answer_remotely(model: str | None, prompt: str, options: GenerationOptions,
 
 
 def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:
+    if (flags["tools"] or flags["mcp"]) and not interactive and not flags["yes"]:
+        raise click.UsageError("--tools and --mcp need --yes where nobody can be asked before a call")
     if flags["save_kv_cache"] and flags["session"] is None:
         raise click.UsageError("--save-kv-cache needs --session")
     if sum([flags["session"] is not None, flags["continue_last"], flags["sessions"], flags["private"]]) > 1:

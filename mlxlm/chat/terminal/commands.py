@@ -24,6 +24,7 @@ from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
+from mlxlm.chat.terminal.tools import call_text, show_call
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.utils.bounded_reads import decode_utf8
@@ -102,7 +103,7 @@ Enter       sends; Alt-Enter starts a new line
 @FILE       adds a file to a message; Tab completes
 Ctrl-C      stops an answer; Ctrl-D leaves
 13% >       how full the context is"""
-_UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens")  # only /help TOPIC lists them
+_UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens", "/tools")  # only /help TOPIC lists them
 # Each has the commands with this topic, and a text.
 _TOPICS = {
     "model": """\
@@ -116,6 +117,10 @@ What isn't the name of a file stays text.""",
     "answers": "Ctrl-C stops an answer. An edited message keeps its files.",
     "sessions": """\
 Conversations in a terminal are saved by themselves: mlxlm chat --continue opens the last one.""",
+    "tools": """\
+--tools FILE.py   functions with type hints: mlxlm chat --tools weather.py
+--mcp COMMAND     the tools of an MCP server: mlxlm chat --mcp "npx some-server"
+Each call is shown, and runs if you answer y, or a for all calls of this function. Ctrl-C stops one.""",
     "keys": '''\
 Enter       sends; Alt-Enter starts a new line
 """         opens and closes a message of several lines
@@ -191,6 +196,8 @@ def _show_messages(terminal: TerminalChat, messages: Sequence[Message]) -> None:
         print_status("empty: there is no message yet")
     for message in messages:
         print_status(f"{message.role}:")
+        for call in message.tool_calls:
+            show_call(call)
         if message.role != "assistant" or not sys.stdout.isatty():
             print_info(message.content)
             continue
@@ -203,10 +210,12 @@ def show_last_exchange(terminal: TerminalChat) -> None:
     """Print the end of the last question, without the text of files, and its answer, if there is one."""
     chat = terminal.chat
     if chat.branches[chat.branch_name]:
-        question, answer = chat.messages[-2:]
+        messages = chat.messages
+        start = max(index for index, message in enumerate(messages) if message.role == "user")
+        question, *answer = messages[start:]
         lines = name_files(question.content).splitlines()
         shown = "\n".join(lines if len(lines) <= _MAX_SHOWN_LINES else ["…", *lines[-_MAX_SHOWN_LINES:]])
-        _show_messages(terminal, [replace(question, content=shown), answer])
+        _show_messages(terminal, [replace(question, content=shown), *answer])
 
 
 def _model(terminal: TerminalChat, name: str) -> None:
@@ -243,7 +252,7 @@ def _export(terminal: TerminalChat, name: str) -> None:
         parts.append(f"## {message.role.capitalize()}")
         if reasoning:
             parts.append(f"<details><summary>Reasoning</summary>\n\n{reasoning}\n\n</details>")
-        parts.append(text)
+        parts += filter(None, [text, *(f"`{call_text(call)}`" for call in message.tool_calls)])
     with atomic_new_file(path, GenerationError, "another name") as file:
         file.write(("\n\n".join(parts) + "\n").encode())
     print_status(f"{len(chat.messages)} messages are written to {path}")
@@ -289,6 +298,13 @@ def _file(terminal: TerminalChat, name: str) -> None:
         terminal.add_file(path)
     names = ", ".join(file.name for file in terminal.files)
     print_status(f"the next message begins with {names}" if names else "no file is added to the next message")
+
+
+def _tools(terminal: TerminalChat, _: str) -> None:
+    for tool in terminal.chat.tools:
+        print_info(f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})  {_abbreviated(tool.description)}")
+    if not terminal.chat.tools:
+        print_status("there are no tools: mlxlm chat --tools FILE.py or --mcp COMMAND adds some")
 
 
 def _load(terminal: TerminalChat, name: str) -> None:
@@ -462,6 +478,7 @@ _BY_TOPIC = {
         Command("/reset", "remove all but the system prompt (also /clear)", _reset),
         Command("/tokens", "count the tokens of each message", _tokens),
     ),
+    "tools": (Command("/tools", "list the functions that the model can call", _tools),),
     "keys": (Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),),
 }
 COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for group in _BY_TOPIC.values() for command in group}

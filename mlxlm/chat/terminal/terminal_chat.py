@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +22,10 @@ from mlxlm.chat.terminal import about
 from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.mentions import mentioned_paths
 from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.terminal.screen import Screen, open_screen, push_text
+from mlxlm.chat.terminal.screen import PlainScreen, Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
+from mlxlm.chat.terminal.tools import Permissions, interruptible, show_call, show_result
+from mlxlm.chat.tools import CallableTool
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, TextTooLongError
 
@@ -63,6 +65,7 @@ class TerminalChat:
         run_application: Runs an application of prompt_toolkit in the terminal; None without a line editor.
         has_sent: Whether there was a message.
         files: Files that the next message begins with.
+        permissions: Asks before the calls of tools.
     """
 
     chat: Chat
@@ -80,6 +83,13 @@ class TerminalChat:
     run_application: Callable[[Any], Any] | None = None
     has_sent: bool = False
     files: list[TextFile] = field(default_factory=list)
+    permissions: Permissions = field(default_factory=Permissions)
+
+    def use_tools(self, tools: Sequence[CallableTool]) -> None:
+        """Let the answers call tools, with the user's permission. Raise as `Chat.tools` does."""
+        # Elsewhere Ctrl-C ends the program.
+        self.chat.tools = [interruptible(tool, raise_interrupts) for tool in tools] if self.interactive else tools
+        self.chat.allow_call = self.permissions.allow
 
     def add_file(self, path: Path | str) -> None:
         """Add a file to the next message, and print how many tokens it has.
@@ -173,8 +183,8 @@ class TerminalChat:
         before = self.chat.stats.last
         try:
             markdown = self.settings.has_markdown(self.chat)
-            screen = open_screen(self.settings.reasoning, markdown)
-            reason = stream_answer(self.chat, start, screen, self.stop, begins_with)
+            new_screen = partial(open_screen, self.settings.reasoning, markdown)
+            reason = stream_answer(self.chat, start, new_screen, self.stop, begins_with)
         finally:
             result = self.chat.stats.last
             if result is not None and result is not before:
@@ -195,6 +205,7 @@ class TerminalChat:
     def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:
         """Continue with the chat of another session file; `named` if the user chose its name."""
         print_notes(chat)
+        chat.tools, chat.allow_call = self.chat.tools, self.chat.allow_call
         self.chat, self.bytes_per_token = chat, ""
         self.autosave.open(path, named)
         messages = sum(message.role != "system" for message in chat.messages)
@@ -216,11 +227,12 @@ def print_notes(chat: Chat) -> None:
 
 
 def stream_answer(
-    chat: Chat, start: StartAnswer, screen: Screen, stop: threading.Event, begins_with: str = ""
+    chat: Chat, start: StartAnswer, new_screen: Callable[[], Screen], stop: threading.Event, begins_with: str = ""
 ) -> FinishReason | None:
     """Stream one answer to the screen until its end, or until `stop` is set.
 
-    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk.
+    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk. Calls of tools
+    and their results are shown between two screens.
 
     Returns:
         The finish reason, None if stopped.
@@ -235,6 +247,7 @@ def stream_answer(
         if tokens_read < chat.prompt_tokens - 1:  # the last one is read together with the answer's first
             screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
 
+    screen, has_text = new_screen(), False
     reason: FinishReason | None = None
     chunks = start(on_prefill)  # before the screen changes: it may raise
     try:
@@ -245,7 +258,15 @@ def stream_answer(
                     push_text(screen, begins_with)
                     begins_with = ""
                 screen.push(chunk.text, chunk.reasoning)
+                has_text = has_text or bool(chunk.text)
                 reason = chunk.finish_reason
+                if chunk.tool_result is not None:
+                    show_result(chunk.tool_result)
+                elif chunk.tool_call is not None:
+                    if has_text or not isinstance(screen, PlainScreen):
+                        screen.finish()
+                    show_call(chunk.tool_call)
+                    screen, has_text = new_screen(), False
                 if stop.is_set():
                     break
     except KeyboardInterrupt:

@@ -401,7 +401,7 @@ def test_ctrl_c_while_a_long_message_is_read(lm, capsys):
         return chat.ask("Hello! " * 300, on_prefill=interrupt)
 
     with defer_interrupts() as stop:
-        assert stream_answer(chat, start, open_screen("dim", True), stop) is None
+        assert stream_answer(chat, start, partial(open_screen, "dim", True), stop) is None
     assert chat.messages == [] and chat.stats.answers == 0
     assert capsys.readouterr() == ("\n", "")
 
