@@ -25,11 +25,11 @@ def functions_of(path: Path) -> list[Callable[..., Any]]:
     Raises:
         GenerationError: The file can't be read or run, or has no such function.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"mlxlm_tools_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise GenerationError(f"{path} is not a Python file", "a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # where dataclasses and type hints look
+    sys.modules[spec.name] = module  # where dataclasses and type hints look
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever it raises
