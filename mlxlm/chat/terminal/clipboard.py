@@ -15,7 +15,7 @@ _SECONDS = 5
 
 
 def copy(text: str) -> str:
-    """Copy a text, and return how: the name of the program, or "the terminal".
+    """Copy a text, and return how: "with xclip", for example.
 
     Raises:
         GenerationError: There is neither a program nor a terminal, or the program failed.
@@ -25,12 +25,12 @@ def copy(text: str) -> str:
             subprocess.run(command, input=text.encode(), check=True, timeout=_SECONDS, stdout=subprocess.DEVNULL)
         except (OSError, subprocess.SubprocessError) as error:
             raise GenerationError(f"{command[0]} failed: {error}", "/export FILE.md") from None
-        return command[0]
+        return f"with {command[0]}"
     if not sys.stdout.isatty() or is_dumb_terminal():
         raise GenerationError("there is no clipboard here", "pbcopy, wl-copy or xclip, or a terminal")
     sys.stdout.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a")
     sys.stdout.flush()
-    return "the terminal"
+    return "through the terminal (OSC 52)"
 
 
 def _command() -> list[str] | None:

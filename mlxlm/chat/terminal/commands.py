@@ -268,8 +268,7 @@ def _copy(terminal: TerminalChat, number: str) -> None:
             count = f"{len(blocks)} blocks" if len(blocks) != 1 else "one block"
             raise GenerationError(f"the last answer has {count} of code, and no {number}", hint)
         answer = blocks[int(number) - 1]
-    how = clipboard.copy(answer)
-    print_status(f"copied {len(answer):,} characters to the clipboard, by {how}")
+    print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
 
 
 def code_blocks(markdown: str) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.chat.answer import Answer
@@ -25,9 +25,11 @@ from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import PlainScreen, Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.tools import Permissions, interruptible, show_call, show_result
-from mlxlm.chat.tools import CallableTool
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, TextTooLongError
+
+if TYPE_CHECKING:  # pydantic takes time to import
+    from mlxlm.chat.tools import CallableTool
 
 # Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
 StartAnswer = Callable[[Callable[[int], None]], Answer]
@@ -98,10 +100,24 @@ class TerminalChat:
             FileError: The file can't be read as text, or doesn't fit into the context.
         """
         file = read_file(path)
-        if file not in self.files:
-            tokens, left = self._count_tokens(file), self._tokens_left()
-            self.files.append(file)
-            print_status(f"{file.name}: {tokens:,} tokens; {left - tokens:,} of {self.chat.context_size:,} are left")
+        if file in self.files:
+            return
+        size, limit = self.chat.context_size, max(_MAX_COUNTED_TOKENS, self.chat.context_size)
+        encode = partial(self.chat.lm.tokenizer.encode, add_special_tokens=False, max_length=limit)
+        left = size - self.chat.context_used - len(encode(with_files("", self.files)))
+        try:
+            tokens = len(encode(file.block))
+            count = f"{tokens:,}"
+        except TextTooLongError:
+            tokens, count = size, f"more than {limit:,}"
+        can_drop = self.settings.overflow_policy(self.chat) != "stop"
+        if tokens >= (size if can_drop else left):
+            hint = (
+                "/undo, /reset, or fewer files" if tokens < size else "a shorter file, or a model with a larger context"
+            )
+            raise FileError(f"{file.name} has {count} tokens, and {left:,} of the context's {size:,} are left", hint)
+        self.files.append(file)
+        print_status(f"{file.name}: {count} tokens; {max(0, left - tokens):,} of {size:,} are left")
 
     def add_mentioned_files(self, text: str) -> str:
         """Add the files that a message mentions, such as @notes.txt, and return it with their names."""
@@ -109,28 +125,6 @@ class TerminalChat:
         for path in paths:
             self.add_file(path)
         return text
-
-    def _tokens_left(self) -> int:
-        added = "\n\n".join(file.block for file in self.files)
-        return self.chat.context_size - self.chat.context_used - len(self._encode(added))
-
-    def _encode(self, text: str) -> list[int]:
-        limit = max(_MAX_COUNTED_TOKENS, self.chat.context_size)
-        return self.chat.lm.tokenizer.encode(text, add_special_tokens=False, max_length=limit)
-
-    def _count_tokens(self, file: TextFile) -> int:
-        """Return the number of tokens of a file. Raise FileError if the context has no room for them."""
-        size, left = self.chat.context_size, self._tokens_left()
-        try:
-            tokens, count = len(self._encode(file.block)), ""
-        except TextTooLongError:
-            tokens, count = sys.maxsize, f"more than {max(_MAX_COUNTED_TOKENS, size):,}"
-        # Turns can be dropped for a file that fits by itself.
-        if tokens < (left if self.settings.overflow_policy(self.chat) == "stop" else size):
-            return tokens
-        problem = f"{file.name} has {count or f'{tokens:,}'} tokens, and {left:,} of the context's {size:,} are left"
-        hint = "a shorter file, or a model with a larger context" if tokens >= size else "/undo, /reset, or fewer files"
-        raise FileError(problem, hint)
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
         """Answer a message with its files, or let the model continue its last answer; see the attribute `purpose`.
@@ -140,12 +134,13 @@ class TerminalChat:
         if purpose == "continue":
             self.answer(partial(self.chat.continue_answer, text), begins_with=text)
             return
-        before = [*self.files]
+        start, kept, before = self.chat.ask, list[TextFile](), [*self.files]
+        if purpose == "edit":
+            start, (kept, _) = self.chat.edit, split_files(self.last_question)
         try:
-            kept = split_files(self.last_question)[0] if purpose == "edit" else []
             text = self.add_mentioned_files(text)
             message = with_files(text, [*kept, *self.files])
-            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, message), message)
+            self.answer(partial(start, message), message)
         except BaseException:  # the message is typed again, with what it mentions
             self.files = before
             raise

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxlm.chat.messages import ToolCall
 from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.tools import CallableTool
 from mlxlm.utils.errors import GenerationError, MlxlmError
+
+if TYPE_CHECKING:  # pydantic takes time to import
+    from mlxlm.chat.tools import CallableTool
 
 _MAX_RESULT_LINES, _MAX_RESULT_CHARS = 6, 500  # that are shown
 
@@ -34,8 +36,11 @@ def functions_of(path: Path) -> list[Callable[..., Any]]:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever it raises
         raise GenerationError(f"{path} can't be run: {type(error).__name__}: {error}", f"python {path}") from error
-    functions = [f for name, f in vars(module).items() if inspect.isfunction(f) and not name.startswith("_")]
-    own = [function for function in functions if function.__module__ == spec.name]
+    own: list[Callable[..., Any]] = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == spec.name and not name.startswith("_")
+    ]
     if not own:
         raise GenerationError(f"{path} has no functions", "def get_time() -> str: ...")
     return own

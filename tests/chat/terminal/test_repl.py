@@ -652,7 +652,7 @@ def test_answers_are_copied_and_exported(terminal, environment, tmp_path):
     say(chat, "/continue Code:\\n", "cut off")
     say(chat, '/continue """Use\r```python\rprint(1)\r```\rnow"""', "cut off")
     say(chat, "/copy 2", r"error: the last answer has one block of code, and no 2 \(try: /copy 1\)")
-    say(chat, "/copy 1", r"\x1b\]52;c;cHJpbnQoMSkK\x07", "by the terminal")  # SSH: the terminal's clipboard
+    say(chat, "/copy 1", r"\x1b\]52;c;cHJpbnQoMSkK\x07", "through the terminal")  # SSH: the terminal's clipboard
     exported = tmp_path / "chat.md"
     say(chat, f"/export {exported}", "2 messages are written")
     assert exported.read_text().startswith("# Chat with tiny\n\n## User\n\nHello!\n\n## Assistant\n\nUse\n```python")
