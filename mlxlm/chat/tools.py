@@ -15,7 +15,6 @@ from pydantic_core import PydanticUndefined, to_json
 from mlxlm.chat.messages import Tool, ToolCall, parse_tools
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
-MAX_ROUNDS = 10  # of calls in one answer: small models tend to repeat calls until they are stopped
 MAX_RESULT_CHARS = 40_000  # about 10,000 tokens; the rest is left out
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(?P<indent>\s*)(?P<name>\w+)(\s*\([^)]*\))?:\s*(?P<text>.*)$")
