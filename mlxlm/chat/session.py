@@ -24,6 +24,7 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
+from mlxlm.chat.reasoning import split
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
@@ -523,7 +524,8 @@ class Chat:
             stream.cancel()
             if (result := stream.partial_result()).tokens:
                 turn = self._chat_model.turn(exchange.question, exchange.prompt, start, result)
-                if parser.calls:  # that have no results yet
+                # Calls that have no results yet aren't kept, nor is the beginning of one.
+                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text:
                     turn = replace(turn, answer=parser.text, ids=())
                 turn, conversation = replace(turn, steps=tuple(exchange.steps)), exchange.conversation
                 self._branches.current = replace(conversation, turns=(*conversation.turns, turn))

@@ -14,7 +14,7 @@ from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import GenerationChunk
 from mlxlm.utils.errors import GenerationError, TokenizerError
 
-OPTIONS = {"temperature": 0, "max_tokens": 60}
+OPTIONS = {"temperature": 0, "max_tokens": 100}
 
 
 @pytest.fixture
