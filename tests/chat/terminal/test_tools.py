@@ -9,12 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from mlxlm.chat.messages import ToolCall
+from mlxlm.chat.session import Chat
+from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.commands import run_command
+from mlxlm.chat.terminal.repl import Repl
 from mlxlm.chat.terminal.screen import open_screen
+from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import raise_interrupts, stream_answer
 from mlxlm.chat.terminal.tools import Permissions, functions_of, interruptible, show_call, show_result
 from mlxlm.chat.tools import CallableTool, callable_tools
 from mlxlm.generation import GenerationChunk
 from mlxlm.utils.errors import GenerationError
+from tests.chat.test_chat_tools import made_to_call  # noqa: F401 - a fixture
+from tests.run_command import run_command as run_mlxlm
 
 CALL = ToolCall("1", "get_weather", '{"city": "Zürich", "days": [1, 2]}')
 TOOLS = '''
@@ -97,6 +104,35 @@ def test_calls_and_results_are_shown_between_parts_of_the_answer(capsys):
     assert out == "Let me see.\nIt is sunny.\n"
     call = 'get_weather(city="Zürich", days=[1, 2])\n'
     assert err == f"{call}→ sunny\nwarm\n{call}→ {'x' * 500} …\n"
+
+
+def test_a_chat_with_tools(lm, made_to_call, capsys, tmp_path):  # noqa: F811
+    answers = iter(["y", "n"])
+    repl = Repl(Chat(lm, temperature=0, max_tokens=60), Settings(), Autosave(), None, {}, interactive=True)
+    repl.permissions.ask = lambda question: next(answers)
+    repl.use_tools([CallableTool("tell_time", "Tell the time.", run=lambda arguments: "12:00")])
+    made_to_call(2)
+    repl.send("What time is it?")
+    assert "tell_time()\n→ 12:00\ntell_time()\n→ error: the user did not allow this call\n" in capsys.readouterr().err
+    assert [message.role for message in repl.chat.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    run_command(repl, f"/save {tmp_path / 's.jsonl'}")
+    capsys.readouterr()
+    run_command(repl, f"/load {tmp_path / 's.jsonl'}")  # shows the last exchange; the tools stay
+    assert "user:\nWhat time is it?\nassistant:\ntell_time()\n" in capsys.readouterr().err
+    run_command(repl, "/tools")
+    assert capsys.readouterr().err == "tell_time()  Tell the time.\n"
+    run_command(repl, f"/export {tmp_path / 'chat.md'}")
+    assert "## Assistant\n\n`tell_time()`\n\n## Tool\n\n12:00\n" in (tmp_path / "chat.md").read_text()
+
+
+def test_tools_on_the_command_line(model_folder, tmp_path):
+    (tmp_path / "weather.py").write_text(TOOLS)
+    arguments = ["chat", model_folder, "-n", "3", "--tools", tmp_path / "weather.py"]
+    refused = run_mlxlm(*arguments, "-p", "Hi")
+    assert refused.returncode == 2 and b"need --yes where nobody can be asked" in refused.stderr
+    listed = run_mlxlm(*arguments, "--yes", stdin=b"/tools\n")
+    assert (listed.returncode, listed.stderr) == (0, b"get_weather(city, days)  Return the weather.\n")
+    assert run_mlxlm(*arguments, "--yes", "-p", "Hi").returncode == 0
 
 
 def test_what_a_model_wrote_can_not_control_the_terminal(capsys):
