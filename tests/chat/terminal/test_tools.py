@@ -108,7 +108,7 @@ def test_calls_and_results_are_shown_between_parts_of_the_answer(capsys):
 
 def test_a_chat_with_tools(lm, made_to_call, capsys, tmp_path):  # noqa: F811
     answers = iter(["y", "n"])
-    repl = Repl(Chat(lm, temperature=0, max_tokens=60), Settings(), Autosave(), None, {}, interactive=True)
+    repl = Repl(Chat(lm, temperature=0, max_tokens=90), Settings(), Autosave(), None, {}, interactive=True)
     repl.permissions.ask = lambda question: next(answers)
     repl.use_tools([CallableTool("tell_time", "Tell the time.", run=lambda arguments: "12:00")])
     made_to_call(2)
