@@ -82,14 +82,15 @@ def read_file(path: Path | str) -> TextFile:
     path = Path(path)
     content = read_bytes(path, MAX_BYTES, FileError)
     kind = mimetypes.guess_type(path.name)[0] or ""
+    hint = None
     if b"%PDF-" in content[:_PDF_HEADER_BYTES]:
-        text = _pdf_text(content, path)
+        text, hint = _pdf_text(content, path), "a PDF whose pages aren't pictures of text"
     else:
         text = _decode(content, kind, path)
         text = _html_text(text, path) if kind in _HTML else text
     text = text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     if not text.strip():
-        raise FileError(f"{path} has no text", "a scanned page needs text recognition first" if content else None)
+        raise FileError(f"{path} has no text", hint)
     return TextFile(shown_name(path), text)
 
 

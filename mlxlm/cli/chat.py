@@ -49,15 +49,14 @@ _CONTEXT_OVERFLOW = (
 _REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
 _YES = "Don't ask: without MODEL, take the default model and download it if necessary; run tools."
-_TOOLS = "Let the model call the functions of this file, which is run. Repeatable."
-_MCP = "Let the model call the tools of this MCP server (pip install 'mlxlm[mcp]'). Repeatable."
+_TOOLS = "Let the model call the functions of this file."
+_MCP = "Let the model call the tools of this MCP server."
 _FILE = "Add a file to the first message. Repeatable."
 _SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
-_SYSTEM_PROMPT = "System prompt, or @NAME for one that /system save NAME has saved."
+_SYSTEM_PROMPT = "System prompt, or @NAME of a saved one."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
 _conversation = partial(option, "Conversation")
-_tools = partial(option, "Tools")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
 
@@ -65,15 +64,15 @@ _display = partial(option, "Display")
 @click.command(cls=SectionedCommand, context_settings={"allow_extra_args": True})
 @click.argument("model", required=False, type=MODEL)
 @offline_option
-@_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
+@_conversation("-p --prompt", str, "Answer one message and exit; - reads it from stdin.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
 @_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
-@_tools("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
-@_tools("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
+@_conversation("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
+@_conversation("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
 @_session("--continue continue_last", bool, "Continue the last conversation that was saved automatically.")
 @_session("--sessions", bool, "Search the automatically saved conversations, and continue one.")
@@ -96,12 +95,16 @@ def chat(
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    Ctrl-C stops an answer; /help lists the commands. In a message, @notes.txt adds a file.
+    Ctrl-C stops an answer; /help lists the commands. @notes.txt in a message adds a file.
     \f
     If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
     an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
     can set other sampling defaults.
+
+    With --tools, which can be repeated, the Python file is run, and the model can call its functions with type hints.
+    With --mcp, which can be repeated, it can call the tools of an MCP server (pip install 'mlxlm[mcp]'). Each call is
+    shown, and you are asked before it runs.
 
     Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
     --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,

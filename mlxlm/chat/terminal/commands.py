@@ -245,6 +245,8 @@ def _export(terminal: TerminalChat, name: str) -> None:
     """Write the conversation to a new Markdown file."""
     if not name:
         raise GenerationError("there is no file to write to", "/export FILE.md")
+    if not terminal.last_question:
+        raise GenerationError("there is no message yet", "a message first")
     path, chat = Path(_expanded(name)), terminal.chat
     parts = [f"# Chat with {model_name(chat.lm)}"]
     for message in chat.messages:
@@ -262,7 +264,7 @@ def _copy(terminal: TerminalChat, number: str) -> None:
     """Copy the last answer, or one of its blocks of code."""
     answer = split(_last_answer(terminal))[1]
     if number:
-        blocks = code_blocks(answer)
+        blocks = _code_blocks(answer)
         if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
             hint = f"1 to {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
             count = f"{len(blocks)} blocks" if len(blocks) != 1 else "one block"
@@ -271,7 +273,7 @@ def _copy(terminal: TerminalChat, number: str) -> None:
     print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
 
 
-def code_blocks(markdown: str) -> list[str]:
+def _code_blocks(markdown: str) -> list[str]:
     """Return the code in the blocks of a Markdown text, also of one that isn't closed."""
     from markdown_it import MarkdownIt  # takes time to import
 

@@ -647,7 +647,7 @@ def test_answers_are_copied_and_exported(terminal, environment, tmp_path):
     copied, path = tmp_path / "copied", f"{tmp_path}:{environment['PATH']}"
     chat = terminal("-n", "5", PATH=path, DISPLAY=":0", COPIED=str(copied), SSH_CONNECTION="")
     say(chat, "/copy", "error: there is no answer yet")
-    say(chat, "/load nothing", "error")
+    say(chat, "/export none.md", "error: there is no message yet")
     say(chat, "Hello!", "cut off")
     say(chat, "/continue Code:\\n", "cut off")
     say(chat, '/continue """Use\r```python\rprint(1)\r```\rnow"""', "cut off")
