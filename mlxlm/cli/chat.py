@@ -64,7 +64,7 @@ _display = partial(option, "Display")
 @click.command(cls=SectionedCommand, context_settings={"allow_extra_args": True})
 @click.argument("model", required=False, type=MODEL)
 @offline_option
-@_conversation("-p --prompt", str, "Answer one message and exit; - reads it from stdin.", metavar="TEXT")
+@_conversation("-p --prompt", str, "Answer one message and exit; - reads stdin.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
 @_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
@@ -95,7 +95,7 @@ def chat(
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    Ctrl-C stops an answer; /help lists the commands. @notes.txt in a message adds a file.
+    Ctrl-C stops an answer; /help lists the commands; @FILE adds a file.
     \f
     If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
