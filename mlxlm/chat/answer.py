@@ -38,6 +38,7 @@ from mlxlm.utils.errors import GenerationError
 
 if TYPE_CHECKING:
     from mlxlm.chat.tools import CallableTool
+    from mlxlm.generation.sampling import SamplingFunctions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 
@@ -62,18 +63,18 @@ class Cancellation:
     """Cancels the stream of an answer from any thread, also one that is only about to begin."""
 
     def __init__(self) -> None:
-        self.cancelled = False
+        self._cancelled = False
         self.stream: TextStream | None = None
 
     def attach(self, stream: TextStream) -> None:
         """Let `cancel` cancel this stream."""
         self.stream = stream
-        if self.cancelled:
+        if self._cancelled:
             stream.cancel()
 
     def cancel(self) -> None:
         """Cancel the stream."""
-        self.cancelled = True
+        self._cancelled = True
         if self.stream is not None:
             self.stream.cancel()
 
@@ -86,6 +87,7 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
         self._chunks, self._cancellation = chunks, cancellation
         self._lock = threading.RLock()
         self._texts: list[str] = []
+        self._before_calls = False  # whether calls came after the last text
 
     def __iter__(self) -> Answer:
         return self
@@ -93,8 +95,11 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
     def __next__(self) -> GenerationChunk:
         with self._lock:
             chunk = next(self._chunks)
-            if chunk.text and not chunk.reasoning:
-                self._texts.append(chunk.text)
+            if chunk.tool_call is not None:
+                self._before_calls = bool(self._texts)
+            elif chunk.text and not chunk.reasoning:
+                self._texts += ["\n\n", chunk.text] if self._before_calls else [chunk.text]
+                self._before_calls = False
             return chunk
 
     def __aiter__(self) -> Answer:
@@ -112,7 +117,10 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
 
     @property
     def text(self) -> str:
-        """The whole answer without its reasoning, when it has ended; what there is of it if it was closed."""
+        """The whole answer without its reasoning, when it has ended; what there is of it if it was closed.
+
+        Texts before and after calls are paragraphs.
+        """
         for _ in self:
             pass
         return "".join(self._texts)
@@ -220,6 +228,7 @@ class ChatModel:
         limit: Tokens of a conversation, its answer included; more than `UNLIMITED` with a rotating cache.
         eos_token_ids: Tokens that end an answer.
         tools: The tools that an answer may call, by their names.
+        functions: The caller's functions that take part in sampling.
     """
 
     def __init__(
@@ -229,9 +238,10 @@ class ChatModel:
         kv: KVOptions,
         speculation: SpeculativeDecoder | None,
         tools: Mapping[str, CallableTool],
+        functions: SamplingFunctions | None,
     ):
         """Raise TokenizerError for a bad chat template, GenerationError for cache settings this model can't use."""
-        self.tools = tools
+        self.tools, self.functions = tools, functions
         self.lm, self.requested_chat_template = lm, chat_template
         self.chat_encoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, chat_template)
         self.limit = 1 + max_new_tokens_for(lm, [0], kv)
@@ -254,7 +264,8 @@ class ChatModel:
 
     def check(self, options: GenerationOptions) -> None:
         """Raise GenerationError for options that this model can't use, alone or with the tools."""
-        request = Request([0], self._constrain(options, may_call=True), self.eos_token_ids)
+        options = self._constrain(options, may_call=True)
+        request = Request([0], options, self.eos_token_ids, functions=self.functions)
         request.check(self.lm, self.engine.kv)
         request.compile_grammar(self.lm)
 
@@ -302,7 +313,8 @@ class ChatModel:
         if options.seed is not None:
             options = options.with_seed(options.seed)  # deterministic answers read the whole conversation again
         options = self._constrain(options, may_call)
-        return self.engine.submit(Request(prompt, options, self.eos_token_ids, question), on_prefill=on_prefill)
+        request = Request(prompt, options, self.eos_token_ids, question, self.functions)
+        return self.engine.submit(request, on_prefill=on_prefill)
 
     def _constrain(self, options: GenerationOptions, may_call: bool) -> GenerationOptions:
         return constrain_calls(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from mlxlm.cache import KVOptions, fingerprint
 from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel, ChatStats, edited_answer
 from mlxlm.chat.chat_encoder import Messages, parse_messages
+from mlxlm.chat.generate import sampling_functions
 from mlxlm.chat.history import (
     MAIN_BRANCH,
     Branches,
@@ -29,7 +30,9 @@ from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.config.option import non_default_fields
 from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
+from mlxlm.generation.loaded_model import loaded
 from mlxlm.generation.options import OptionArguments
+from mlxlm.generation.sampling import LogitsFunction, SamplerFunction
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 OnPrefill = Callable[[int], None]
+_NAMES = (
+    "system_prompt", "messages", "chat_template", "context_overflow", "tools", "allow_call", "kv", "speculation",
+    "logits_processors", "sampler",
+)  # fmt: skip
 MAX_ROUNDS = 10  # of calls in one answer: small models tend to repeat them until they are stopped
 
 
@@ -75,7 +82,7 @@ class Chat:
     Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
     Args:
-        lm: The model.
+        lm: The model, or its name, as in `mlxlm.stream`.
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
@@ -91,6 +98,8 @@ class Chat:
         allow_call: Asked before each call; if it returns False, the model is told so.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
+        logits_processors: See `mlxlm.stream`.
+        sampler: See `mlxlm.stream`; not together with tools.
         **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
             elsewhere, `max_tokens` has no limit by default if there is a chat template.
 
@@ -101,7 +110,7 @@ class Chat:
 
     def __init__(
         self,
-        lm: LoadedModel,
+        lm: LoadedModel | str | Path,
         *,
         system_prompt: str | None = None,
         messages: Messages = (),
@@ -111,8 +120,11 @@ class Chat:
         allow_call: AllowCall | None = None,
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
+        logits_processors: Sequence[LogitsFunction] = (),
+        sampler: SamplerFunction | None = None,
         **options: Unpack[OptionArguments],
     ):
+        lm = loaded(lm)
         parsed = parse_messages(messages)
         if parsed and parsed[0].role == "system":
             if system_prompt is not None:
@@ -123,8 +135,9 @@ class Chat:
         self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(parsed))})
         self._options: GenerationOptions
         self.allow_call = allow_call
-        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, _by_name(tools))
-        self.options = lm.generation_options(**{"max_tokens": self.defaults.max_tokens, **options})
+        functions = sampling_functions(logits_processors, sampler, options)
+        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, _by_name(tools), functions)
+        self.options = lm.generation_options(_NAMES, **{"max_tokens": self.defaults.max_tokens, **options})
         self.context_overflow = check_context_overflow(context_overflow)
         self._speculation = speculation
         self.notes: list[str] = []  # what to tell the user after opening a session file
@@ -150,7 +163,8 @@ class Chat:
     def lm(self, lm: LoadedModel) -> None:
         self._end_answer()
         old = self._chat_model
-        chat_model = ChatModel(lm, old.requested_chat_template, self.kv, self._speculation, old.tools)
+        template, functions = old.requested_chat_template, old.functions
+        chat_model = ChatModel(lm, template, self.kv, self._speculation, old.tools, functions)
         options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         if not same_tokenizer:
             options = replace(options, logit_bias={})
@@ -412,7 +426,7 @@ class Chat:
     def open(
         cls,
         path: Path | str,
-        lm: LoadedModel,
+        lm: LoadedModel | str | Path,
         *,
         chat_template: str | None = None,
         context_overflow: ContextOverflow | None = None,
@@ -429,7 +443,7 @@ class Chat:
         Raises:
             GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
         """
-        path, files = Path(path), SessionFiles()
+        path, lm, files = Path(path), loaded(lm), SessionFiles()
         session = files.read(path)
         settings, notes, same_model = restore(session, path, lm, chat_template)
         overrides = {"chat_template": chat_template, "context_overflow": context_overflow, "kv": kv}

@@ -7,6 +7,7 @@ from mlxlm.utils.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from mlxlm.generation.context import Context
     from mlxlm.generation.decoding import greedy_tokens
+    from mlxlm.generation.embedding import embed, hidden_states
     from mlxlm.generation.engine import (
         Engine,
         EngineStats,
@@ -39,9 +40,11 @@ __all__ = [
     "Score",
     "TextStream",
     "Timings",
+    "embed",
     "filter_logits",
     "get_engine",
     "greedy_tokens",
+    "hidden_states",
     "load",
     "run_batch",
     "score",

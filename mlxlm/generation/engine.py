@@ -119,7 +119,7 @@ class Engine:
             speculation.drafter.check(lm)
         self.lm = replace(lm)  # its own, so that a model and its engines are freed together
         self.kv = kv or KVOptions()
-        self.batch_size, self._max_waiting = batch_size, max_waiting
+        self.batch_size, self._max_waiting, self._speculates = batch_size, max_waiting, speculation is not None
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
         self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
         if prefix_cache_bytes is None:
@@ -149,6 +149,9 @@ class Engine:
                 for. A constraint is compiled in the background: its errors are raised by the stream.
             QueueFullError: `max_waiting` texts wait.
         """
+        if request.functions is not None and self._speculates:
+            problem = "logits_processors and a sampler can't be combined with speculation"
+            raise GenerationError(problem, "one of them")
         text = Text(self.lm, request, self.kv)
         self._eval_weights()
         if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Self
 
@@ -17,6 +19,7 @@ from mlxlm.utils.errors import GenerationError
 
 MAX_SCHEMA_CHARS = 1 << 18  # of a schema, a regular expression or grammar, and of all choices together
 GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
+_GBNF_RULE = re.compile(r"^[\w-]+\s*::=", re.MULTILINE)
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
 
 _repetition = partial(option, section="Repetition penalties")
@@ -81,8 +84,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
 
     Attributes:
         logit_bias: {token id: number added to its logit}; also as "id=number" strings.
-        json_schema: JSON schema that the text must match, as text or dict; True for any JSON. At most one of
-            `json_schema`, `regex`, `choice` and `grammar` can be set.
+        json_schema: JSON schema that the text must match, as text, dict or pydantic class; True for any JSON. At most
+            one of `json_schema`, `regex`, `choice` and `grammar` can be set.
         regex: Regular expression that the whole text must match; \d is 0-9.
         choice: Strings of which the text must be one.
         grammar: Lark grammar that the text must match, in llguidance's dialect. Special tokens that it allows are part
@@ -147,6 +150,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
     stop: tuple[str, ...] = _stopping((), "Stop before this text.", metavar="TEXT")
 
     def __post_init__(self) -> None:
+        if callable(to_schema := getattr(self.json_schema, "model_json_schema", None)):  # a class of pydantic
+            self._set("json_schema", to_schema())
         for name, field in options_of(self).items():
             value = _python_number(getattr(self, name))
             self._set(name, _as_tuple(value) if types_of(field)[0].startswith("tuple") else value)
@@ -166,7 +171,7 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         """Options from keyword arguments.
 
         Args:
-            other_names: Further arguments that the caller accepts, for the hint of the error.
+            other_names: Further arguments that the caller accepts; the hint of the error has the nearest names.
             options: The fields.
 
         Raises:
@@ -175,7 +180,7 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown:
-            hint = "one of " + ", ".join([*other_names, *names])
+            hint = " or ".join(get_close_matches(unknown[0], [*other_names, *names], 3, 0))
             raise GenerationError(f"there is no option {', '.join(unknown)}", hint)
         return cls(**options)
 
@@ -219,6 +224,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         for name in ("regex", "grammar"):
             if getattr(self, name) == "":
                 yield f"{name} is empty ({valid_text(options_of(self)[name])})"
+        if isinstance(self.grammar, str) and _GBNF_RULE.search(self.grammar):
+            yield f"grammar is in GBNF, the format of llama.cpp ({GRAMMAR_HINT})"
         for name in ("regex", "grammar", "choice"):
             texts = getattr(self, name)
             length = sum(len(text) for text in texts if isinstance(text, str)) if isinstance(texts, str | tuple) else 0
@@ -230,7 +237,7 @@ class OptionArguments(PenaltyArguments, total=False):
     """The fields of `GenerationOptions`, as keyword arguments. A test compares them."""
 
     logit_bias: Mapping[int, float] | Sequence[str]
-    json_schema: str | Mapping[str, Any] | bool | None
+    json_schema: str | Mapping[str, Any] | bool | type[Any] | None
     regex: str | None
     choice: str | Sequence[str]
     grammar: str | None

@@ -14,6 +14,7 @@ from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import dry_breaker_mask
+from mlxlm.generation.sampling import SamplingFunctions
 from mlxlm.utils.errors import GenerationError
 
 
@@ -27,12 +28,14 @@ class Request:
         eos_token_ids: Tokens that end the text; None for the model's.
         snapshot_at: Where in the prompt a later one may differ from it, in tokens, such as the start of the last
             message. Caches that can't be trimmed (sliding windows, rotating caches) can return there.
+        functions: The caller's functions that take part in sampling; the text is decoded by itself then.
     """
 
     prompt: Sequence[int]
     options: GenerationOptions
     eos_token_ids: frozenset[int] | None = None
     snapshot_at: int | None = None
+    functions: SamplingFunctions | None = None
 
     def sample(self, id: str, number: int) -> Request:
         """The request for sample `number`, from 0, with a seed derived from this one's seed (or 0) and `id`."""
@@ -49,6 +52,9 @@ class Request:
         Raises:
             GenerationError: For a prompt or options that this model can't serve.
         """
+        if self.functions is not None and self.functions.sampler is not None and self.options.constraint is not None:
+            problem = f"a sampler can't be combined with {self.options.constraint}, nor with tools"
+            raise GenerationError(problem, "logits_processors")
         self.options.check_vocabulary(lm.config.vocab_size)
         dry_breaker_mask(self.options, lm.tokenizer)
         return max_new_tokens_for(lm, self.prompt, kv)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import and_, or_
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +40,76 @@ from mlxlm.generation.logit_filters import (
 from mlxlm.generation.options import GenerationOptions, PenaltyOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask, penalty_numbers
 from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
+from mlxlm.kernels import log_softmax
 from mlxlm.kernels.metal import scalar
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # What is done to the logits of a row depends on these, and on logit_bias, which is compared as bytes.
 _SHARED = tuple(field.name for kind in (FilterOptions, PenaltyOptions) for field in fields(kind))
+
+
+LogitsFunction = Callable[[mx.array, mx.array], mx.array]
+SamplerFunction = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class SamplingFunctions:
+    """Functions of the caller that take part in drawing the tokens of one text, with the signatures of mlx_lm.
+
+    They are called once for each token, on the thread that computes.
+
+    Attributes:
+        logits_processors: Each gets the ids of prompt and text, int32 `[T]`, and the logits, `[1, V]`, and returns
+            logits. They come before everything that the options do.
+        sampler: Gets the log-probabilities, float32 `[1, V]`, and returns the token, an integer `[1]`. It replaces the
+            temperature, the filters and the draw.
+    """
+
+    logits_processors: tuple[LogitsFunction, ...] = ()
+    sampler: SamplerFunction | None = None
+
+    @classmethod
+    def of(cls, logits_processors: Sequence[Any], sampler: Any) -> SamplingFunctions | None:
+        """Make one, or None without functions. Raises GenerationError for anything else than functions."""
+        if not isinstance(logits_processors, Sequence) or not all(map(callable, logits_processors)):
+            problem = f"logits_processors is {logits_processors!r:.100}"
+            raise GenerationError(problem, "a list of functions of tokens and logits")
+        if sampler is not None and not callable(sampler):
+            raise GenerationError(f"sampler is {sampler!r:.100}", "a function of log-probabilities")
+        return cls(tuple(logits_processors), sampler) if logits_processors or sampler else None
+
+    def process(self, ids: Sequence[int], logits: mx.array) -> mx.array:
+        """Return the logits `[1, V]` after the processors. Raises GenerationError for another shape."""
+        tokens, shape = mx.array(ids, mx.int32), logits.shape
+        for processor in self.logits_processors:
+            logits = _call(processor, tokens, logits)
+            if not isinstance(logits, mx.array) or logits.shape != shape:
+                what = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
+                raise GenerationError(f"a logits processor returned {what}", f"an array of the shape {shape}")
+        return logits
+
+    def draw(self, logits: mx.array) -> mx.array:
+        """Return the token that the sampler draws from logits `[1, V]`, int32 `[1]`. Raises GenerationError."""
+        assert self.sampler is not None
+        token, vocab_size = mx.array(_call(self.sampler, log_softmax(logits))), logits.shape[-1]
+        if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer) or not 0 <= token.item() < vocab_size:
+            found = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
+            raise GenerationError(f"the sampler returned {found}", f"a token id, from 0 to {vocab_size - 1}")
+        return token.reshape(1).astype(mx.int32)
+
+
+def _call(function: Callable[..., Any], *arguments: mx.array) -> Any:
+    """Call a function of the caller, and evaluate what it returns."""
+    try:
+        value = function(*arguments)
+        mx.eval(value)
+        return value
+    except RuntimeError as error:
+        if "no Stream" not in str(error):
+            raise
+        problem = "a logits processor or sampler uses an array that was made in another thread and isn't evaluated"
+        raise GenerationError(problem, "mx.eval(array) where it is made") from None
 
 
 class LogitsProcessor:
@@ -96,6 +161,13 @@ class LogitsProcessor:
         xtc = [coin < options.xtc_probability for _, coin in noises]
         keys = mx.array([key for key, _ in noises], mx.uint32)
         return _draw(logits, numbers, state.arrays, bias, words, keys, mx.array(xtc) if any(xtc) else None)
+
+    def penalize(self, logits: mx.array, state: PenaltyState) -> mx.array:
+        """Apply `logit_bias` and the penalties alone to logits `[R, V]`."""
+        bias = self._bias(logits.shape[-1])
+        if bias is None and state.empty:
+            return logits
+        return apply_penalties(logits, self._numbers(logits.shape[-1], None), state, bias)
 
     def _numbers(self, vocab_size: int, margin: float | None) -> Numbers:
         numbers = filter_numbers(self.options, vocab_size) | penalty_numbers(self.options)
@@ -253,6 +325,7 @@ class Sampler:
         options: The settings.
         processor: What is done to the logits.
         matcher: The state of the constraint, None without one.
+        functions: The caller's, which take part.
         seed: The seed of the text.
         step: How many tokens were drawn.
         num_logprobs: How many of the most likely tokens to report for each token; None for no log-probabilities.
@@ -266,6 +339,7 @@ class Sampler:
         *,
         tokenizer: Tokenizer | None = None,
         grammar: Grammar | None = None,
+        functions: SamplingFunctions | None = None,
     ):
         """Prepare to draw the tokens that follow `prompt`.
 
@@ -275,6 +349,7 @@ class Sampler:
             seed: The seed of the noise.
             tokenizer: Needed for DRY's sequence breakers.
             grammar: The compiled constraint of `options`.
+            functions: Functions of the caller. A sampler with them is one of a batch of its own.
 
         Raises:
             GenerationError: For sequence breakers that this tokenizer can't have.
@@ -282,15 +357,15 @@ class Sampler:
         self.options, self.seed, self.step = options, seed, 0
         self.processor = LogitsProcessor(options, dry_breaker_mask(options, tokenizer))
         self.matcher = None if grammar is None else grammar.matcher()
-        self.num_logprobs = options.logprobs
-        self._prompt = prompt
+        self.num_logprobs, self.functions = options.logprobs, functions
+        self._prompt, self._accepted = prompt, list[int]()
         self._penalty_row: tuple[PenaltyState, int] | None = None  # a row of a state that a batch may share
         self._logprobs: deque[tuple[SampledLogprobs, int]] = deque()
 
     @property
     def needs_last_token(self) -> bool:
         """Whether the value of the last token must be known before the next draw, as with a constraint."""
-        return self.matcher is not None
+        return self.matcher is not None or self.functions is not None
 
     @property
     def ended(self) -> bool:
@@ -303,12 +378,20 @@ class Sampler:
         Raises:
             GenerationError: For -1: the model's logits were not finite.
         """
+        if token < 0 and self.functions is not None and self.functions.logits_processors:
+            raise GenerationError("the logits processors left no token with a finite logit", "one or more")
         if token < 0:
             raise GenerationError(
                 "the model's logits are not numbers", "a checkpoint without NaN; for float16, the model in float32"
             )
         if self.matcher is not None:
             self.matcher.consume(token)
+        if self.functions is not None:
+            self._accepted.append(token)
+
+    def process(self, logits: mx.array) -> mx.array:
+        """Return logits `[1, V]` after the caller's processors."""
+        return logits if self.functions is None else self.functions.process([*self._prompt, *self._accepted], logits)
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Draw the next token, int32 `[1]`, from logits `[1, V]`.
@@ -413,7 +496,8 @@ def sample_with_certainty(
     """
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
-        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token
+        alone = None if sampler.functions is None else id(sampler)
+        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token, alone
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
         return _sample_group(samplers, logits, margin)
@@ -426,13 +510,20 @@ def sample_with_certainty(
 def _sample_group(
     samplers: Sequence[Sampler], logits: mx.array, margin: float | None
 ) -> tuple[mx.array, mx.array | None]:
-    """Sample for samplers with the same processor key and number of logprobs, all or none with a matcher."""
-    processor = samplers[0].processor
+    """Sample for samplers with the same processor key and number of logprobs, all or none with a matcher.
+
+    Only one with the caller's functions; its token counts as certain, since it is computed alone.
+    """
+    first = samplers[0]
+    processor, functions, processed = first.processor, first.functions, first.process(logits)
     state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
     matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
     bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
     steps = [(sampler.seed, sampler.step) for sampler in samplers]
-    tokens, certain = processor.draw(logits, state, bitmasks, steps, margin)
+    if functions is not None and functions.sampler is not None:
+        tokens, certain = functions.draw(processor.penalize(processed, state)), None
+    else:
+        tokens, certain = processor.draw(processed, state, bitmasks, steps, margin)
     state = state.with_tokens(tokens, processor.breakers)
     for row, sampler in enumerate(samplers):
         sampler.advance((state, row))

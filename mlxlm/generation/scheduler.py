@@ -291,6 +291,10 @@ class Scheduler:
         """Whether a text must be read and decoded by itself to be the one that its request gives alone."""
         return self._margin is None and row.deterministic
 
+    def _is_single(self, row: Text) -> bool:
+        """Whether a text must be decoded by itself."""
+        return row.request.functions is not None or self._is_isolated(row)
+
     def _running(self) -> list[Text]:
         return [*self._batches.rows, *self._reading_rows()]
 
@@ -372,14 +376,14 @@ class Scheduler:
         if not self.num_waiting:
             return
         num_running, num_active = len(self._running()), self.num_active
-        room = MAX_SINGLE_ROWS - sum(self._is_isolated(row) for row in self._running() if not row.paused)
+        room = MAX_SINGLE_ROWS - sum(self._is_single(row) for row in self._running() if not row.paused)
         paused: list[Text] = []
         blocked: list[Text] = []
         ready: list[Text] = []
         for row in self.waiting:
-            isolated = self._is_isolated(row)
-            room -= isolated
-            (paused if row.paused else blocked if isolated and room < 0 else ready).append(row)
+            alone = self._is_single(row)
+            room -= alone
+            (paused if row.paused else blocked if alone and room < 0 else ready).append(row)
         count = _num_admitted(len(ready), self._max_rows - num_active, self._max_rows)
         if not count:
             return
@@ -393,9 +397,9 @@ class Scheduler:
         together = []
         for row in rows:
             row.begin()
-            isolated = self._is_isolated(row)
-            if single or isolated or row.request.snapshot_at is not None and self._drops_tokens:
-                self._reading.append(_Reading([row], self._prefill.read_alone(row, isolated), single or isolated))
+            isolated, alone = self._is_isolated(row), single or self._is_single(row)
+            if alone or row.request.snapshot_at is not None and self._drops_tokens:
+                self._reading.append(_Reading([row], self._prefill.read_alone(row, isolated), alone))
             else:
                 together.append(row)
         if len(together) == 1:

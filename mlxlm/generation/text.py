@@ -104,7 +104,8 @@ class Text(Row):
         """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
         options = self.request.options
         grammar = None if self.cancelled else self.request.compile_grammar(lm)
-        self.sampler = Sampler(options, self.prompt, options.seed or 0, tokenizer=lm.tokenizer, grammar=grammar)
+        functions, seed = self.request.functions, options.seed or 0
+        self.sampler = Sampler(options, self.prompt, seed, tokenizer=lm.tokenizer, grammar=grammar, functions=functions)
 
     def begin(self) -> None:
         """Restart the clock of the timings, unless there are tokens: then the text was interrupted."""

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -14,13 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from mlxlm.server.endpoints import find_routes, routes
+from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.options import OLLAMA_PORT
+from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -49,13 +50,17 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
-    """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
+def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool = False) -> Starlette:
+    """The application that serves `models`.
+
+    Args:
+        models: The models.
+        rules: Who may use it; by default anyone who can reach it.
+        strict: Whether a request with an unknown field is refused.
+    """
     rules = rules or AccessRules()
     all_routes = [
         *find_routes(),
-        *routes("/models", list_models, "GET"),
-        *routes("/models/{id:path}", get_model, "GET"),
         Route("/health", health),
         Route("/metrics", render_metrics),
         *page_routes(),
@@ -70,7 +75,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=rules.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
@@ -85,27 +90,8 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         routes=all_routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
     )
     app.router.redirect_slashes = False
-    app.state.models, app.state.metrics = models, metrics
+    app.state.models, app.state.metrics, app.state.unknown_fields = models, metrics, UnknownFields(strict)
     return app
-
-
-async def list_models(request: Request) -> JSONResponse:
-    """List the models that requests can name."""
-    models: Models = request.app.state.models
-    return JSONResponse({"object": "list", "data": [_describe(models, name) for name in models.names]})
-
-
-async def get_model(request: Request) -> JSONResponse:
-    """Describe one model."""
-    models: Models = request.app.state.models
-    return JSONResponse(_describe(models, models.find(request.path_params["id"])))
-
-
-def _describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields, whether the model is loaded, and its context length if it is."""
-    values = {"id": name, "object": "model", "created": models.created, "owned_by": "mlxlm"}
-    found = next((model for model in models.loaded if model.name == name), None)
-    return {**values, "loaded": found is not None, "context_length": found and found.context_length}
 
 
 async def health(_request: Request) -> JSONResponse:
@@ -124,14 +110,20 @@ def page_routes() -> list[Route]:
 
 
 def _route(path: Path) -> Route:
-    content = path.read_bytes()
+    name, content = path.relative_to(PAGE_FOLDER).as_posix(), path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # of the content: installers change modification times
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:
+        # Clients of ollama ask for this text at its port. Browsers ask for HTML.
+        if (
+            name == "index.html"
+            and request.url.port == OLLAMA_PORT
+            and "text/html" not in request.headers.get("accept", "")
+        ):
+            return PlainTextResponse("Ollama is running")
         if etag in request.headers.get("If-None-Match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=_MEDIA_TYPES[path.suffix])
 
-    name = path.relative_to(PAGE_FOLDER).as_posix()
     return Route("/" if name == "index.html" else f"/page/{name}", serve, name=f"page:{name}")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from mlxlm.chat.answer import AnswerParser, ChatModel
+from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.chat.session import MAX_ROUNDS, Chat
 from mlxlm.chat.tool_calls import JSON_FORMAT
@@ -180,6 +180,22 @@ def test_an_answer_has_its_text_its_result_and_can_be_iterated_with_asyncio(lm):
     closed.close()
     with pytest.raises(GenerationError, match="closed before it began"):
         closed.result()
+
+
+def test_texts_around_calls_are_paragraphs(lm):
+    call = ToolCall("1", "f", "{}")
+    pieces = [
+        ("Wait", {}),
+        (".", {}),
+        ("", {"tool_call": call}),
+        ("", {"tool_call": call, "tool_result": "1"}),
+        ("One", {}),
+        (".", {}),
+    ]
+    answer = Answer((GenerationChunk(text, **fields) for text, fields in pieces), Cancellation())
+    assert answer.text == "Wait.\n\nOne."
+    silent = Answer((GenerationChunk(text, **fields) for text, fields in pieces[2:]), Cancellation())
+    assert silent.text == "One."
 
 
 def test_an_answer_is_split_into_reasoning_text_and_calls_however_it_is_cut():

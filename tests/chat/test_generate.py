@@ -1,16 +1,19 @@
 """`mlxlm.generate`, `stream` and `batch`: prompts, conversations, typed options."""
 
+import json
 from dataclasses import fields
+from typing import Literal
 
+import pydantic
 import pytest
 
 import mlxlm
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
-from mlxlm.generation import GenerationOptions
+from mlxlm.generation import GenerationOptions, loaded_model
 from mlxlm.generation.options import OptionArguments
-from mlxlm.utils.errors import GenerationError, TokenizerError
+from mlxlm.utils.errors import CheckpointError, GenerationError, TokenizerError
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -105,6 +108,32 @@ def test_errors_of_a_batch_name_the_conversation(lm):
 def test_options_are_typed():
     """A misspelled option is an error for type checkers."""
     assert set(OptionArguments.__annotations__) == {field.name for field in fields(GenerationOptions)}
-    functions = [mlxlm.generate, mlxlm.stream, mlxlm.batch, Chat.__init__, Chat.open]
+    functions = [mlxlm.generate, mlxlm.stream, mlxlm.batch, mlxlm.batch_as_completed, Chat.__init__, Chat.open]
     for function in functions:
         assert function.__annotations__["options"] == "Unpack[OptionArguments]", function
+
+
+def test_a_model_can_be_named_and_stays_loaded(model_folder, tmp_path, monkeypatch):
+    loads = []
+    original = loaded_model.load
+    monkeypatch.setattr(loaded_model, "load", lambda path: loads.append(path) or original(path))
+    first = mlxlm.generate(str(model_folder), "Hello", **GREEDY)
+    assert mlxlm.generate(model_folder, "Hello", **GREEDY).tokens == first.tokens
+    assert mlxlm.Chat(model_folder, **GREEDY).ask("Hello!").result().tokens
+    assert mlxlm.score(model_folder, "Hello").tokens and mlxlm.embed(model_folder, "Hello").shape
+    assert mlxlm.batch(model_folder, ["Hello"], **GREEDY)[0].tokens
+    assert list(map(str, loads)) == [str(model_folder)]
+    with pytest.raises(GenerationError, match="3 is not a model"):
+        mlxlm.generate(3, "Hello")
+    with pytest.raises(CheckpointError):
+        mlxlm.generate("no/such-model.gguf", "Hello")
+
+
+def test_a_pydantic_class_is_a_schema(lm):
+    class Point(pydantic.BaseModel):
+        x: Literal[1, 2]
+        kind: Literal["a", "b"]
+
+    result = mlxlm.generate(lm, "Hello", json_schema=Point, max_tokens=100)
+    assert isinstance(Point.model_validate_json(result.text), Point)
+    assert GenerationOptions(json_schema=Point).json_schema == json.dumps(Point.model_json_schema())
