@@ -168,6 +168,11 @@ def state_folder() -> Path:
     return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
+def config_folder() -> Path:
+    """Folder for files that the user writes (system prompts), by the XDG rules. It may not exist."""
+    return _xdg_folder("XDG_CONFIG_HOME", ".config")
+
+
 def cache_folder() -> Path:
     """Folder for measurements that can be repeated, by the XDG rules. It may not exist."""
     return _xdg_folder("XDG_CACHE_HOME", ".cache")

@@ -229,5 +229,5 @@ def _check_message_fits(conversation: Conversation, prompt_of: Callable[[Convers
     if alone >= size:
         raise MessageTooLongError(
             f"the message alone takes {alone} tokens, and the model's context has {size}",
-            f"at least {alone - size + 1} tokens less of message and system prompt, or a model with a larger context",
+            f"at least {alone - size + 1} tokens less of message, system prompt and tools, or a larger context",
         )

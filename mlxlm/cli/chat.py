@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,16 +24,22 @@ from mlxlm.cli.generation_options import (
 )
 from mlxlm.cli.options import (
     MODEL,
+    PATH,
     SectionedCommand,
+    given_flags,
     given_values,
     is_given,
     offline_option,
     option,
     reject_unused_options,
 )
+from mlxlm.cli.render import spinner
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, one_line
+
+if TYPE_CHECKING:
+    from mlxlm.chat.tools import CallableTool
 
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _CONTEXT_OVERFLOW = (
@@ -39,7 +48,12 @@ _CONTEXT_OVERFLOW = (
 )
 _REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
-_YES = "Without MODEL: take the default model without asking, and download it if necessary."
+_YES = "Don't ask: without MODEL, take the default model and download it if necessary; run tools."
+_TOOLS = "Let the model call the functions of this file."
+_MCP = "Let the model call the tools of this MCP server."
+_FILE = "Add a file to the first message. Repeatable."
+_SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
+_SYSTEM_PROMPT = "System prompt, or @NAME of a saved one."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
 _SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
 _conversation = partial(option, "Conversation")
@@ -47,14 +61,18 @@ _session = partial(option, "Sessions")
 _display = partial(option, "Display")
 
 
-@click.command(cls=SectionedCommand)
+@click.command(cls=SectionedCommand, context_settings={"allow_extra_args": True})
 @click.argument("model", required=False, type=MODEL)
 @offline_option
-@_conversation("-p --prompt", str, "Answer one message and exit; - reads it from standard input.", metavar="TEXT")
+@_conversation("-p --prompt", str, "Answer one message and exit; - reads stdin.", metavar="TEXT")
+@_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
+@_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
-@_conversation("--system-prompt", str, "System prompt.", metavar="TEXT")
+@_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
 @_conversation("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
 @_conversation("--context-overflow", ["ask", "stop", "drop"], _CONTEXT_OVERFLOW, advanced=True)
+@_conversation("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
+@_conversation("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
 @_session("--continue continue_last", bool, "Continue the last conversation that was saved automatically.")
 @_session("--sessions", bool, "Search the automatically saved conversations, and continue one.")
@@ -77,12 +95,16 @@ def chat(
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
 
-    Ctrl-C stops an answer; /help lists the commands.
+    Ctrl-C stops an answer; /help lists the commands; @FILE adds a file.
     \f
     If input is piped, each line is a message (or each block between
     two \"\"\"), and the answers go to standard output. With --prompt, piped input comes first in that one message, then
     an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
     can set other sampling defaults.
+
+    With --tools, which can be repeated, the Python file is run, and the model can call its functions with type hints.
+    With --mcp, which can be repeated, it can call the tools of an MCP server (pip install 'mlxlm[mcp]'). Each call is
+    shown, and you are asked before it runs.
 
     Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
     --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,
@@ -90,13 +112,19 @@ def chat(
     leave out MODEL: the conversation names it.
     """  # noqa: D301 - click's form feed: --help ends there
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    if words := click.get_current_context().args:
+        raise click.UsageError(f"a message follows MODEL (try: -p {shlex.quote(' '.join(words))})")
     _check_flags(flags, prompt is not None, interactive)
-    reject_unused_options(flags, (model is not None, ["yes"], "MODEL is given"))
-    from mlxlm.chat.terminal import autosave
+    has_tools = bool(flags["tools"] or flags["mcp"])
+    reject_unused_options(flags, (model is not None and not has_tools, ["yes"], "MODEL is given"))
+    from mlxlm.chat.terminal import autosave, system_prompts
     from mlxlm.chat.terminal.about import first_screen, memory_bandwidth
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
 
+    if prompt is not None and flags["server"]:
+        _answer_remotely(model, prompt, options, flags)
+        return
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
     if flags["sessions"]:
@@ -112,6 +140,7 @@ def chat(
             from mlxlm.cli.models import choose_model
 
             model = choose_model(flags["yes"])
+    system_prompt = flags["system_prompt"] and system_prompts.resolve(flags["system_prompt"])
     message = read_stdin() if prompt == "-" else None
     lm = load_model(model)
     chat_arguments = given_options(options) | given_values(
@@ -132,19 +161,80 @@ def chat(
     )
     unnamed, cached = interactive and not flags["private"], flags["save_kv_cache"]
     keeper = autosave.Autosave(path, named=session is not None, cached=cached, unnamed=unnamed)
-    others = {"chat_arguments": chat_arguments, "system_prompt": flags["system_prompt"]}
-    repl = open_repl(lm, load_model, autosave=keeper, settings=settings, **others)
+    repl = open_repl(
+        lm,
+        load_model,
+        autosave=keeper,
+        settings=settings,
+        chat_arguments=chat_arguments,
+        system_prompt=system_prompt,
+    )
     if verbose:
         memory_bandwidth()
-    if prompt is not None:
-        code = repl.once(prepend_stdin(prompt) if message is None else message)
-    else:
-        code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
+    with ExitStack() as servers:
+        if has_tools:
+            repl.use_tools(_open_tools(flags["tools"], flags["mcp"], servers))
+            repl.permissions.always = None if flags["yes"] else set()
+        for file in flags["files"]:
+            repl.add_file(file)
+        if prompt is not None:
+            # What is piped in is data: it doesn't add files.
+            code = repl.once(prepend_stdin(repl.add_mentioned_files(prompt)) if message is None else message)
+        else:
+            code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
     if code:
         sys.exit(code)
 
 
+def _open_tools(files: Sequence[Path], commands: Sequence[str], servers: ExitStack) -> list[CallableTool]:
+    """Return the tools of Python files and of MCP servers, which are started and added to `servers`."""
+    from mlxlm.chat.mcp_tools import McpServer
+    from mlxlm.chat.terminal.tools import functions_of
+    from mlxlm.chat.tools import callable_tools
+
+    tools: list[Any] = [function for file in files for function in functions_of(file)]
+    for command in commands:
+        with spinner(f"starting {one_line(command)}"):
+            tools += servers.enter_context(closing(McpServer(command))).tools
+    return list(callable_tools(tools).values())
+
+
+# What the server decides, or a single question doesn't need.
+_NOT_REMOTE = [
+    *("chat_template", "context_overflow", "session", "continue_last", "sessions", "save_kv_cache", "private", "tools"),
+    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp"),
+]
+
+
+def _answer_remotely(model: str | None, prompt: str, options: GenerationOptions, flags: dict[str, Any]) -> None:
+    from mlxlm.chat.files import read_file, with_files
+    from mlxlm.chat.terminal.mentions import mentioned_paths
+    from mlxlm.chat.terminal.screen import open_screen
+    from mlxlm.chat.terminal.system_prompts import resolve
+    from mlxlm.cli.remote_chat import stream_from_server
+
+    if unused := given_flags(_NOT_REMOTE):
+        problem = f"{' and '.join(unused)} would have no effect: the server {flags['server']} answers"
+        raise click.UsageError(f"{problem} (try: --server '' to answer here)")
+    if prompt == "-":
+        files, message = flags["files"], read_stdin()
+    else:
+        text, mentioned = mentioned_paths(prompt)
+        files, message = [*flags["files"], *mentioned], prepend_stdin(text)
+    system = flags["system_prompt"] and resolve(flags["system_prompt"])
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": with_files(message, [read_file(file) for file in files])})
+    if model is not None and os.path.exists(model):
+        model = os.path.basename(os.path.abspath(model))  # as `mlxlm serve` calls it
+    fields = {"model": model, "messages": messages, "max_tokens": flags["max_tokens"]}
+    markdown = sys.stdout.isatty() if flags["markdown"] is None else flags["markdown"]
+    screen = open_screen(flags["reasoning"], markdown)
+    stream_from_server(flags["server"], given_options(options) | given_values(fields), screen)
+
+
 def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:
+    if (flags["tools"] or flags["mcp"]) and not interactive and not flags["yes"]:
+        raise click.UsageError("--tools and --mcp need --yes where nobody can be asked before a call")
     if flags["save_kv_cache"] and flags["session"] is None:
         raise click.UsageError("--save-kv-cache needs --session")
     if sum([flags["session"] is not None, flags["continue_last"], flags["sessions"], flags["private"]]) > 1:

@@ -32,12 +32,13 @@ def first_screen(chat: Chat) -> list[str]:
         limit = float(f"{memory_bandwidth() / weights:.2g}")
         lines.append(f"Estimate: at most {limit:g} tokens/s on this machine")
     if messages := sum(message.role != "system" for message in chat.messages):
-        lines.append(f"Continuing after {messages} messages; /show messages shows them.")
+        lines.append(f"Continuing after {messages} messages; /show messages shows them all.")
     if chat.chat_template == PLAIN:
         until = "it ends the text itself"
         if chat.options.max_tokens:
             until += f", or for {chat.options.max_tokens} tokens (--max-tokens)"
         lines.append(f"This model has no chat template: it continues your text until {until}.")
+    lines.append("The percentage in the prompt shows how full the context is.")
     return [*lines, "/help lists the commands, Ctrl-D leaves."]
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mlxlm.backend import platform
+from mlxlm.chat.files import name_files
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_file import peek_session
@@ -174,7 +175,7 @@ class SavedSession:
         """The first question; for a file that can't be read, why."""
         if self.problem:
             return f"({single_line(self.problem)})"
-        return single_line(self.messages[0].content) if self.messages else "(empty)"
+        return single_line(name_files(self.messages[0].content)) if self.messages else "(empty)"
 
     @cached_property
     def _text(self) -> str:

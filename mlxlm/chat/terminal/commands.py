@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from mlxlm.backend import bandwidth
+from mlxlm.chat.files import name_files, split_files
+from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
-from mlxlm.chat.terminal import about, settings
+from mlxlm.chat.terminal import about, clipboard, settings, system_prompts
 from mlxlm.chat.terminal.about import memory_bandwidth, model_name
 from mlxlm.chat.terminal.autosave import is_model_here
+from mlxlm.chat.terminal.mentions import unescape
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
+from mlxlm.chat.terminal.tools import call_text, show_call
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_bytes
 
 TRIPLE_QUOTE = '"""'
-_TAKES_TEXT = re.compile(r"/(sy|ed|co)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
+_TAKES_TEXT = re.compile(r"/(sy|ed|con)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
+_MAX_SHOWN_LINES = 5  # of the question when a conversation is continued
 _SHOW_TOPICS = ("model", "system", "settings", "messages", "session")
 
 
@@ -73,31 +80,74 @@ def find_command(name: str) -> Command:
 
 
 def _help(terminal: TerminalChat, name: str) -> None:
-    selected = [find_command("/" + name.lstrip("/"))] if name else COMMANDS.values()
-    width = max(len(c.usage) for c in selected)
-    for command in selected:
-        print_info(f"{command.usage:{width}}  {command.help}")
     if not name:
-        print_info(_KEYS)
+        _print_commands(command for name, command in COMMANDS.items() if name not in _UNCOMMON)
+        print_info(_KEYS + f"\n/help {', '.join(_TOPICS)}: more")
+    elif name in _TOPICS:
+        commands = _BY_TOPIC.get(name, ())
+        _print_commands(commands)
+        print_info("\n" * bool(commands) + _TOPICS[name])
+    else:
+        _print_commands([find_command("/" + name.lstrip("/"))])
 
 
-_KEYS = '''
-Enter      sends; Alt-Enter starts a new line
-"""        opens and closes a message of several lines
-Ctrl-G     opens an editor, $VISUAL or $EDITOR (also Ctrl-X Ctrl-E)
-Tab        completes
-Ctrl-C     stops an answer; Ctrl-D leaves
-//         starts a message that starts with /
-/und       commands and settings may be abbreviated: /set temp 0.5
-13% >      how full the context is'''
+def _print_commands(commands: Iterable[Command]) -> None:
+    commands = list(commands)
+    width = max((len(command.usage) for command in commands), default=0)
+    for command in commands:
+        print_info(f"{command.usage:{width}}  {command.help}")
+
+
+_KEYS = """
+Enter       sends; Alt-Enter starts a new line
+@FILE       adds a file to a message; Tab completes
+Ctrl-C      stops an answer; Ctrl-D leaves
+13% >       how full the context is"""
+_UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens", "/tools")  # only /help TOPIC lists them
+# Each has the commands with this topic, and a text.
+_TOPICS = {
+    "model": """\
+Settings may be abbreviated: /set temp 0.5; "default" restores one.
+/system save NAME saves the system prompt in a file; /system @NAME or mlxlm chat --system @NAME uses it.""",
+    "files": """\
+@notes.txt  in a message adds the file to it; also @"my notes.txt" and @~/notes.txt
+-f FILE     adds a file to the first message: mlxlm chat -f notes.txt -p "Summarize"
+Any text in UTF-8, HTML without its markup, and the text of a PDF (pip install pypdf).
+What isn't the name of a file stays text.""",
+    "answers": "Ctrl-C stops an answer. An edited message keeps its files.",
+    "sessions": """\
+Conversations in a terminal are saved by themselves: mlxlm chat --continue opens the last one.""",
+    "tools": """\
+--tools FILE.py   functions with type hints: mlxlm chat --tools weather.py
+--mcp COMMAND     the tools of an MCP server: mlxlm chat --mcp "npx some-server"
+Each call is shown, and runs if you answer y, or a for all calls of this function. Ctrl-C stops one.""",
+    "keys": '''\
+Enter       sends; Alt-Enter starts a new line
+"""         opens and closes a message of several lines
+Ctrl-G      opens an editor, $VISUAL or $EDITOR (also Ctrl-X Ctrl-E)
+Tab         completes commands, settings and files
+Up, Down    earlier messages
+Ctrl-C      stops an answer; Ctrl-D leaves
+//          starts a message that starts with /
+/und        commands may be abbreviated''',
+}
 
 
 def _system(terminal: TerminalChat, text: str) -> None:
+    words = text.split()
+    if words[:1] == ["save"] and len(words) == 2:
+        if not terminal.chat.system_prompt:
+            raise GenerationError("there is no system prompt to save", "/system TEXT")
+        path = system_prompts.save(words[1], terminal.chat.system_prompt)
+        print_status(f"saved in {path}; /system @{path.stem} uses it")
+        return
     if text:
-        terminal.chat.system_prompt = None if text == "none" else strip_block(text)
+        terminal.chat.system_prompt = None if text == "none" else strip_block(system_prompts.resolve(text))
         terminal.autosave.save_changes(terminal.chat)
     prompt = terminal.chat.system_prompt
     print_status(f"system prompt: {prompt}" if prompt else "there is no system prompt")
+    if not text and (names := system_prompts.saved_names()):
+        print_status(f"saved: {', '.join(f'@{name}' for name in names)}")
 
 
 def _set(terminal: TerminalChat, text: str) -> None:
@@ -113,8 +163,9 @@ def _set(terminal: TerminalChat, text: str) -> None:
             memory_bandwidth()
         terminal.autosave.save_changes(terminal.chat)
     settings_text = settings.settings_text(terminal.settings, terminal.chat)
+    width = len(name) if name else max(map(len, settings_text))
     for key in [name] if name else settings_text:
-        print_info(f"{key:18} {settings_text[key]}")
+        print_info(f"{key:{width}}  {settings_text[key]}")
 
 
 def _show(terminal: TerminalChat, what: str) -> None:
@@ -124,14 +175,14 @@ def _show(terminal: TerminalChat, what: str) -> None:
     if show := {"settings": _set, "system": _system}.get(topic):
         show(terminal, "")
     elif topic == "messages":
-        _show_messages(terminal)
+        _show_messages(terminal, terminal.chat.messages)
     chat, rows = terminal.chat, {}
     if topic in ("", "model"):
         weights = bandwidth.weight_bytes(chat.lm.model)
         rows["model"] = str(chat.lm.path)
         rows["chat_template"] = chat.chat_template
         rows["read per token"] = "?" if weights is None else f"{human_bytes(weights)} of weights"
-        rows["context"] = f"{chat.context_used} of {chat.context_size} tokens"
+        rows["context"] = f"{chat.context_used or 'empty: 0'} of {chat.context_size} tokens"
     if topic in ("", "session"):
         rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
         rows["saved in"] = str(terminal.autosave.path or "no file yet")
@@ -139,16 +190,32 @@ def _show(terminal: TerminalChat, what: str) -> None:
         print_info(f"{name:15} {value}")
 
 
-def _show_messages(terminal: TerminalChat) -> None:
-    """Print the messages; in a terminal, answers look as they did when they were generated."""
-    for message in terminal.chat.messages:
+def _show_messages(terminal: TerminalChat, messages: Sequence[Message]) -> None:
+    """Print messages; in a terminal, answers look as they did when they were generated."""
+    if not messages:
+        print_status("empty: there is no message yet")
+    for message in messages:
         print_status(f"{message.role}:")
+        for call in message.tool_calls:
+            show_call(call)
         if message.role != "assistant" or not sys.stdout.isatty():
             print_info(message.content)
             continue
         screen = open_screen(terminal.settings.reasoning, terminal.settings.has_markdown(terminal.chat))
         push_text(screen, split(message.content)[1] if terminal.settings.reasoning == "hide" else message.content)
         screen.finish()
+
+
+def show_last_exchange(terminal: TerminalChat) -> None:
+    """Print the end of the last question, without the text of files, and its answer, if there is one."""
+    chat = terminal.chat
+    if chat.branches[chat.branch_name]:
+        messages = chat.messages
+        start = max(index for index, message in enumerate(messages) if message.role == "user")
+        question, *answer = messages[start:]
+        lines = name_files(question.content).splitlines()
+        shown = "\n".join(lines if len(lines) <= _MAX_SHOWN_LINES else ["…", *lines[-_MAX_SHOWN_LINES:]])
+        _show_messages(terminal, [replace(question, content=shown), *answer])
 
 
 def _model(terminal: TerminalChat, name: str) -> None:
@@ -174,6 +241,73 @@ def _save(terminal: TerminalChat, text: str) -> None:
     print_status(f"saved to {path}; new messages are added to it")
 
 
+def _export(terminal: TerminalChat, name: str) -> None:
+    """Write the conversation to a new Markdown file."""
+    if not name:
+        raise GenerationError("there is no file to write to", "/export FILE.md")
+    if not terminal.last_question:
+        raise GenerationError("there is no message yet", "a message first")
+    path, chat = Path(_expanded(name)), terminal.chat
+    parts = [f"# Chat with {model_name(chat.lm)}"]
+    for message in chat.messages:
+        reasoning, text = split(message.content) if message.role == "assistant" else ("", message.content)
+        parts.append(f"## {message.role.capitalize()}")
+        if reasoning:
+            parts.append(f"<details><summary>Reasoning</summary>\n\n{reasoning}\n\n</details>")
+        parts += filter(None, [text, *(f"`{call_text(call)}`" for call in message.tool_calls)])
+    with atomic_new_file(path, GenerationError, "another name") as file:
+        file.write(("\n\n".join(parts) + "\n").encode())
+    print_status(f"{len(chat.messages)} messages are written to {path}")
+
+
+def _copy(terminal: TerminalChat, number: str) -> None:
+    """Copy the last answer, or one of its blocks of code."""
+    answer = split(_last_answer(terminal))[1]
+    if number:
+        blocks = _code_blocks(answer)
+        if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
+            hint = f"1 to {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
+            count = f"{len(blocks)} blocks" if len(blocks) != 1 else "one block"
+            raise GenerationError(f"the last answer has {count} of code, and no {number}", hint)
+        answer = blocks[int(number) - 1]
+    print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
+
+
+def _code_blocks(markdown: str) -> list[str]:
+    """Return the code in the blocks of a Markdown text, also of one that isn't closed."""
+    from markdown_it import MarkdownIt  # takes time to import
+
+    tokens = MarkdownIt("commonmark").parse(markdown)
+    return [token.content for token in tokens if token.type in ("fence", "code_block")]
+
+
+def _last_answer(terminal: TerminalChat) -> str:
+    messages = terminal.chat.messages
+    if not messages or messages[-1].role != "assistant":
+        raise GenerationError("there is no answer yet", "a message first")
+    return messages[-1].content
+
+
+def _file(terminal: TerminalChat, name: str) -> None:
+    if name == "none":
+        terminal.files = []
+    elif name:
+        path = Path(_expanded(name))
+        if path.is_dir():
+            names = ", ".join(sorted(child.name for child in path.iterdir() if child.is_file())[:10])
+            raise GenerationError(f"{path} is a folder", f"one of its files: {names}" if names else "a file")
+        terminal.add_file(path)
+    names = ", ".join(file.name for file in terminal.files)
+    print_status(f"the next message begins with {names}" if names else "no file is added to the next message")
+
+
+def _tools(terminal: TerminalChat, _: str) -> None:
+    for tool in terminal.chat.tools:
+        print_info(f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})  {_abbreviated(tool.description)}")
+    if not terminal.chat.tools:
+        print_status("there are no tools: mlxlm chat --tools FILE.py or --mcp COMMAND adds some")
+
+
 def _load(terminal: TerminalChat, name: str) -> None:
     """Continue the chat of a file, with the present model."""
     if not name:
@@ -182,6 +316,7 @@ def _load(terminal: TerminalChat, name: str) -> None:
     with raise_interrupts():
         chat = Chat.open(path, terminal.chat.lm, **terminal.chat_arguments)
     terminal.replace_chat(chat, path)
+    show_last_exchange(terminal)
 
 
 def _sessions(terminal: TerminalChat, _: str) -> None:
@@ -200,12 +335,13 @@ def _sessions(terminal: TerminalChat, _: str) -> None:
         chat = Chat.open(session.path, lm, **terminal.chat_arguments)
     terminal.autosave.save_changes(terminal.chat)
     terminal.replace_chat(chat, session.path, named=False)
+    show_last_exchange(terminal)
 
 
 def _expanded(name: str) -> str:
-    """Return a path without quotes, with ~ replaced by the home folder."""
+    """Return a path without quotes or backslashes, as terminals insert it, with ~ replaced by the home folder."""
     quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "'\""
-    return str(Path(name[1:-1] if quoted else name).expanduser())
+    return os.path.expanduser(name[1:-1] if quoted else unescape(name))
 
 
 def _undo(terminal: TerminalChat, _: str) -> None:
@@ -219,22 +355,19 @@ def _retry(terminal: TerminalChat, _: str) -> None:
 
 
 def _edit(terminal: TerminalChat, text: str) -> None:
-    questions = [message.content for message in terminal.chat.messages if message.role == "user"]
-    if not questions:
+    question = terminal.last_question
+    if not question:
         raise GenerationError("there is no message yet", "a message first")
     if text:
         terminal.send(strip_block(text), "edit")
     elif terminal.interactive:
-        terminal.draft, terminal.purpose = quote_message(questions[-1]), "edit"
+        terminal.draft, terminal.purpose = quote_message(split_files(question)[1]), "edit"
     else:
         raise GenerationError("there is no terminal to edit in", "/edit TEXT")
 
 
 def _continue(terminal: TerminalChat, text: str) -> None:
-    messages = terminal.chat.messages
-    if not messages or messages[-1].role != "assistant":
-        raise GenerationError("there is no answer yet", "a message first")
-    answer = strip_block(text) or messages[-1].content
+    answer = strip_block(text) or _last_answer(terminal)
     if not answer:
         raise GenerationError("the answer is empty", "/retry, or /continue TEXT")
     if terminal.interactive and not text:
@@ -289,7 +422,7 @@ def _exit(terminal: TerminalChat, _: str) -> None:
 
 
 def _abbreviated(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(name_files(text).split())
     return line if len(line) <= 60 else line[:59] + "…"
 
 
@@ -307,26 +440,49 @@ def _setting_values(terminal: TerminalChat) -> list[str]:
     return [*(f"{name} " for name in settings.NAMES), *choices]
 
 
-_ALL = (
-    Command("/help [COMMAND]", "show the commands (also /?)", _help, lambda terminal: [name[1:] for name in COMMANDS]),
-    Command("/system [TEXT]", "show the system prompt, or set it (none: no prompt)", _system, _words("none")),
-    Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
-    Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
-    Command("/model [MODEL]", "continue with another model", _model, _models),
-    Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
-    Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
-    Command("/sessions", "search the saved conversations, and continue one", _sessions),
-    Command("/undo", "remove the last message and its answer", _undo),
-    Command("/retry", "answer the last message again", _retry),
-    Command("/edit [TEXT]", "change the last message and answer it again", _edit),
-    Command("/continue [TEXT]", "change the last answer and let the model continue it", _continue),
-    Command("/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches),
-    Command("/reset", "remove all but the system prompt (also /clear)", _reset),
-    Command("/tokens", "count the tokens of each message", _tokens),
-    Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
-    Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),
-)
-COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for command in _ALL}
+def _help_names(_: TerminalChat) -> list[str]:
+    return [*_TOPICS, *(name[1:] for name in COMMANDS)]
+
+
+def _system_words(_: TerminalChat) -> list[str]:
+    return ["none", "save ", *(f"@{name}" for name in system_prompts.saved_names())]
+
+
+_SYSTEM = "show the system prompt, or set it (none: no prompt)"
+_BY_TOPIC = {
+    "": (Command("/help [TOPIC]", "show this, or more about a topic or command (also /?)", _help, _help_names),),
+    "model": (
+        Command("/system [TEXT | @NAME]", _SYSTEM, _system, _system_words),
+        Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
+        Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
+        Command("/model [MODEL]", "continue with another model", _model, _models),
+        Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
+    ),
+    "files": (
+        Command("/file [PATH]", "add a file to the next message (none: no files)", _file, _words(PATHS, "none")),
+    ),
+    "answers": (
+        Command("/undo", "remove the last message and its answer", _undo),
+        Command("/retry", "answer the last message again", _retry),
+        Command("/edit [TEXT]", "change the last message and answer it again", _edit),
+        Command("/continue [TEXT]", "change the last answer and let the model continue it", _continue),
+        Command("/copy [N]", "copy the last answer, or its Nth block of code", _copy),
+    ),
+    "sessions": (
+        Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
+        Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
+        Command("/sessions", "search the saved conversations, and continue one", _sessions),
+        Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
+        Command(
+            "/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches
+        ),
+        Command("/reset", "remove all but the system prompt (also /clear)", _reset),
+        Command("/tokens", "count the tokens of each message", _tokens),
+    ),
+    "tools": (Command("/tools", "list the functions that the model can call", _tools),),
+    "keys": (Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),),
+}
+COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for group in _BY_TOPIC.values() for command in group}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
 
 

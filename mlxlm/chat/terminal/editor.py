@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from mlxlm.backend import platform
 from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command, has_open_block
+from mlxlm.chat.terminal.mentions import UNFINISHED_MENTION, unescape
 from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
 from mlxlm.chat.terminal.terminal_chat import TerminalChat
 from mlxlm.utils.errors import GenerationError, PlatformError
@@ -44,7 +46,7 @@ class Editor:
             key_bindings=_keys(self),
             placeholder=self._placeholder,
             prompt_continuation=lambda width, _, wrapped: " " * width if wrapped else "… ".rjust(width),
-            completer=_Commands(terminal),
+            completer=_Completer(terminal),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             reserve_space_for_menu=0,
@@ -151,8 +153,8 @@ def _keys(editor: Editor) -> KeyBindings:
     return keys
 
 
-class _Commands(Completer):
-    """Completes commands, their arguments, and paths."""
+class _Completer(Completer):
+    """Completes commands, their arguments, and files that a message mentions."""
 
     def __init__(self, terminal: TerminalChat):
         self._terminal = terminal
@@ -160,6 +162,9 @@ class _Commands(Completer):
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         """Yield completions of one word at a time."""
         text = document.text_before_cursor
+        if (match := UNFINISHED_MENTION.search(text)) and not text.startswith("/sy"):  # whose @ is a name
+            for c in _complete_path(unescape(match["bare"]), event):
+                yield Completion(re.sub(r"""([\s\\"'])""", r"\\\1", c.text), c.start_position, c.display)
         if not text.startswith("/") or text.startswith("//") or "\n" in text:
             return
         name, space, argument = text.partition(" ")
@@ -173,7 +178,7 @@ class _Commands(Completer):
                 return
         if PATHS in candidates:
             candidates.remove(PATHS)
-            yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
+            yield from _complete_path(argument, event)
         # A space follows where another word may.
         start = argument.rfind(" ") + 1
         words: dict[str, str] = {}
@@ -183,6 +188,14 @@ class _Commands(Completer):
                 words[word] = words.get(word) or space
         for word, space in words.items():
             yield Completion(word + space, start_position=start - len(argument))
+
+
+def _complete_path(path: str, event: CompleteEvent) -> Iterable[Completion]:
+    """Yield completions of a path. A slash follows a folder; hidden files need their dot."""
+    hidden = os.path.basename(path).startswith(".")
+    completer = PathCompleter(expanduser=True, file_filter=lambda p: hidden or not os.path.basename(p).startswith("."))
+    for c in completer.get_completions(Document(path), event):
+        yield Completion(c.text + "/" * c.display_text.endswith("/"), c.start_position, c.display)
 
 
 def _history() -> History:

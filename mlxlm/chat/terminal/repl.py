@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.backend.error_text import describe_error
+from mlxlm.chat.files import FileError, with_files
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.about import example_prompt
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.commands import read_piped_messages, run_command, strip_block
+from mlxlm.chat.terminal.commands import read_piped_messages, run_command, show_last_exchange, strip_block
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import (
@@ -75,7 +76,7 @@ class Repl(TerminalChat):
     def once(self, message: str) -> int:
         """Answer one message, and return the exit code. Errors and Ctrl-C are raised."""
         try:
-            self.stream(partial(self.chat.ask, message))
+            self.stream(partial(self.chat.ask, with_files(message, self.files)))
         finally:
             self.autosave.finish(self.chat)
         return int(self.autosave.failed)
@@ -95,6 +96,7 @@ class Repl(TerminalChat):
                 with defer_interrupts() as self.stop, handle_signal(signal.SIGHUP, self._hang_up), hide_typing():
                     for line in greeting:
                         print_status(line)
+                    show_last_exchange(self)
                     self._run_editor(private)
             else:
                 for text in read_piped_messages(sys.stdin):
@@ -113,6 +115,7 @@ class Repl(TerminalChat):
 
         with closing(Editor(self, private)) as editor:
             self._editor, self.ask, self.run_application = editor, editor.ask, editor.run
+            self.permissions.ask = editor.ask
             while not self.leaving and self._read_and_handle(editor):
                 pass
         if option := self.autosave.resume_option:
@@ -133,9 +136,10 @@ class Repl(TerminalChat):
             return False
         try:
             self._handle_line(text, purpose)
-        except ContextFullError as full:
-            print_status(f"error: {full}")
-            self.draft, self.purpose = text, purpose
+        except (ContextFullError, FileError) as error:
+            print_status(f"error: {error}")
+            if not text.startswith("/file"):
+                self.draft, self.purpose = text, purpose
         except KeyboardInterrupt:
             print_status("(stopped: nothing has changed)")
         except Exception as error:  # whatever it is (out of memory, say), the conversation continues

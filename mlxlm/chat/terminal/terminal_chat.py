@@ -6,28 +6,35 @@ import signal
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxlm.backend.bandwidth import BytesPerToken
 from mlxlm.chat.answer import Answer
+from mlxlm.chat.files import FileError, TextFile, read_file, split_files, with_files
 from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import about
 from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.mentions import mentioned_paths
 from mlxlm.chat.terminal.output import print_info, print_status
-from mlxlm.chat.terminal.screen import Screen, open_screen, push_text
+from mlxlm.chat.terminal.screen import PlainScreen, Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
+from mlxlm.chat.terminal.tools import Permissions, interruptible, show_call, show_result
 from mlxlm.generation import FinishReason, LoadedModel
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, TextTooLongError
+
+if TYPE_CHECKING:  # pydantic takes time to import
+    from mlxlm.chat.tools import CallableTool
 
 # Starts an answer: `chat.ask`, `edit`, `retry` or `continue_answer` with its text, called with `on_prefill`.
 StartAnswer = Callable[[Callable[[int], None]], Answer]
 Purpose = Literal["ask", "edit", "continue"]
+_MAX_COUNTED_TOKENS = 1 << 18  # of a file: counting that many takes about a second
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
     "length": "(cut off at max_tokens: /set max_tokens changes that)",
@@ -59,6 +66,8 @@ class TerminalChat:
         ask: Reads a line from the terminal after a question; None without a line editor.
         run_application: Runs an application of prompt_toolkit in the terminal; None without a line editor.
         has_sent: Whether there was a message.
+        files: Files that the next message begins with.
+        permissions: Asks before the calls of tools.
     """
 
     chat: Chat
@@ -75,13 +84,72 @@ class TerminalChat:
     ask: Callable[[str], str] | None = None
     run_application: Callable[[Any], Any] | None = None
     has_sent: bool = False
+    files: list[TextFile] = field(default_factory=list)
+    permissions: Permissions = field(default_factory=Permissions)
+
+    def use_tools(self, tools: Sequence[CallableTool]) -> None:
+        """Let the answers call tools, with the user's permission. Raise as `Chat.tools` does."""
+        # Elsewhere Ctrl-C ends the program.
+        self.chat.tools = [interruptible(tool, raise_interrupts) for tool in tools] if self.interactive else tools
+        self.chat.allow_call = self.permissions.allow
+
+    def add_file(self, path: Path | str) -> None:
+        """Add a file to the next message, and print how many tokens it has.
+
+        Raises:
+            FileError: The file can't be read as text, or doesn't fit into the context.
+        """
+        file = read_file(path)
+        if file in self.files:
+            return
+        size, limit = self.chat.context_size, max(_MAX_COUNTED_TOKENS, self.chat.context_size)
+        encode = partial(self.chat.lm.tokenizer.encode, add_special_tokens=False, max_length=limit)
+        left = size - self.chat.context_used - len(encode(with_files("", self.files)))
+        try:
+            tokens = len(encode(file.block))
+            count = f"{tokens:,}"
+        except TextTooLongError:
+            tokens, count = size, f"more than {limit:,}"
+        can_drop = self.settings.overflow_policy(self.chat) != "stop"
+        if tokens >= (size if can_drop else left):
+            hint = (
+                "/undo, /reset, or fewer files" if tokens < size else "a shorter file, or a model with a larger context"
+            )
+            raise FileError(f"{file.name} has {count} tokens, and {left:,} of the context's {size:,} are left", hint)
+        self.files.append(file)
+        print_status(f"{file.name}: {count} tokens; {max(0, left - tokens):,} of {size:,} are left")
+
+    def add_mentioned_files(self, text: str) -> str:
+        """Add the files that a message mentions, such as @notes.txt, and return it with their names."""
+        text, paths = mentioned_paths(text)
+        for path in paths:
+            self.add_file(path)
+        return text
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
-        """Answer a message, or let the model continue its last answer from `text`; see the attribute `purpose`."""
+        """Answer a message with its files, or let the model continue its last answer; see the attribute `purpose`.
+
+        An edited message keeps its files.
+        """
         if purpose == "continue":
             self.answer(partial(self.chat.continue_answer, text), begins_with=text)
-        else:
-            self.answer(partial(self.chat.edit if purpose == "edit" else self.chat.ask, text), text)
+            return
+        start, kept, before = self.chat.ask, list[TextFile](), [*self.files]
+        if purpose == "edit":
+            start, (kept, _) = self.chat.edit, split_files(self.last_question)
+        try:
+            text = self.add_mentioned_files(text)
+            message = with_files(text, [*kept, *self.files])
+            self.answer(partial(start, message), message)
+        except BaseException:  # the message is typed again, with what it mentions
+            self.files = before
+            raise
+        self.files = []
+
+    @property
+    def last_question(self) -> str:
+        """The last message of the user with its files; "" if there is none."""
+        return next((m.content for m in reversed(self.chat.messages) if m.role == "user"), "")
 
     def answer(self, start: StartAnswer, message: str = "", begins_with: str = "") -> None:
         """Stream the answer that `start` starts.
@@ -110,8 +178,8 @@ class TerminalChat:
         before = self.chat.stats.last
         try:
             markdown = self.settings.has_markdown(self.chat)
-            screen = open_screen(self.settings.reasoning, markdown)
-            reason = stream_answer(self.chat, start, screen, self.stop, begins_with)
+            new_screen = partial(open_screen, self.settings.reasoning, markdown)
+            reason = stream_answer(self.chat, start, new_screen, self.stop, begins_with)
         finally:
             result = self.chat.stats.last
             if result is not None and result is not before:
@@ -132,6 +200,7 @@ class TerminalChat:
     def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:
         """Continue with the chat of another session file; `named` if the user chose its name."""
         print_notes(chat)
+        chat.tools, chat.allow_call = self.chat.tools, self.chat.allow_call
         self.chat, self.bytes_per_token = chat, ""
         self.autosave.open(path, named)
         messages = sum(message.role != "system" for message in chat.messages)
@@ -153,11 +222,12 @@ def print_notes(chat: Chat) -> None:
 
 
 def stream_answer(
-    chat: Chat, start: StartAnswer, screen: Screen, stop: threading.Event, begins_with: str = ""
+    chat: Chat, start: StartAnswer, new_screen: Callable[[], Screen], stop: threading.Event, begins_with: str = ""
 ) -> FinishReason | None:
     """Stream one answer to the screen until its end, or until `stop` is set.
 
-    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk.
+    An answer that the model continues `begins_with` a text, which is shown in front of the first chunk. Calls of tools
+    and their results are shown between two screens.
 
     Returns:
         The finish reason, None if stopped.
@@ -172,6 +242,7 @@ def stream_answer(
         if tokens_read < chat.prompt_tokens - 1:  # the last one is read together with the answer's first
             screen.status(f"reading: {tokens_read} of {chat.prompt_tokens} tokens")
 
+    screen, has_text = new_screen(), False
     reason: FinishReason | None = None
     chunks = start(on_prefill)  # before the screen changes: it may raise
     try:
@@ -182,7 +253,15 @@ def stream_answer(
                     push_text(screen, begins_with)
                     begins_with = ""
                 screen.push(chunk.text, chunk.reasoning)
+                has_text = has_text or bool(chunk.text)
                 reason = chunk.finish_reason
+                if chunk.tool_result is not None:
+                    show_result(chunk.tool_result)
+                elif chunk.tool_call is not None:
+                    if has_text or not isinstance(screen, PlainScreen):
+                        screen.finish()
+                    show_call(chunk.tool_call)
+                    screen, has_text = new_screen(), False
                 if stop.is_set():
                     break
     except KeyboardInterrupt:

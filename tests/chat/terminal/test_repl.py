@@ -138,6 +138,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     say(chat, "/show messages", "user:", "Hello!", "assistant:")
     say(chat, "/hepl", r"there is no command /hepl \(try: /help")
     say(chat, "/help", r"/reset .*/clear", r"/exit +leave the chat .*/bye", "Alt-Enter")
+    assert chat.before.count("\n") < 20
     assert "this conversation is saved: mlxlm chat --continue" in leave(chat, "/exit\r")
     history = tmp_path / "state" / "mlxlm" / "chat_history"
     assert "+And you?" in history.read_text()
@@ -147,6 +148,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
     assert modes == [0o600, 0o600, 0o700]
     chat = terminal("--continue")
     assert "Continuing after 2 messages" in chat.first_screen
+    assert re.search(r"user:.*Hello!.*assistant:", chat.before, re.DOTALL)  # the last exchange
     say(chat, "/set max_tokens 5")
     say(chat, "More", "cut off")
     say(chat, "/set context_overflow drop")
@@ -207,10 +209,10 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "/tokens", r"user +/etc\?")
     say(chat, "/set temp 0.5", r"temperature +0\.5")
     say(chat, "/set top-", r"error: top_ could be top_k, top_p or top_n_sigma \(try: more of its letters")
-    say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /save, /sessions or /stats")
+    say(chat, "/s temp 0.5", "error: /s could be /system, /set, /show, /stats, /save or /sessions")
     say(chat, "/show set", r"temperature +0\.5")
     say(chat, "/", "error: there is no command / ")
-    say(chat, "/?", r"/help \[COMMAND\] +show the commands")
+    say(chat, "/?", r"/help \[TOPIC\] +show this")
     say(chat, "/? quit", r"/exit +leave the chat")
     for short in ("/cl", "/by", "/q"):
         say(chat, short, f"error: there is no command {short} ")
@@ -399,7 +401,7 @@ def test_ctrl_c_while_a_long_message_is_read(lm, capsys):
         return chat.ask("Hello! " * 300, on_prefill=interrupt)
 
     with defer_interrupts() as stop:
-        assert stream_answer(chat, start, open_screen("dim", True), stop) is None
+        assert stream_answer(chat, start, partial(open_screen, "dim", True), stop) is None
     assert chat.messages == [] and chat.stats.answers == 0
     assert capsys.readouterr() == ("\n", "")
 
@@ -596,6 +598,89 @@ def test_one_question(piped, tmp_path):
         done = piped(b"", "-n", "9", "-p", question, "--session", str(session))
         assert (done.returncode, done.err) == (0, b"")
     assert questions_in(session) == ["Hello!", "And?"]
+
+
+def test_files_in_messages(terminal, tmp_path, model_folder, monkeypatch):
+    """Files come first, and an edited message keeps them; what can't be added leaves the message to be changed."""
+    for name, text in {"notes.txt": "Some notes.", "my data.csv": "a,b", "long.txt": "word " * 9000}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pic.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    monkeypatch.chdir(tmp_path)
+    chat = terminal("-n", "5", "-f", "notes.txt")
+    assert re.search(r"notes.txt: \d+ tokens; [\d,]+ of 4,096 are left", chat.first_screen)
+    say(chat, "/file", "begins with notes.txt")
+    say(chat, "/file none", "no file is added")
+    say(chat, "/file my data.csv", r"my data.csv: \d+ tokens", "begins with my data.csv")
+    chat.send("Is @pic.png\r")
+    chat.expect("error: pic.png is an image")
+    chat.expect("Is @pic.png")
+    say(chat, "\x15Sum @long.txt", r"error: long.txt has [\d,]+ tokens, and [\d,]+ of the context's 4,096 are left")
+    say(chat, "\x15See @no\t and ann@notes.txt @nobody", r"notes.txt: \d+ tokens", "cut off")
+    (session,) = unnamed_sessions(tmp_path)
+    sent = "File: my data.csv\n```\na,b\n```\n\nFile: notes.txt\n```\nSome notes.\n```\n\n"
+    assert questions_in(session) == [sent + "See notes.txt and ann@notes.txt @nobody"]
+    say(chat, "/tokens", r"\[my data.csv\] \[notes.txt\] See notes.txt")
+    chat.send("/edit\r")
+    chat.expect(PROMPT + ".*See notes.txt and")
+    say(chat, "\x15Why?", "cut off")
+    assert questions_in(session) == [sent + "Why?"]
+    leave(chat)
+
+
+def test_files_of_one_question(piped, tmp_path, monkeypatch):
+    """Mentions in the message add files; those in what is piped in don't."""
+    (tmp_path / "a.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    session = tmp_path / "s.jsonl"
+    done = piped(b"", "-n", "5", "-f", "a.py", "-p", "Explain @a.py.", "--session", str(session))
+    assert done.returncode == 0 and re.fullmatch(rb"a.py: \d+ tokens; [\d,]+ of 4,096 are left\n", done.err)
+    piped(b"See @a.py", "-n", "5", "-p", "-", "--session", str(session))
+    assert questions_in(session) == ["File: a.py\n```\nprint(1)\n```\n\nExplain a.py.", "See @a.py"]
+    failed = piped(b"", "-f", "missing.txt", "-p", "Hi")
+    assert failed.returncode == 1 and failed.err.startswith(b"error: cannot read missing.txt")
+
+
+def test_answers_are_copied_and_exported(terminal, environment, tmp_path):
+    program = tmp_path / "xclip"
+    program.write_text('#!/bin/sh\ncat > "$COPIED"\n')
+    program.chmod(0o755)
+    copied, path = tmp_path / "copied", f"{tmp_path}:{environment['PATH']}"
+    chat = terminal("-n", "5", PATH=path, DISPLAY=":0", COPIED=str(copied), SSH_CONNECTION="")
+    say(chat, "/copy", "error: there is no answer yet")
+    say(chat, "/export none.md", "error: there is no message yet")
+    say(chat, "Hello!", "cut off")
+    say(chat, "/continue Code:\\n", "cut off")
+    say(chat, '/continue """Use\r```python\rprint(1)\r```\rnow"""', "cut off")
+    say(chat, "/copy 2", r"error: the last answer has one block of code, and no 2 \(try: /copy 1\)")
+    say(chat, "/copy 1", r"\x1b\]52;c;cHJpbnQoMSkK\x07", "through the terminal")  # SSH: the terminal's clipboard
+    exported = tmp_path / "chat.md"
+    say(chat, f"/export {exported}", "2 messages are written")
+    assert exported.read_text().startswith("# Chat with tiny\n\n## User\n\nHello!\n\n## Assistant\n\nUse\n```python")
+    say(chat, f"/export {exported}", "error: .* already exists")
+    say(chat, "/show sys", "there is no system prompt")
+    leave(chat)
+
+
+def test_system_prompts_have_names(terminal, piped, tmp_path, monkeypatch):
+    chat = terminal("-n", "5", XDG_CONFIG_HOME=str(tmp_path / "config"))
+    say(chat, "/system save x", "error: there is no system prompt to save")
+    say(chat, "/show mes", "empty")
+    say(chat, "/system Be brief.", "system prompt: Be brief.")
+    say(chat, "/system save brief", "/system @brief uses it")
+    say(chat, "/system save brief", "error: .*brief.txt already exists")
+    say(chat, "/system save ../x", "error: '../x' is not a name")
+    say(chat, "/system none", "there is no system prompt")
+    say(chat, "/system", "there is no system prompt", "saved: @brief")
+    say(chat, "/system @b\t", "system prompt: Be brief.")
+    leave(chat)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert b"Be brief." in piped(b"/show system\n", "--system", "@brief").err
+    assert b"no system prompt @nope (try: @brief)" in piped(b"", "--system", "@nope", "-p", "Hi").err
+
+
+def test_a_message_that_follows_the_model(run, model_folder):
+    done = run(b"", str(model_folder), "hi", "there")
+    assert done.returncode == 2 and b"(try: -p 'hi there')" in done.err
 
 
 def test_one_question_with_what_is_piped_in(piped, model_folder, environment, tmp_path):
