@@ -101,9 +101,9 @@ def _server(models: list[str], log: Path) -> Iterator[str]:
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
     """Run the client in the foreground, and return its exit code as a shell does."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # Ctrl-C is the client's, which has its own
     try:
-        process = subprocess.Popen(command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, handler))
+        process = subprocess.Popen(command, env=environment)
         try:
             code = process.wait()
         except BaseException:
