@@ -11,7 +11,7 @@ from typing import Any
 from mlxlm.utils.errors import TokenizerError
 from mlxlm.utils.json_files import parse_json
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
 _CALL_HINT = '{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}'
 _TOOL_HINT = '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", ...}}}'
 
@@ -192,7 +192,7 @@ def _parse_tool(value: Any, where: str) -> Tool:
         raise TokenizerError(f"{where} is not a function", _TOOL_HINT)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.match(name):
-        hint = "up to 64 letters, digits, _, - and ."
+        hint = "up to 128 letters, digits, _, - and ."
         raise TokenizerError(f"{where} has {'no name' if name is None else f'the name {name!r}'}"[:100], hint)
     given = {key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None}
     kinds = {

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -17,11 +16,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlxlm.server.endpoints import find_routes, routes
+from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
+from mlxlm.server.stored_responses import StoredResponses
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 
@@ -49,13 +50,20 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
-    """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
+def make_app(
+    models: Models, rules: AccessRules | None = None, *, strict: bool = False, responses_dir: Path | None = None
+) -> Starlette:
+    """The application that serves `models`.
+
+    Args:
+        models: The models.
+        rules: Who may use it; by default anyone who can reach it.
+        strict: Whether a request with an unknown field is refused.
+        responses_dir: Where answers of the Responses API are kept besides memory; None for memory only.
+    """
     rules = rules or AccessRules()
     all_routes = [
         *find_routes(),
-        *routes("/models", list_models, "GET"),
-        *routes("/models/{id:path}", get_model, "GET"),
         Route("/health", health),
         Route("/metrics", render_metrics),
         *page_routes(),
@@ -70,9 +78,9 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=rules.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "request-id"],
         )
         middleware.insert(1, cors)  # error responses need its headers, too
 
@@ -86,26 +94,8 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.models, app.state.metrics = models, metrics
+    app.state.unknown_fields, app.state.stored_responses = UnknownFields(strict), StoredResponses(responses_dir)
     return app
-
-
-async def list_models(request: Request) -> JSONResponse:
-    """List the models that requests can name."""
-    models: Models = request.app.state.models
-    return JSONResponse({"object": "list", "data": [_describe(models, name) for name in models.names]})
-
-
-async def get_model(request: Request) -> JSONResponse:
-    """Describe one model."""
-    models: Models = request.app.state.models
-    return JSONResponse(_describe(models, models.find(request.path_params["id"])))
-
-
-def _describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields, whether the model is loaded, and its context length if it is."""
-    values = {"id": name, "object": "model", "created": models.created, "owned_by": "mlxlm"}
-    found = next((model for model in models.loaded if model.name == name), None)
-    return {**values, "loaded": found is not None, "context_length": found and found.context_length}
 
 
 async def health(_request: Request) -> JSONResponse:

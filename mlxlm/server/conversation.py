@@ -13,7 +13,8 @@ from mlxlm.chat.reasoning import CLOSE, OPEN
 from mlxlm.chat.tool_grammar import tool_grammar
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
-from mlxlm.server.errors import invalid
+from mlxlm.generation.request import context_limit
+from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
 from mlxlm.server.text import Text, sample_requests
 from mlxlm.utils.errors import GenerationError, TokenizerError
@@ -136,8 +137,45 @@ class Conversation:
             count_only=count_only,
         )
 
-    async def answers(self, model: ServedModel, options: GenerationOptions, n: int = 1) -> list[Text]:
+    async def truncate(self, model: ServedModel, room: int) -> Conversation:
+        """Drop the oldest turns, as few as possible, so that the prompt and `room` more tokens fit into the context.
+
+        A turn is a user's message with what follows it. System messages at the beginning stay, and so does the last
+        turn, even if it is too long. At most half of the context is left free.
+        """
+        limit = context_limit(model.lm, model.settings.kv)
+        room = min(room, limit // 2)
+        roles = [message.role for message in self.messages]
+        head = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        starts = [head, *(n for n, role in enumerate(roles) if role == "user" and n > head)]
+
+        def truncated(start: int) -> Conversation:
+            return replace(self, messages=[*self.messages[:head], *self.messages[start:]])
+
+        async def fits(start: int) -> bool:
+            try:
+                return len(await truncated(start).encode(model)) + room <= limit
+            except ApiError:  # far too long
+                return False
+
+        if await fits(head):
+            return self
+        low, high = 1, len(starts) - 1  # a prompt gets shorter with each turn
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+        return truncated(starts[min(low, high)])
+
+    async def answers(
+        self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1
+    ) -> list[Text]:
         """The texts of `n` answers, to be submitted.
+
+        Args:
+            model: The model.
+            options: The options of the answers.
+            eos_token_ids: Tokens that end an answer.
+            n: The number of answers.
 
         Raises:
             ApiError: The prompt is too long, or the tools can't be used with this model or these options.
@@ -148,25 +186,17 @@ class Conversation:
         tool_format = model.encoder.tool_format if self.tool_use.tools else None
         prefix: str | None = model.encoder.generation_prefix_of(prompt)
         options = await self.tool_use.constrain(model, options, prefix or "")
-        await check_constraint(model, options)
+        await check_constraint(model, options, eos_token_ids)
         if options.constraint is not None and tool_format is None:  # it can't have reasoning: end an open block
             end, encode = f"\n{CLOSE}\n\n" if prefix else "", model.lm.tokenizer.encode
             prompt += encode(end, add_special_tokens=False, parse_special=True, continues=True)
             prefix = None
-        requests = sample_requests([prompt], options, model.eos_token_ids, n)
+        requests = sample_requests([prompt], options, eos_token_ids, n)
         return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
 
 
-async def check_constraint(model: ServedModel, options: GenerationOptions) -> None:
+async def check_constraint(model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int]) -> None:
     """Raise GenerationError for a constraint that isn't supported. The compiled grammar is cached for the engine."""
     if options.constraint is not None:
         lm = model.lm
-        await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, model.eos_token_ids)
-
-
-def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:
-    """`reasoning_effort` and `verbosity` as variables of the chat template. Most templates ignore them."""
-    values: dict[str, Any] = {"reasoning_effort": effort, "verbosity": verbosity}
-    if effort == "none":
-        values["enable_thinking"] = False
-    return {name: value for name, value in values.items() if value is not None}
+        await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)

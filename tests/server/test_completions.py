@@ -98,7 +98,7 @@ def test_logprobs_of_the_prompt(complete, lm):
         ({"logprobs": 100}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens"),
-        ({"messages": []}, "messages"),
+        ({"conversation": "a"}, "conversation"),
     ],
 )
 def test_invalid_fields(complete, fields, param):

@@ -14,12 +14,21 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
+from mlxlm.server.conversation import Conversation, ToolUse, named_tool
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import ChoicesReply, respond
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChoicesRequest, Fields, TextContent, read_body
+from mlxlm.server.reply import ChoicesReply, Event, respond
+from mlxlm.server.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChoicesRequest,
+    Fields,
+    JsonText,
+    TemplateFields,
+    TextContent,
+    read_body,
+)
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 
 
@@ -37,12 +46,18 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    llama_cpp_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def given_schema(self) -> dict[str, Any] | None:
+        """The schema, if it has one."""
+        return self.json_schema.json_schema if self.json_schema else self.llama_cpp_schema
 
 
 class ToolFunction(Fields):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -59,13 +74,12 @@ class CalledFunction(Fields):
     """The function of a tool call in an assistant's message; its arguments are JSON text."""
 
     name: str
-    arguments: str
+    arguments: JsonText
 
 
 class MessageToolCall(Fields):
     """A tool call in an assistant's message."""
 
-    ignored = {"index"}  # of a streamed delta, which some clients send back
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -74,12 +88,12 @@ class MessageToolCall(Fields):
 class ChatMessage(Fields):
     """A message of a conversation."""
 
-    ignored = {"annotations", "provider_specific_fields"}  # of an answer that a client sends back
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: TextContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -92,8 +106,10 @@ class ChatMessage(Fields):
     def to_chat(self) -> Message:
         """The message for the chat template."""
         calls = [ToolCall(c.id or "", c.function.name, c.function.arguments) for c in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append(ToolCall("", self.function_call.name, self.function_call.arguments))
         return Message(
-            self.role,
+            "tool" if self.role == "function" else self.role,
             self.content or self.refusal or "",
             tool_calls=tuple(calls),
             tool_call_id=self.tool_call_id,
@@ -102,57 +118,61 @@ class ChatMessage(Fields):
         )
 
 
-class ChatCompletionRequest(ChoicesRequest):
+class ChatCompletionRequest(ChoicesRequest, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    functions: list[ToolFunction] | None = Field(None, max_length=MAX_TOOLS)
+    function_call: Any = None
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, ChatCompletionRequest)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
-    kwargs = reasoning_kwargs(body.reasoning_effort, body.verbosity) | (body.chat_template_kwargs or {})
-    conversation = Conversation([message.to_chat() for message in body.messages], kwargs, tool_use)
+    messages = [message.to_chat() for message in body.messages]
+    conversation = Conversation(messages, body.template_kwargs(), _tool_use(body))
     return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
+
+
+def _tool_use(body: ChatCompletionRequest) -> ToolUse:
+    if not body.functions:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        return ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    if body.tools:
+        raise invalid("functions and tools (try: tools)", "functions")
+    tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in body.functions]
+    named = body.function_call
+    return ToolUse.from_openai(tools, named_tool(named.get("name")) if isinstance(named, dict) else named, False)
 
 
 async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, model: ServedModel) -> _ChatCompletion:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    texts = await conversation.answers(model, _options(body, model.defaults), body.n)
+    texts = await conversation.answers(
+        model, _options(body, model.defaults), body.eos_token_ids(model.eos_token_ids), body.n
+    )
     return _ChatCompletion(model, texts, body, {"id": new_id("chatcmpl-"), "object": kind})
 
 
 def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise invalid("max_tokens and max_completion_tokens differ (try: one of them)", "max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    form = body.response_format or ResponseFormat(type="text")
-    schema = form.json_schema.json_schema if form.json_schema else None
+    form = body.response_format or ResponseFormat.model_validate({"type": "text"})
+    wants_logprobs = bool(body.top_logprobs) if body.logprobs is None else body.logprobs
     return body.options(
         defaults,
-        stop=body.stop,
-        max_tokens=limits.pop() if limits else None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=body.schema_of_format(form.type, schema, "response_format"),
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        json_schema=body.schema_of_format(form.type, form.given_schema, "response_format"),
     )
 
 
 class _ChatCompletion(ChoicesReply):
+    body: ChatCompletionRequest
+
     def start_choice(self, text: Text) -> dict[str, Any]:
         return self._choice(text, {"role": "assistant", "content": ""})
 
@@ -177,7 +197,20 @@ class _ChatCompletion(ChoicesReply):
         if reasoning:
             message["reasoning_content"] = reasoning
         logprobs = self.describe_logprobs(text, text.logprobs) if text.request.options.logprobs is not None else None
-        return {"index": text.index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
+        choice = {"index": text.index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
+        return self._in_legacy_form(choice, message)
+
+    def _event(self, choice: dict[str, Any]) -> Event:
+        return super()._event(self._in_legacy_form(choice, choice["delta"]))
+
+    def _in_legacy_form(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+        """A request with `functions` has an answer with `function_call`."""
+        if self.body.functions:
+            if calls := message.pop("tool_calls", None):
+                message["function_call"] = calls[0]["function"]
+            if choice["finish_reason"] == "tool_calls":
+                choice["finish_reason"] = "function_call"
+        return choice
 
     def _choice(self, text: Text, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": text.index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -69,11 +69,12 @@ async def _echo_only(models: Models, body: CompletionRequest) -> dict[str, Any]:
 
 async def _make_reply(body: CompletionRequest, model: ServedModel) -> _Completion:
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
-    options = body.options(model.defaults, stop=body.stop, max_tokens=max_tokens, logprobs=body.logprobs)
-    await check_constraint(model, options)
+    options = body.options(model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    eos_token_ids = body.eos_token_ids(model.eos_token_ids)
+    await check_constraint(model, options, eos_token_ids)
     prompts = [await model.encode(encode_prompt, model.lm, prompt) for prompt in body.prompt]
     echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
-    requests = sample_requests(prompts, options, model.eos_token_ids, body.n)
+    requests = sample_requests(prompts, options, eos_token_ids, body.n)
     return _Completion(model, [Text(*numbered) for numbered in enumerate(requests)], body, echoes)
 
 

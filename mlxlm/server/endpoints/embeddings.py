@@ -18,13 +18,12 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
 from mlxlm.server.models import Models
 from mlxlm.server.reply import json_response
-from mlxlm.server.schemas import IGNORED_BY_OPENAI, Fields, Prompts, read_body
+from mlxlm.server.schemas import Fields, Prompts, read_body
 
 
 class EmbeddingRequest(Fields):
     """The body of /v1/embeddings."""
 
-    ignored = IGNORED_BY_OPENAI
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None

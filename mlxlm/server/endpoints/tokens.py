@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -13,17 +12,16 @@ from mlxlm.server.conversation import Conversation, ToolUse
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.errors import invalid
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, read_body
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, TemplateFields, read_body
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(TemplateFields):
     """The body of /tokenize: a text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -47,7 +45,7 @@ async def tokenize(request: Request) -> JSONResponse:
         if body.messages is not None:
             tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
             messages = [message.to_chat() for message in body.messages]
-            conversation = Conversation(messages, body.chat_template_kwargs or {}, tools)
+            conversation = Conversation(messages, body.template_kwargs(), tools)
             ids = await conversation.encode(model, count_only=True)
         else:
             special = body.add_special_tokens
