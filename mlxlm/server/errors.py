@@ -1,4 +1,4 @@
-"""Error responses: OpenAI's error object, or Anthropic's in the endpoints of its API."""
+"""Error responses: OpenAI's error object, or Anthropic's or ollama's in the endpoints of its API."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ class ApiError(Exception):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
             return {"type": "error", "error": error, "request_id": request_id.get()}
+        if is_ollama(path):
+            return {"error": self.message}
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = kind if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -91,6 +93,11 @@ STOPPING = "the server is stopping"  # the 503 of requests that are cut off at s
 def is_anthropic(path: str) -> bool:
     """Whether a path is one of Anthropic's API."""
     return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path is one of ollama's API. /api/v0 and /api/v1 are LM Studio's."""
+    return path.startswith("/api/") and not path.startswith(("/api/v0/", "/api/v1/"))
 
 
 def to_api_error(error: Exception) -> ApiError:

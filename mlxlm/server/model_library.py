@@ -19,7 +19,7 @@ from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import get_quantization_config
-from mlxlm.utils.errors import MlxlmError
+from mlxlm.utils.errors import ConfigError, MlxlmError
 
 ANY = "*"  # the alias of every name that isn't a model's
 
@@ -73,7 +73,7 @@ class ModelLibrary:
     ):
         self.serves_all, self._folders = not given, folders
         self._aliases = dict(aliases or {})
-        self._targets = {alias.lower(): name.lower() for alias, name in self._aliases.items()}
+        self._targets = {_key(alias): name.lower() for alias, name in self._aliases.items()}
         self._models = {name: _given(name, source) for name, source in given.items()}
         self._ids: dict[str, str] = {}  # lower case, with all ways to write a name -> name
         self._descriptions: dict[str, ModelDescription] = {}
@@ -94,10 +94,22 @@ class ModelLibrary:
 
     def find(self, name: str) -> str | None:
         """The model that a name stands for, in upper or lower case, with or without its owner or `:latest`; or None."""
-        name = name.lower()
-        if name in self._targets:
-            return self._ids.get(self._targets[name])
-        return self._ids.get(name) or self._ids.get(self._targets.get(ANY, ""))
+        if (target := self._targets.get(_key(name))) is not None:
+            return self._ids.get(target)
+        return self._ids.get(name.lower()) or self._ids.get(self._targets.get(ANY, ""))
+
+    def add_alias(self, alias: str, name: str) -> None:
+        """Give a model another name. Raises ConfigError if a model has it already."""
+        key = _key(alias)
+        if key in ("", ANY, *self._ids, *self._targets):
+            raise ConfigError(f"{alias!r:.100} can't be another name of a model", "a name that no model has")
+        self._aliases[alias], self._targets[key] = name, name.lower()
+
+    def remove_alias(self, alias: str) -> bool:
+        """Take another name from a model, and return whether it was one."""
+        key = _key(alias)
+        self._aliases = {other: name for other, name in self._aliases.items() if _key(other) != key}
+        return self._targets.pop(key, None) is not None
 
     def source(self, name: str) -> str:
         """What to load a model from: a path, or a name of the catalog, which has defaults for some models."""
@@ -132,6 +144,10 @@ class ModelLibrary:
             for other in (name.removesuffix(":latest"), f"{name}:latest", model.name, name.rpartition("/")[2]):
                 self._ids.setdefault(other.lower(), name)
                 self._ids.setdefault(f"{other}:latest".lower(), name)
+
+
+def _key(alias: str) -> str:
+    return alias.lower().removesuffix(":latest")
 
 
 def _given(name: str, source: str) -> LocalModel:

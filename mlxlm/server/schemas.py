@@ -82,7 +82,7 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("no_repeat_ngram_size", "negative_prompt", "bad_words", "allowed_token_ids", "min_tokens")),
     **dict.fromkeys(("guided_json_object", "guided_structural_tag", "guided_whitespace_pattern")),
     **dict.fromkeys(("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents")),
-    **dict.fromkeys(("images", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
+    **dict.fromkeys(("images", "template", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
 }
 
 # Fields of the APIs that don't change the text, or that clients send back from an answer. They aren't worth a line in
