@@ -39,7 +39,7 @@ CONTEXT = 131_072
 JOB_SECONDS = 120
 HEADERS = ("anthropic-version", "anthropic-beta", "content-type", "openai-beta", "accept")  # that captures keep
 _HOP_HEADERS = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding", "content-encoding"}
-_MAX_TEXT, _MAX_TOOLS = 60, 4  # of captures: characters of a text; tools of the same type
+_MAX_TEXT, _MAX_WORD, _MAX_TOOLS = 24, 60, 4  # of captures: characters of a text and of a word; tools of a type
 
 
 @dataclass
@@ -218,7 +218,7 @@ def measure(name: str, job: Job, program: str, model: Path, work: Path, options:
     refused = [request for request in recorder.requests if request["status"] >= 400]
     result = {"version": version[0] if version else "", "sent": len(recorder.requests), "refused": len(refused)}
     result |= {"accepted": len(recorder.requests) - len(refused), "end": end}
-    return {**result, "ignored": ", ".join(sorted(set(re.findall(r"ignored?:? (?:field )?`?([\w.]+)", log))))}
+    return {**result, "ignored": ", ".join(sorted(set(re.findall(r"ignoring the parameter ([^ ]+)", log))))}
 
 
 def save(path: Path, requests: Sequence[dict[str, Any]], names: dict[str, str]) -> None:
@@ -248,7 +248,7 @@ def shorten(value: Any, key: str = "") -> Any:
             return f"The {key}."
         if re.search(r"[0-9a-f]{8}-[0-9a-f]{4}-|[0-9a-f]{24}", value):
             return "an id"
-        return value if len(value) <= _MAX_TEXT else "A text that stands for a longer one."
+        return value if len(value) <= (_MAX_TEXT if " " in value else _MAX_WORD) else "A text."
     return value
 
 
