@@ -114,7 +114,7 @@ def _claude(endpoint: Endpoint) -> str:
 
 
 def _codex(endpoint: Endpoint) -> str:
-    values = {"model": endpoint.model, "model_provider": "mlxlm"}
+    values: dict[str, Any] = {"model": endpoint.model, "model_provider": "mlxlm"}
     if endpoint.context_length:
         values["model_context_window"] = endpoint.context_length
     provider = {"name": "mlxlm", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
@@ -129,29 +129,35 @@ def _opencode(endpoint: Endpoint) -> str:
     if length := endpoint.context_length:
         model["limit"] = {"context": length, "output": min(length // 4, 8192)}
     options = {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "mlxlm", "options": options}
+    provider: dict[str, Any] = {"npm": "@ai-sdk/openai-compatible", "name": "mlxlm", "options": options}
     provider["models"] = {endpoint.model: model}
     return _to_json({"$schema": "https://opencode.ai/config.json", "provider": {"mlxlm": provider}})
 
 
 def _aider(endpoint: Endpoint) -> str:
-    values = {"model": f"openai/{endpoint.model}", "openai-api-base": f"{endpoint.url}/v1"}
+    values: dict[str, Any] = {"model": f"openai/{endpoint.model}", "openai-api-base": f"{endpoint.url}/v1"}
     values |= {"openai-api-key": endpoint.key, "show-model-warnings": False}
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items())  # YAML
 
 
 def _zed(endpoint: Endpoint) -> str:
-    model = {"name": endpoint.model, "display_name": endpoint.model, "max_tokens": endpoint.context_length or 8192}
+    model: dict[str, Any] = {"name": endpoint.model, "display_name": endpoint.model}
+    model["max_tokens"] = endpoint.context_length or 8192  # which Zed needs
     model["capabilities"] = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
     provider = {"api_url": f"{endpoint.url}/v1", "available_models": [model]}
     return _to_json({"language_models": {"openai_compatible": {"mlxlm": provider}}})
 
 
 def _continue(endpoint: Endpoint) -> str:
-    model = {"name": endpoint.model, "provider": "openai", "model": endpoint.model, "apiBase": f"{endpoint.url}/v1"}
-    model |= {"apiKey": endpoint.key, "roles": ["chat", "edit", "apply"], "capabilities": ["tool_use"]}
+    model: dict[str, Any] = {"name": endpoint.model, "provider": "openai", "model": endpoint.model}
+    model |= {
+        "apiBase": f"{endpoint.url}/v1",
+        "apiKey": endpoint.key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+    }
     if endpoint.context_length:
-        model |= {"contextLength": endpoint.context_length}
+        model["contextLength"] = endpoint.context_length
     first, *others = (f"{name}: {json.dumps(value)}\n" for name, value in model.items())
     return f"name: mlxlm\nversion: 1.0.0\nschema: v1\nmodels:\n  - {first}" + "".join(f"    {line}" for line in others)
 

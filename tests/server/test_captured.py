@@ -33,7 +33,9 @@ def test_requests_of_a_client(path, server):
             if body and "previous_response_id" in body:
                 body["previous_response_id"] = response_id
             content = json.dumps(body).encode() if body else b""
-            with http.stream(request["method"], request["path"], content=content, headers=request["headers"]) as response:
+            with http.stream(
+                request["method"], request["path"], content=content, headers=request["headers"]
+            ) as response:
                 if response.status_code != 200 or not (body or {}).get("stream"):  # a stream is left at its start
                     response.read()
             refused = REFUSED.get(f"{path.stem} {request['path']}")
