@@ -124,8 +124,9 @@ client.embeddings.create(model=model, input=["a", "b"])
 import anthropic
 client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
 client.models.list()
-tools = [{"name": "get_weather", "input_schema": tool["function"]["parameters"], "cache_control": {"type": "ephemeral"}}]
-system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+cached = {"cache_control": {"type": "ephemeral"}}
+tools = [{"name": "get_weather", "input_schema": tool["function"]["parameters"], **cached}]
+system = [{"type": "text", "text": "Be brief.", **cached}]
 client.messages.count_tokens(model=model, messages=messages, tools=tools, system=system)
 with client.messages.stream(model=model, messages=messages, max_tokens=8, system=system) as stream:
     stream.get_final_message()
@@ -169,7 +170,8 @@ local = llm.get_model("local")
 local.prompt("Hello", max_tokens=8).text()
 local.prompt("Hello", system="Be brief.", max_tokens=8, stream=False).text()
 local.prompt("Where?", schema=tool["function"]["parameters"], max_tokens=100).text()
-local.prompt("Hello", tools=[llm.Tool(name="get_weather", input_schema=tool["function"]["parameters"])], max_tokens=8).text()
+weather = llm.Tool(name="get_weather", input_schema=tool["function"]["parameters"])
+local.prompt("Hello", tools=[weather], max_tokens=8).text()
 """,
     ),
     "litellm": _python(

@@ -236,7 +236,7 @@ def save(path: Path, requests: Sequence[dict[str, Any]], names: dict[str, str]) 
 
 
 def shorten(value: Any, key: str = "") -> Any:
-    """A request without bulk: long texts, descriptions and ids are replaced, and tools that are like others left out."""
+    """A request without bulk: long texts, descriptions and ids are replaced, and some tools left out."""
     if isinstance(value, dict):
         return {name: shorten(item, name) for name, item in value.items()}
     if isinstance(value, list):

@@ -82,8 +82,8 @@ def _server(models: list[str], log: Path) -> Iterator[str]:
         try:
             while not (found := re.search(r"http://\S+(?=/v1)", log.read_text(errors="replace"))):
                 if process.poll() is not None:
-                    lines = log.read_text(errors="replace").strip().splitlines()
-                    raise PlatformError("the server didn't start: " + (lines[-1] if lines else f"{process.returncode}"))
+                    *_, last = ["", *log.read_text(errors="replace").splitlines()]
+                    raise PlatformError(f"the server didn't start: {last.removeprefix('error: ')}")
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             process.kill()
