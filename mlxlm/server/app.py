@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.options import OLLAMA_PORT
 from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 from mlxlm.server.stored_responses import StoredResponses
@@ -114,14 +115,17 @@ def page_routes() -> list[Route]:
 
 
 def _route(path: Path) -> Route:
-    content = path.read_bytes()
+    name, content = path.relative_to(PAGE_FOLDER).as_posix(), path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # of the content: installers change modification times
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:
+        # Clients of ollama look for this text at its port. Browsers ask for HTML.
+        wants_html = "text/html" in request.headers.get("accept", "")
+        if name == "index.html" and request.url.port == OLLAMA_PORT and not wants_html:
+            return PlainTextResponse("Ollama is running")
         if etag in request.headers.get("If-None-Match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=_MEDIA_TYPES[path.suffix])
 
-    name = path.relative_to(PAGE_FOLDER).as_posix()
     return Route("/" if name == "index.html" else f"/page/{name}", serve, name=f"page:{name}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxlm.chat.messages import Message, parse_tools
-from mlxlm.chat.reasoning import CLOSE, OPEN
-from mlxlm.chat.tool_grammar import tool_grammar
+from mlxlm.chat.reasoning import CLOSE
+from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.request import context_limit
@@ -80,26 +79,20 @@ class ToolUse:
         Raises:
             ApiError: For tools that can't be used with this model or these options.
         """
-        if self.tools and options.constraint not in (None, "json_schema"):
-            raise invalid(f"{options.constraint} and tools (try: one of them)", "tools")
+        tools = [tool for tool in parse_tools(self.tools) if self.allowed is None or tool.name in self.allowed]
         try:
-            grammar = await asyncio.to_thread(self._grammar, model, options, generation_prefix)
+            return await asyncio.to_thread(
+                constrain_calls,
+                options,
+                tools,
+                model.encoder,
+                model.lm.tokenizer,
+                generation_prefix,
+                tool_choice=self.choice,
+                parallel_tool_calls=self.parallel,
+            )
         except GenerationError as error:
             raise invalid(str(error), "tool_choice" if error.message.startswith("tool_choice") else "tools") from None
-        return options if grammar is None else replace(options, json_schema=None, grammar=grammar)
-
-    def _grammar(self, model: ServedModel, options: GenerationOptions, generation_prefix: str) -> str | None:
-        tools = [tool for tool in parse_tools(self.tools) if self.allowed is None or tool.name in self.allowed]
-        schema = options.json_schema
-        return tool_grammar(
-            model.encoder.tool_format,
-            tools,
-            model.lm.tokenizer,
-            tool_choice=self.choice,
-            parallel_tool_calls=self.parallel,
-            json_schema=json.loads(schema) if isinstance(schema, str) else None,
-            reasoning=generation_prefix if OPEN in getattr(model.encoder, "source", "") else None,  # it may reason
-        )
 
 
 def named_tool(name: Any) -> dict[str, Any]:

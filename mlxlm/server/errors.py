@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend.error_text import describe_error, device_error
-from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_line
+from mlxlm.utils.errors import GenerationError, MemoryLimitError, MlxlmError, TokenizerError, one_line
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -82,6 +82,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def unavailable(message: str) -> ApiError:
+    """A 503, for something that may work later, when other requests have freed their memory."""
+    return ApiError(503, message, headers={"retry-after": "5"})
+
+
 def client_message(error: MlxlmError) -> str:
     """The message of an error, with its hint unless it is for the person who runs the server."""
     return error.message if error.is_operator_hint else str(error)
@@ -104,13 +109,18 @@ def to_api_error(error: Exception) -> ApiError:
     """Convert any exception. Those that aren't the request's fault are logged with their traceback."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, MemoryLimitError):
+        return unavailable(client_message(error))
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
     if failure := device_error(error):
         logger.error("%s in %s", failure, request_id.get())
-        return ApiError(507 if failure.out_of_memory else 503, failure.message)
+        return unavailable(failure.message)
+    if isinstance(error, MemoryError):
+        logger.error("out of memory in %s", request_id.get())
+        return unavailable("out of memory")
     logger.error("internal error in %s", request_id.get(), exc_info=error)
-    if isinstance(error, MlxlmError | MemoryError | RuntimeError):
+    if isinstance(error, MlxlmError | RuntimeError):
         return ApiError(500, describe_error(error))
     problem = f"internal error: {type(error).__name__}; the server's log has the details"
     return ApiError(500, f"{problem}, with the request ID {request_id.get()}")

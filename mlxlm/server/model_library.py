@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mlxlm.backend.mlx import ON_CPU
+from mlxlm.backend.platform import total_memory
 from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.checkpoint.download import find
+from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_size
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
@@ -33,6 +36,7 @@ class ModelDescription:
         path: Its file or folder.
         location: Whose folder it is in, see `LocalModel`.
         bytes: Size of its files.
+        memory: Bytes of its weights when it is loaded.
         modified: When they were changed last.
         digest: 64 hexadecimal digits that change with the files.
         format: "safetensors", "pytorch", "gguf" or "llama2.c".
@@ -48,6 +52,7 @@ class ModelDescription:
     path: Path
     location: str
     bytes: int
+    memory: int
     modified: datetime
     digest: str
     format: str | None = None
@@ -168,7 +173,9 @@ def _files(name: str, model: LocalModel) -> ModelDescription:
     digest = path.resolve().name.removeprefix("sha256-")  # ollama's files, and large ones of Hugging Face's cache
     if len(digest) != 64:
         digest = hashlib.sha256(repr((str(path), model.bytes, times)).encode()).hexdigest()
-    return ModelDescription(name, path, model.location, model.bytes, datetime.fromtimestamp(max(times), UTC), digest)
+    return ModelDescription(
+        name, path, model.location, model.bytes, model.bytes, datetime.fromtimestamp(max(times), UTC), digest
+    )
 
 
 def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> ModelDescription:
@@ -181,12 +188,15 @@ def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> M
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
+    parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
+    widened = ON_CPU and (not isinstance(checkpoint, Checkpoint) or fits_float32(checkpoint.config, total_memory()))
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
     return replace(
         description,
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
-        parameters=sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values()),
+        parameters=parameters,
+        memory=4 * parameters if widened else sum(sizes.values()),
         quantization=f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         context_length=context if isinstance(context, int) else None,
     )

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
-from mlxlm.server.metrics import Metrics
+from mlxlm.server.metrics import MODEL, Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import ChoicesRequest
 from mlxlm.server.text import Piece, Text
@@ -242,6 +242,7 @@ async def _replying(
     start = monotonic()
     async with request.app.state.models.use(name, keep_alive) as model:
         load_seconds = monotonic() - start
+        request.scope[MODEL] = model.name
         reply = await make_reply(model)
         reply.media_type, reply.start_time, reply.load_seconds = media_type, start, load_seconds
         if len(reply.texts) > (most := model.settings.max_waiting):

@@ -60,6 +60,7 @@ NAMES = {
     "guided_grammar": "grammar",
     "reasoning": "reasoning_content",  # of a message: OpenRouter, vLLM
     "thinking": "reasoning_content",  # of a message: ollama
+    "tool_name": "name",  # of a result: ollama
 }
 
 # Values that other servers have for ours. None: as if the field were missing.
@@ -99,7 +100,7 @@ WITHOUT_EFFECT = frozenset(
     # Prompts are always cached, arguments always streamed, and all tools are in the prompt.
     + ["cache_control", "cache_prompt", "eager_input_streaming", "defer_loading", "input_examples", "inference_geo"]
     # The context is always the model's.
-    + ["num_ctx", "keep_alive", "timings_per_token", "guided_decoding_backend"]
+    + ["num_ctx", "timings_per_token", "guided_decoding_backend"]
 )
 
 
@@ -175,13 +176,9 @@ class UnknownFields:
             hint = f" (did you mean {similar[0]}?)" if similar else ""
             if self._strict:
                 raise invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
-            self.log(path, f"ignoring the parameter {path} of {endpoint}{hint}")
-
-    def log(self, name: str, message: str) -> None:
-        """Log what is ignored, once for each name."""
-        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(name)
-            logger.info("%s", one_line(message))
+            if path not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(path)
+                logger.info("ignoring the parameter %s of %s%s", one_line(path), endpoint, hint)
 
 
 def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]:
@@ -396,12 +393,24 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class ChoicesRequest(SamplingFields):
-    """The fields that chat completions and completions share."""
+class TextRequest(SamplingFields):
+    """The fields of every request for text.
+
+    Attributes:
+        model: The name of the model.
+        keep_alive: How long it stays loaded, see `Models.use`.
+        stream: Whether to stream the answer.
+    """
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_N)
+    keep_alive: float | str | None = None
     stream: bool | None = None
+
+
+class ChoicesRequest(TextRequest):
+    """The fields that chat completions and completions share."""
+
+    n: int = Field(1, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
 
     @property

@@ -23,10 +23,10 @@ from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
-    SamplingFields,
     Schema,
     TemplateFields,
     TextContent,
+    TextRequest,
     read_body,
     text_of_part,
 )
@@ -136,10 +136,9 @@ class ContextManagement(Fields):
     edits: list[Annotated[dict[str, Any], BeforeValidator(_check_edit)]] | None = None
 
 
-class MessagesRequest(SamplingFields, TemplateFields):
+class MessagesRequest(TextRequest, TemplateFields):
     """The body of /v1/messages, and of /v1/messages/count_tokens, which doesn't need max_tokens."""
 
-    model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
@@ -147,7 +146,6 @@ class MessagesRequest(SamplingFields, TemplateFields):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its earlier name for output_config.format
     context_management: ContextManagement | None = None
-    stream: bool | None = None
 
 
 async def messages(request: Request) -> Response:
@@ -158,7 +156,13 @@ async def messages(request: Request) -> Response:
     form, schema = (body.output_config or OutputConfig()).format or body.output_format, body.json_schema
     if form is not None:
         schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
-    return await respond(request, body.model, body.stream, partial(_make_reply, body, schema, _conversation(body)))
+    return await respond(
+        request,
+        body.model,
+        body.stream,
+        partial(_make_reply, body, schema, _conversation(body)),
+        keep_alive=body.keep_alive,
+    )
 
 
 async def count_tokens(request: Request) -> Response:

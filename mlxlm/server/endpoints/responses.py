@@ -25,10 +25,10 @@ from mlxlm.server.schemas import (
     MAX_TOOLS,
     Fields,
     JsonText,
-    SamplingFields,
     StreamOptions,
     TemplateFields,
     TextContent,
+    TextRequest,
     join_text_parts,
     read_body,
 )
@@ -119,14 +119,12 @@ class ResponseTool(Fields):
         return {"type": "function", "function": function}
 
 
-class ResponseRequest(SamplingFields, TemplateFields):
+class ResponseRequest(TextRequest, TemplateFields):
     """The body of /v1/responses."""
 
     metadata: dict[str, Any] | None = None
-    model: str | None = None
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
@@ -168,7 +166,9 @@ async def responses(request: Request) -> Response:
     kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
     conversation = Conversation(_messages(body), kwargs, tool_use)
     keep = None if body.store is False else stored
-    return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation, keep))
+    return await respond(
+        request, body.model, body.stream, partial(_make_reply, body, conversation, keep), keep_alive=body.keep_alive
+    )
 
 
 async def get_response(request: Request) -> JSONResponse:
