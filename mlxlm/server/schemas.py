@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -127,8 +128,9 @@ class Fields(BaseModel):
             return value
         translated: dict[str, Any] = {}
         given_as: dict[str, str] = {}
+        renamed = _renamed(cls)
         for given, item in _flattened(value):
-            name = NAMES.get(given, given) if NAMES.get(given) in cls.model_fields else given
+            name = renamed.get(given, given)
             if type(item) in (int, float):
                 item = VALUES.get(name, {}).get(item, item)
             if type(item) is float and item.is_integer() and abs(item) < 2**53:
@@ -139,6 +141,12 @@ class Fields(BaseModel):
                 raise invalid(f"{given_as[name]} and {given} differ (try: one of them)", given)
             given_as[name] = given
         return translated
+
+
+@cache
+def _renamed(model: type[Fields]) -> dict[str, str]:
+    """The entries of `NAMES` for fields that a model has."""
+    return {given: name for given, name in NAMES.items() if name in model.model_fields}
 
 
 def _flattened(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:

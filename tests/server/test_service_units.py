@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import plistlib
 import re
 import shutil
@@ -16,9 +17,9 @@ from mlxlm.server.options import ServerOptions
 from tests.paths import ROOT
 
 
-def block(language: str) -> str:
-    """The only code block of a language."""
-    [text] = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs/server.md").read_text(), re.S)
+def block(start: str) -> str:
+    """The only code block that begins like this."""
+    [text] = re.findall(rf"```text\n({re.escape(start)}.*?)```", (ROOT / "docs/server.md").read_text(), re.S)
     return text
 
 
@@ -29,14 +30,14 @@ def check_command(program: str, command: str, *arguments: str) -> None:
 
 
 def test_the_property_list_of_launchd():
-    values = plistlib.loads(block("xml").encode())
+    values = plistlib.loads(block("<?xml").encode())
     check_command(*values["ProgramArguments"])
     assert values["RunAtLoad"] and values["KeepAlive"] == {"SuccessfulExit": False}
     assert values["ExitTimeOut"] > ServerOptions().shutdown_timeout
 
 
 def test_the_unit_of_systemd(tmp_path):
-    text = block("ini")
+    text = block("[Unit]")
     parser = configparser.ConfigParser(interpolation=None)
     parser.optionxform = str
     parser.read_string(text)
@@ -46,5 +47,7 @@ def test_the_unit_of_systemd(tmp_path):
         pytest.skip("no systemd-analyze")
     unit = tmp_path / "mlxlm.service"
     unit.write_text(text.replace("%h/.venv/bin/mlxlm", sys.executable))
-    done = subprocess.run(["systemd-analyze", "--user", "verify", unit], capture_output=True, text=True, check=False)
+    command = ["systemd-analyze", "--user", "verify", unit]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
