@@ -38,20 +38,43 @@ export async function listModels() {
   return data;
 }
 
+export const loadModel = (model) => post("v1/models/load", { model });
+export const unloadModel = (model) => post("v1/models/unload", { model });
+
+/**
+ * Downloads a model to the server.
+ * @param {string} model  a name of the catalog, or owner/name of the Hugging Face hub
+ * @param {(progress: {completed?: number, total?: number}) => void} onProgress
+ */
+export async function pullModel(model, onProgress) {
+  const response = await post("api/pull", { model });
+  let rest = "";
+  for await (const text of response.body.pipeThrough(new TextDecoderStream())) {
+    const lines = (rest + text).split("\n");
+    rest = lines.pop();
+    for (const progress of lines.map((line) => JSON.parse(line))) {
+      if (progress.error) throw new APIError(progress.error);
+      onProgress(progress);
+    }
+  }
+}
+
+/** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that the model can see. */
+export async function countTokens(model, prompt) {
+  return (await post("v1/tokenize", { model, prompt, add_special_tokens: false })).json();
+}
+
 /**
  * Streams an answer.
  * @param {object} body  of `POST /v1/chat/completions`
  * @param {AbortSignal} signal
- * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, finish?: string,
+ * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, logprobs?: object[],
+ *   finish?: string,
  *   stats?: {promptTokens: number, tokens: number, speed?: number}}}
  */
 export async function* streamChat(body, signal) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
-  });
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await post("v1/chat/completions", streamed, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const parser = new SSEParser();
   let finished = false;
@@ -76,9 +99,9 @@ function partsOf({ comment, data }) {
   }
   const chunk = JSON.parse(data);
   if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
-  const { delta, finish_reason: finish } = chunk.choices?.[0] ?? {};
+  const { delta, finish_reason: finish, logprobs } = chunk.choices?.[0] ?? {};
   const { content: text, reasoning_content: reasoning } = delta ?? {};
-  const parts = [{ reasoning }, { text }, { finish }, { stats: chunk.usage && statsOf(chunk) }];
+  const parts = [{ reasoning }, { text }, { logprobs: reasoning ? null : logprobs?.content }, { finish }, { stats: chunk.usage && statsOf(chunk) }];
   return parts.filter((part) => Object.values(part)[0]);
 }
 
@@ -90,6 +113,11 @@ const statsOf = ({ usage, timings }) => ({
 
 const toNumber = (text) => Number(text.replaceAll(",", ""));
 
+function post(path, body, signal = undefined) {
+  const headers = { "Content-Type": "application/json" };
+  return request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
 async function request(path, options = {}) {
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => fail(error));
@@ -97,7 +125,8 @@ async function request(path, options = {}) {
   const text = await response.text();
   let message;
   try {
-    message = JSON.parse(text).error.message;
+    const { error } = JSON.parse(text);
+    message = error.message ?? error; // a text in ollama's API
   } catch {
     message = `The server answered ${response.status} ${response.statusText}: ${text.slice(0, 300)}`;
   }
