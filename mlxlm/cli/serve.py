@@ -13,7 +13,7 @@ import click
 
 from mlxlm.backend import platform
 from mlxlm.cache.options import KVOptions
-from mlxlm.checkpoint.download import fetch
+from mlxlm.checkpoint.download import resolve
 from mlxlm.cli.generation_options import Speculation, given_options, kv_options, sampling_options, speculation_options
 from mlxlm.cli.options import (
     MODEL,
@@ -34,10 +34,12 @@ from mlxlm.utils.errors import ConfigError, one_line
 
 _EPILOG = """\b
 Examples:
+  mlxlm serve
   mlxlm serve my-model
   mlxlm serve small=runs/stories large=org/name --max-memory 24GB
   MLXLM_API_KEY=$(cat key) mlxlm serve my-model --host 0.0.0.0
 """
+_MAX_SHOWN = 8  # names of models at the start
 _PER_REQUEST = [name for name, field in options_of(GenerationOptions).items() if declaration(field).per_request]
 _KINDS = {"max_memory": SIZE, "prefix_cache_bytes": SIZE}
 _FIELDS = sorted(options_of(ServerOptions).values(), key=lambda field: declaration(field).section != "Network")
@@ -45,7 +47,7 @@ _server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name))
 
 
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
-@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=MODEL)
+@click.argument("models", nargs=-1, metavar="[MODEL]...", type=MODEL)
 @offline_option
 @_server_options
 @kv_options
@@ -62,8 +64,8 @@ def serve(
     """Serve models over HTTP, with the APIs of OpenAI and Anthropic and a chat page: see docs/server.md.
 
     MODEL is a name of mlxlm models, a model folder, a run, a hub id, or a .gguf or llama2.c .bin file. Requests name it
-    by its last part, or by NAME for NAME=MODEL. A single model is loaded at the start; several are loaded when they are
-    first used.
+    by its last part, or by NAME for NAME=MODEL. Without MODEL, all models on this machine are served. A single model
+    is loaded at the start; others are loaded when they are first used.
 
     \f
 
@@ -75,11 +77,14 @@ def serve(
     except ConfigError as error:
         raise click.UsageError(error.message) from error
     paths = _named(models)
+    if paths and server.models_dirs:
+        raise click.UsageError("either MODEL or --models-dir, which serves all models on this machine")
     keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
     if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
-    if len(paths) > 1 and is_given("draft_model"):
+    if len(paths) != 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
+    from mlxlm.checkpoint import open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.models import Models, ModelSettings, load_model
@@ -96,14 +101,15 @@ def serve(
             shared["max_memory"] = platform.total_memory() * 3 // 4
         settings = ModelSettings(**shared, defaults=given_options(options), kv=kv, make_speculation=speculation)
         for path in paths.values():
-            fetch(path)
+            open_checkpoint(resolve(path))  # downloads what isn't here; an error for what is no model
         served = Models(paths, settings)
+        served.check_aliases()
         if len(paths) == 1:
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):
                 served.add(load_model(name, path, settings))
         _log_to_stderr(server.log_level)
-        _greet(run.address_of(listener, server.host), list(paths), bool(keys))
+        _greet(run.address_of(listener, server.host), served.names, bool(keys))
         run.make_server(make_app(served, rules), server.shutdown_timeout, _on_signal).run([listener])
 
 
@@ -150,7 +156,11 @@ def _greet(address: str, names: Sequence[str], has_key: bool) -> None:
     """Print where the server is, and a command to try it with."""
     header = ' -H "Authorization: Bearer $MLXLM_API_KEY"' if has_key else ""
     message = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    say(f"Serving {', '.join(map(one_line, names))} at {address}/v1, with a chat page at {address}/")
+    shown = [
+        *map(one_line, names[:_MAX_SHOWN]),
+        *([f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []),
+    ]
+    say(f"Serving {', '.join(shown)} at {address}/v1, with a chat page at {address}/")
     say("Ctrl-C stops it. To try it in another terminal:")
     say(f"  curl {address}/v1/chat/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(message)}")
 

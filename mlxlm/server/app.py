@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -17,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlxlm.server.endpoints import find_routes, routes
+from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
@@ -55,8 +54,6 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     rules = rules or AccessRules()
     all_routes = [
         *find_routes(),
-        *routes("/models", list_models, "GET"),
-        *routes("/models/{id:path}", get_model, "GET"),
         Route("/health", health),
         Route("/metrics", render_metrics),
         *page_routes(),
@@ -88,25 +85,6 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
     app.router.redirect_slashes = False
     app.state.models, app.state.metrics = models, metrics
     return app
-
-
-async def list_models(request: Request) -> JSONResponse:
-    """List the models that requests can name."""
-    models: Models = request.app.state.models
-    return JSONResponse({"object": "list", "data": [_describe(models, name) for name in models.names]})
-
-
-async def get_model(request: Request) -> JSONResponse:
-    """Describe one model."""
-    models: Models = request.app.state.models
-    return JSONResponse(_describe(models, models.find(request.path_params["id"])))
-
-
-def _describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields, whether the model is loaded, and its context length if it is."""
-    values = {"id": name, "object": "model", "created": models.created, "owned_by": "mlxlm"}
-    found = next((model for model in models.loaded if model.name == name), None)
-    return {**values, "loaded": found is not None, "context_length": found and found.context_length}
 
 
 async def health(_request: Request) -> JSONResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,14 @@ from pathlib import Path
 from mlxlm.config.option import option, range_problems
 from mlxlm.utils.errors import ConfigError
 
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
+_NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_PART.pattern})+", re.ASCII)
+_FOR_EVER = 1e9  # seconds; timers of asyncio have no more
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
+_models = partial(option, section="Models")
 _other = partial(option, section="Other")
 
 
@@ -45,13 +51,66 @@ class ModelOptions:
     prefix_cache_dir: Path | None = _memory(
         None, "Keep them in FOLDER too, for the next start of the server.", metavar="FOLDER"
     )
+    models_dirs: Sequence[Path] = _models(
+        (), "Without MODEL: also serve the models in FOLDER.", common=True, names="--models-dir", metavar="FOLDER"
+    )
+    aliases: Sequence[str] = _models(
+        (),
+        "Another name of a model, such as gpt-4o=small-world; *=small-world for all unknown names.",
+        common=True,
+        names="--alias",
+        metavar="NAME=MODEL",
+    )
+    keep_alive: str | None = _models(
+        None,
+        "How long a model stays loaded after its last request: 5m, 3600 (seconds), 0, or -1 for ever.",
+        common=True,
+        metavar="TIME",
+        default_text="-1 for a MODEL, otherwise 30m",
+    )
     chat_template: str | None = _other(
         None, "Chat template: chatml, llama3, plain, ... or a Jinja file.", metavar="NAME", default_text="the model's"
     )
 
     def __post_init__(self) -> None:
-        if problems := list(range_problems(self)):
+        problems = list(range_problems(self))
+        try:
+            parse_keep_alive(self.keep_alive or 0)
+            for alias in self.aliases:
+                parse_alias(alias)
+        except ConfigError as error:
+            problems.append(str(error))
+        if problems:
             raise ConfigError("invalid server options: " + "; ".join(problems))
+
+
+def parse_keep_alive(value: float | str) -> float | None:
+    """How long a model stays loaded, in seconds; None for ever.
+
+    Args:
+        value: Seconds, or a text with units, such as "1h30m"; below 0 for ever.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    text = str(value).strip()
+    seconds = None
+    if _NUMBER.fullmatch(text):
+        seconds = float(text)
+    elif _DURATION.fullmatch(text):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+        seconds = -seconds if text.startswith("-") else seconds
+    if seconds is None or isinstance(value, bool):
+        raise ConfigError(f"keep_alive is {value!r:.40}", "5m, a number of seconds, 0, or -1 for ever")
+    return seconds if 0 <= seconds < _FOR_EVER else None
+
+
+def parse_alias(text: str) -> tuple[str, str]:
+    """Split NAME=MODEL. Raises ConfigError for something else."""
+    alias, _, name = text.partition("=")
+    if not alias or not name:
+        raise ConfigError(f"alias is {text!r:.80}", "NAME=MODEL, such as gpt-4o=small-world, or *=small-world")
+    return alias, name
 
 
 @dataclass(frozen=True)

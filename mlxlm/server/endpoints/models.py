@@ -1,0 +1,92 @@
+"""The models: what they are, loading and unloading them, and downloads.
+
+The list has OpenAI's fields and more. The paths to load and unload models are those of llama.cpp's server and of
+LM Studio's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from mlxlm.server.endpoints import routes
+from mlxlm.server.errors import invalid
+from mlxlm.server.models import Models
+from mlxlm.server.schemas import Fields, read_body
+
+
+class ModelRequest(Fields):
+    """The body of a request to load or unload a model."""
+
+    model: str | None = None
+    instance_id: str | None = None
+    keep_alive: str | float | None = None
+
+    @property
+    def name(self) -> str:
+        """The model; `instance_id` is LM Studio's field for a loaded one."""
+        name = self.model or self.instance_id
+        if not name:
+            raise invalid("the model is missing", "model")
+        return name
+
+
+async def list_models(request: Request) -> JSONResponse:
+    """List the models that requests can name, without those that can't be opened."""
+    models: Models = request.app.state.models
+    listed = [await describe(models, name) for name in models.names]
+    return JSONResponse({"object": "list", "data": [values for values in listed if values["problem"] is None]})
+
+
+async def get_model(request: Request) -> JSONResponse:
+    """Describe one model."""
+    return JSONResponse(await describe(request.app.state.models, request.path_params["id"]))
+
+
+async def describe(models: Models, name: str) -> dict[str, Any]:
+    """OpenAI's fields, and what is known of a model without loading it."""
+    description = await models.describe(name)
+    return {
+        "id": name if name in models.library.names else description.name,
+        "object": "model",
+        "created": int(description.modified.timestamp()),
+        "owned_by": description.location,
+        "loaded": description.loaded,
+        "context_length": description.context_length,
+        "size": description.bytes,
+        "parameters": description.parameters,
+        "quantization": description.quantization,
+        "family": description.family,
+        "format": description.format,
+        "problem": description.problem,
+    }
+
+
+async def load(request: Request) -> JSONResponse:
+    """Load a model, and answer when it is loaded."""
+    body, start = await read_body(request, ModelRequest), time.monotonic()
+    model = await request.app.state.models.load(body.name, body.keep_alive)
+    seconds = time.monotonic() - start
+    values = {"type": "llm", "instance_id": model.name, "status": "loaded", "load_time_seconds": seconds}
+    return JSONResponse({"success": True, **values})
+
+
+async def unload(request: Request) -> JSONResponse:
+    """Unload a model. Requests that use it end first."""
+    body = await read_body(request, ModelRequest)
+    models: Models = request.app.state.models
+    return JSONResponse({"success": await models.unload(body.name), "instance_id": models.find(body.name)})
+
+
+ROUTES = [
+    *routes("/models", list_models, "GET"),
+    *routes("/models/load", load),
+    *routes("/models/unload", unload),
+    *routes("/models/{id:path}", get_model, "GET"),
+    Route("/api/v1/models/load", load, methods=["POST"]),
+    Route("/api/v1/models/unload", unload, methods=["POST"]),
+]
