@@ -41,6 +41,11 @@ export async function listModels() {
 export const loadModel = (model) => post("v1/models/load", { model });
 export const unloadModel = (model) => post("v1/models/unload", { model });
 
+/** @returns {Promise<object[]>} The models that can be downloaded by name; none if this server downloads nothing. */
+export async function listCatalog() {
+  return (await (await request("v1/catalog")).json()).data;
+}
+
 /**
  * Downloads a model to the server.
  * @param {string} model  a name of the catalog, or owner/name of the Hugging Face hub

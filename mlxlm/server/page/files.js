@@ -17,13 +17,15 @@ export async function readFile(file) {
     throw new Error(`${name} ${problem}`);
   };
   if (/^image\/(?!svg)/.test(type)) fail("is an image. This server's models read only text.");
-  if (type === "application/pdf") fail("is a PDF. Copy its text here, or use mlxlm chat -f, which can read it.");
   if (size > MAX_BYTES) fail(`has ${Math.ceil(size / (1 << 20))} MB. No model here can read more than ${MAX_BYTES >> 20} MB.`);
   const content = await file.arrayBuffer().catch(() => fail("can't be read. Of a folder, choose the files."));
+  if (isPDF(content)) fail("is a PDF. Copy its text here, or use mlxlm chat -f, which can read it.");
   const text = decode(content) ?? fail("isn't a text file, or not in UTF-8.");
   const visible = (/^text\/html|xhtml/.test(type) ? textOfHTML(text) : text).replace(/^\n+|\n+$/g, "");
   return { name, text: visible.trim() ? visible : fail("has no text.") };
 }
+
+const isPDF = (content) => new TextDecoder("latin1").decode(content.slice(0, 1024)).includes("%PDF-");
 
 /** @returns {?string} The text, with line feeds as line ends; null if it isn't text. */
 function decode(content) {

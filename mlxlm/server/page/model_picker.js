@@ -1,5 +1,5 @@
 /** The dialog with the server's models: choosing one or two, loading, unloading and downloading. */
-import { loadModel, pullModel, unloadModel } from "./api.js";
+import { listCatalog, loadModel, pullModel, unloadModel } from "./api.js";
 import { $, h } from "./dom.js";
 import { allModels, loadModels, modelOf, secondModelOf } from "./models.js";
 
@@ -35,13 +35,14 @@ export async function pickModel(conversation, onChoice) {
       onChoice(modelOf(conversation), second ? undefined : id);
       draw();
     };
-    const load = () => run(id, () => (loaded ? unloadModel(id) : loadModel(id)));
+    const waits = pending.has(id);
+    const load = () => waits || run(id, () => (loaded ? unloadModel(id) : loadModel(id)));
     const name = h("button", { type: "button", class: "model", "aria-pressed": String(chosen), "data-key": `use ${id}`, onclick: choose },
       h("strong", {}, id), h("small", {}, describe(model)));
-    const label = pending.has(id) ? "Wait…" : loaded ? "Unload" : "Load";
+    const label = waits ? "Wait…" : loaded ? "Unload" : "Load";
     return h("li", {}, name,
       h("button", { type: "button", "aria-pressed": String(second), "aria-label": `Compare with ${id}`, "data-key": `compare ${id}`, onclick: compare }, "Compare"),
-      h("button", { type: "button", disabled: pending.has(id), "aria-label": `${label} ${id}`, "data-key": `load ${id}`, onclick: load }, label));
+      h("button", { type: "button", "aria-disabled": waits && "true", "aria-label": `${label} ${id}`, "data-key": `load ${id}`, onclick: load }, label));
   }
 
   async function run(id, action) {
@@ -59,19 +60,33 @@ export async function pickModel(conversation, onChoice) {
     start.disabled = true;
     progress.hidden = false;
     progress.removeAttribute("value"); // until the size is known
-    await showErrors(() => pullModel(name, ({ completed, total }) => {
-      if (total) progress.value = completed / total;
-      $("#pull output").textContent = total ? `${size(completed)} of ${size(total)}` : "";
-    }));
+    let report = "";
+    await showErrors(async () => {
+      await pullModel(name, ({ completed, total }) => {
+        if (total) progress.value = completed / total;
+        $("#pull output").textContent = total ? `${size(completed)} of ${size(total)}` : "";
+      });
+      report = `${name} is here.`;
+      await drawCatalog();
+    });
+    $("#pull output").textContent = report;
     start.disabled = false;
     progress.hidden = true;
-    $("#pull output").textContent = $("#models-error").textContent ? "" : `${name} is here.`;
     await refresh();
   };
 
   draw();
   dialog.showModal();
   await refresh(); // another program may have loaded or downloaded one
+  await showErrors(drawCatalog);
+}
+
+/** Offers the models that can be downloaded, if the server downloads any. */
+async function drawCatalog() {
+  const catalog = await listCatalog();
+  $("#pull").hidden = !catalog.length;
+  $("#catalog").replaceChildren(...catalog.map((model) =>
+    h("option", { value: model.id }, `${size(model.size)} · ${model.description}`)));
 }
 
 async function showErrors(action) {
@@ -79,7 +94,6 @@ async function showErrors(action) {
   error.hidden = true;
   try {
     await action();
-    error.textContent = "";
   } catch ({ message }) {
     error.textContent = message;
     error.hidden = false;

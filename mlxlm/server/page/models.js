@@ -24,8 +24,11 @@ export const secondModelOf = ({ secondModel }) => find(secondModel)?.id;
 /** @returns {number|undefined} How many tokens a model can see, as far as the server has said it. */
 export const contextLengthOf = (model) => find(model)?.context_length ?? undefined;
 
-/** @returns {string[]} Prompts to try with a model: those of its model card, or else some for any model. */
-export const examplesOf = (model) => (find(model)?.examples?.length ? find(model).examples : EXAMPLES);
+/** @returns {string[]} Prompts to try with a model: its own, or else some for any model. */
+export function examplesOf(model) {
+  const own = find(model)?.example_prompt;
+  return own ? [own] : EXAMPLES;
+}
 
 /** Asks the server for its models, and the user for an API key if it wants one. Returns whether it worked. */
 export async function loadModels() {

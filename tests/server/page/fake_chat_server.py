@@ -47,19 +47,19 @@ class FakeChatServer:
     Attributes:
         answers: For requests to /v1/chat/completions; then "Fine.".
         models: Their names. The first is loaded.
-        examples: The example prompts of all models.
+        example: The example prompt of all models.
         api_key: That requests need.
         requests: Bodies of requests to /v1/chat/completions.
         other_requests: Paths and bodies of other requests.
         loaded: Names of the models that are loaded.
-        pull: What a download reports.
+        pull: What a download reports. Without it, the catalog is empty.
         url: Of the server.
         goes_on: See `Answer.text`.
     """
 
     answers: list[Answer] = field(default_factory=list)
     models: list[str] = field(default_factory=lambda: ["tiny-model"])
-    examples: list[str] = field(default_factory=list)
+    example: str | None = None
     api_key: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     other_requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -78,7 +78,14 @@ class FakeChatServer:
             "/api/pull": self._pull,
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-        return Starlette(routes=[*page_routes(), Route("/v1/models", self._list_models), *routes])
+        return Starlette(
+            routes=[
+                *page_routes(),
+                Route("/v1/models", self._list_models),
+                Route("/v1/catalog", self._catalog),
+                *routes,
+            ]
+        )
 
     def go_on(self) -> None:
         """Continue the answer that waits."""
@@ -91,9 +98,13 @@ class FakeChatServer:
 
     async def _list_models(self, request: Request) -> Response:
         values = {"object": "model", "created": 0, "context_length": 4096, "size": 1_580_733, "quantization": "4bit"}
-        values |= {"parameters": 2_670_000, "examples": self.examples}
+        values |= {"parameters": 2_670_000, "example_prompt": self.example}
         models = [{"id": name, "loaded": name in self.loaded, **values} for name in self.models]
         return self._refused(request) or JSONResponse({"object": "list", "data": models})
+
+    async def _catalog(self, request: Request) -> Response:
+        entry = {"id": "smollm2-135m", "description": "Tiny and quick.", "size": 98_362_432}
+        return JSONResponse({"data": [entry] if self.pull else []})
 
     async def _keep(self, request: Request) -> dict[str, Any]:
         body: dict[str, Any] = await request.json()
@@ -166,7 +177,12 @@ class FakeChatServer:
 def _chunk(
     delta: dict[str, Any], finish_reason: str | None = None, logprobs: list[dict[str, Any]] | None = None
 ) -> str:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs and {"content": logprobs}}
+    choice = {
+        "index": 0,
+        "delta": delta,
+        "finish_reason": finish_reason,
+        "logprobs": logprobs and {"content": logprobs},
+    }
     return _event({"id": "1", "object": "chat.completion.chunk", "model": "tiny-model", "choices": [choice]})
 
 

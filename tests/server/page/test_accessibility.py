@@ -48,7 +48,8 @@ def test_every_control_has_a_name(page, server):
         return re.findall(controls + ".*", tree)
 
     assert not nameless()
-    for opener in ("#settings-button", "#help-button"):
+    page.set_input_files("#file", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"})
+    for opener in ("#settings-button", "#help-button", "#model"):
         page.click(opener)
         assert not nameless()
         page.keyboard.press("Escape")
@@ -62,8 +63,21 @@ def test_no_horizontal_scrolling(open_page, server, width):
     page = open_page(viewport={"width": width, "height": 700})
     table = "\n".join(["|" + "a wide column|" * 12, "|" + "-|" * 12, "|" + "value|" * 12])
     server.answers = [
-        Answer(["word" * 200, "\n\n", "```\n" + "x" * 500 + "\n```\n\n", table, "\n\n`" + "y" * 300 + "`"])
+        Answer(
+            [
+                "word" * 200,
+                "\n\n",
+                "```\n" + "x" * 500 + "\n```\n\n",
+                table,
+                "\n\n`" + "y" * 300 + "`",
+                "\n\n$$" + "z+" * 200 + "z$$",
+            ]
+        )
     ]
+    name = "n" * 200
+    page.set_input_files("#file", {"name": name, "mimeType": "text/plain", "buffer": b"z" * 500})
+    expect(page.locator(".chip")).to_contain_text("tokens")
+    assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#files'))")
     ask(page, "A" * 500)
     finished(page)
     fits = "[document.documentElement, document.querySelector('#scroller')].every(e => e.scrollWidth <= e.clientWidth)"

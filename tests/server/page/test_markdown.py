@@ -105,8 +105,14 @@ MARKDOWN = [
     ("\\[\na\n- b\n\\]", '<div class="math"><span class="katex-display">'),
     ("- \\(x\\)", '<ul>\n<li><span class="math"><span class="katex">'),
     ("so $\\frac{a$.", '<p>so <span class="math">$\\frac{a$</span>.</p>'),
-    ("- [x] *a*\n- [ ] b", '<li class="task done"><input type="checkbox" disabled="" checked="" aria-label="done"> <em>a'),
-    ("1. [ ] a\n\n   b", '<li class="task">\n<p><input type="checkbox" disabled="" aria-label="to do"> a</p>\n<p>b</p>'),
+    (
+        "- [x] *a*\n- [ ] b",
+        '<li class="task done"><input type="checkbox" disabled="" checked="" aria-label="done"> <em>a',
+    ),
+    (
+        "1. [ ] a\n\n   b",
+        '<li class="task">\n<p><input type="checkbox" disabled="" aria-label="to do"> a</p>\n<p>b</p>',
+    ),
     ("- [x]a", "<li>[x]a</li>"),
     ("3. c", '<ol start="3">\n<li>c</li>\n</ol>'),
     ("main.py", "<p>main.py</p>"),
