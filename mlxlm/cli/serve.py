@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from mlxlm.cli.options import (
 from mlxlm.cli.render import say, spinner
 from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import GenerationOptions
-from mlxlm.server.options import ModelOptions, ServerOptions
+from mlxlm.server.options import DEFAULT_PORT, OLLAMA_PORT, ModelOptions, ServerOptions
 from mlxlm.utils.errors import ConfigError, one_line
 
 _EPILOG = """\b
@@ -87,19 +86,27 @@ def serve(
     from mlxlm.checkpoint import open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
+    from mlxlm.server.logs import log_to_stderr
+    from mlxlm.server.memory import limit_process
     from mlxlm.server.models import Models, ModelSettings, load_model
     from mlxlm.server.security import AccessRules
 
     _check_access(server.host, keys, server.no_auth)
     rules = AccessRules.for_host(server.host, keys, server.allowed_hosts, server.cors_origins)
-    with run.bind(server.host, server.port) as listener:
+    default_port = OLLAMA_PORT if server.ollama else DEFAULT_PORT
+    with run.bind(server.host, default_port if server.port is None else server.port) as listener:
         if speculation is not None and is_given("draft_model"):
             decoder = speculation()  # before the spinner of the model, which can't have another one inside
             speculation = lambda: decoder  # noqa: E731
         shared = {name: getattr(server, name) for name in options_of(ModelOptions)}
-        if server.max_memory is None:
-            shared["max_memory"] = platform.total_memory() * 3 // 4
-        settings = ModelSettings(**shared, defaults=given_options(options), kv=kv, make_speculation=speculation)
+        shared["max_memory"] = server.max_memory or platform.total_memory() * 3 // 4
+        settings = ModelSettings(
+            **shared,
+            defaults=given_options(options),
+            kv=kv,
+            make_speculation=speculation,
+            process_bytes=limit_process(shared["max_memory"]),
+        )
         for path in paths.values():
             open_checkpoint(resolve(path))  # downloads what isn't here; an error for what is no model
         served = Models(paths, settings)
@@ -108,9 +115,10 @@ def serve(
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):
                 served.add(load_model(name, path, settings))
-        _log_to_stderr(server.log_level)
+        log_to_stderr(server.log_level, server.log_format)
         _greet(run.address_of(listener, server.host), served.names, bool(keys))
-        run.make_server(make_app(served, rules), server.shutdown_timeout, _on_signal).run([listener])
+        app = make_app(served, rules, strict=server.strict)
+        run.make_server(app, server.shutdown_timeout, _on_signal, server.idle_timeout).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:
@@ -140,16 +148,6 @@ def _check_access(host: str, keys: Sequence[str], no_auth: bool) -> None:
         raise click.UsageError("either --api-key (or MLXLM_API_KEY) or --no-auth")
     if not local and not keys and not no_auth:
         raise click.UsageError(f"others can reach {host}: set --api-key or MLXLM_API_KEY, or allow it with --no-auth")
-
-
-def _log_to_stderr(level: str) -> None:
-    """Log the server's messages with the time, and those of uvicorn that matter."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name, least in (("mlxlm", logging.DEBUG), ("uvicorn.error", logging.ERROR)):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(max(getattr(logging, level.upper()), least))
 
 
 def _greet(address: str, names: Sequence[str], has_key: bool) -> None:

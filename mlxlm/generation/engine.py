@@ -17,14 +17,15 @@ from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation import device_thread
 from mlxlm.generation.context import Context, cache_identity
-from mlxlm.generation.kv_memory import KVMemory, default_max_kv_bytes
+from mlxlm.generation.kv_memory import KVMemory, StepMemory, default_max_kv_bytes
 from mlxlm.generation.loaded_model import LoadedModel, eval_weights
+from mlxlm.generation.prefill import Prefill
 from mlxlm.generation.request import Request
 from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text import Text, TextStream
-from mlxlm.utils.errors import DeviceError, GenerationError, MlxlmError
+from mlxlm.utils.errors import DeviceError, GenerationError, MemoryLimitError, MlxlmError
 from mlxlm.utils.formatting import human_bytes
 
 BATCH_SIZE = 32  # texts that are decoded together
@@ -122,14 +123,11 @@ class Engine:
         self.batch_size, self._max_waiting = batch_size, max_waiting
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
         self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
-        if prefix_cache_bytes is None:
-            prefix_cache_bytes = self._memory.max_bytes // 4
-            if self.kv.size is not None:
-                prefix_cache_bytes = min(prefix_cache_bytes, _ROTATING_TEXTS * self._memory.bytes_for(self.kv.size))
+        self._prefix_cache_bytes = prefix_cache_bytes
         folder = None
         if prefix_cache_dir is not None:
             folder = PrefixCacheFolder(prefix_cache_dir, _FOLDER_BYTES, cache_identity(lm, self.kv))
-        self._prefix_cache = PrefixCache(partial(make_cache, lm.model, self.kv), prefix_cache_bytes, folder)
+        self._prefix_cache = PrefixCache(partial(make_cache, lm.model, self.kv), self._max_prefix_bytes(), folder)
         self._scheduler = Scheduler(self.lm, self.kv, batch_size, self._prefix_cache, self._memory, speculation)
         self._lock = threading.Lock()
         self._inbox: deque[Text] = deque()
@@ -145,8 +143,8 @@ class Engine:
             on_prefill: Called with the number of prompt tokens read so far, while the stream is iterated.
 
         Raises:
-            GenerationError: For a prompt or options that this model can't serve, and for one that memory has no room
-                for. A constraint is compiled in the background: its errors are raised by the stream.
+            GenerationError: For a prompt or options that this model can't serve; MemoryLimitError for one that memory
+                has no room for. A constraint is compiled in the background: its errors are raised by the stream.
             QueueFullError: `max_waiting` texts wait.
         """
         text = Text(self.lm, request, self.kv)
@@ -154,7 +152,7 @@ class Engine:
         if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:
             limit = self._memory.max_tokens()
             size = human_bytes(self._memory.max_bytes)
-            raise GenerationError(
+            raise MemoryLimitError(
                 f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
                 f"a prompt of at most {limit} tokens, or `key_bits=8`",
                 is_operator_hint=True,
@@ -185,6 +183,34 @@ class Engine:
             kv_bytes=scheduler.kv_bytes,
             prefix_cache_bytes=self._prefix_cache.nbytes,
         )
+
+    def limit_memory(self, max_bytes: int) -> None:
+        """Limit what everything but the weights takes: keys and values, activations, scores and logits.
+
+        Running texts that need more are interrupted until others have ended, or fail.
+
+        Raises:
+            MemoryLimitError: They have no room for any text. Then nothing changes.
+        """
+        shares = StepMemory.divide(self.lm, max_bytes, self.batch_size, Prefill.default_max_tokens(self.lm))
+        if shares.kv_bytes < self._memory.reserved_bytes(1):
+            size = human_bytes(max(0, max_bytes))
+            raise MemoryLimitError(f"{size} besides the weights have no room for any text", "more memory")
+
+        def change() -> None:
+            self._memory.max_bytes = shares.kv_bytes
+            prefill = self._scheduler.prefill
+            prefill.max_tokens, prefill.max_score_bytes = shares.max_tokens, shares.score_bytes
+            self._prefix_cache.max_bytes = self._max_prefix_bytes()
+            self._prefix_cache.evict(self._prefix_cache.max_bytes)
+
+        device_thread.run(change)
+
+    def _max_prefix_bytes(self) -> int:
+        if self._prefix_cache_bytes is not None:
+            return min(self._prefix_cache_bytes, self._memory.max_bytes)
+        size = self._memory.max_bytes // 4
+        return size if self.kv.size is None else min(size, _ROTATING_TEXTS * self._memory.bytes_for(self.kv.size))
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Bytes of the keys and values of a text of this length."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx
+from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import kv_cache_values, layer_activations
@@ -14,6 +16,8 @@ _OTHER_BYTES = 512 << 20  # of the working set on Metal, for the screen and what
 # Layers whose activations exist at once: MLX dispatches up to ten tasks ahead. Measured on a CPU: 2.5 of 2 to 32.
 _LAYERS_AT_ONCE = 3
 _ACTIVATION_SHARE, _MIN_STEP_SIZE = 0.25, 512  # of what the weights leave; tokens
+_SCORE_SHARE = 0.15
+_LOGIT_COPIES = 3  # of the logits of a batch: probabilities, and what filters sort
 _MIN_BYTES = 256 << 20
 _HEADROOM = 256  # tokens for which a text needs room to begin with
 # Of models that mlx_lm runs, as for 8B parameters with grouped-query attention: keys and values, and activations.
@@ -49,6 +53,34 @@ def activation_bytes(lm: LoadedModel, num_tokens: int) -> int:
     if isinstance(lm.config, ModelConfig):
         per_token = layer_activations(lm.config) * _itemsize(lm)
     return _LAYERS_AT_ONCE * num_tokens * per_token
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a step takes besides the weights, and how that limits the prompts that it reads.
+
+    Attributes:
+        kv_bytes: For the keys and values of running and earlier texts.
+        max_tokens: How many tokens of prompts are read at once.
+        score_bytes: For the scores of attention, which no kernel on a CPU avoids; None on a GPU.
+    """
+
+    kv_bytes: int
+    max_tokens: int
+    score_bytes: int | None
+
+    @classmethod
+    def divide(cls, lm: LoadedModel, max_bytes: int, batch_size: int, max_tokens: int) -> StepMemory:
+        """Divide `max_bytes` among keys and values, the activations of at most `max_tokens` tokens, scores and logits.
+
+        Activations get a quarter, or what `_MIN_STEP_SIZE` tokens need if that is more.
+        """
+        while max_tokens > _MIN_STEP_SIZE and activation_bytes(lm, max_tokens) > _ACTIVATION_SHARE * max_bytes:
+            max_tokens //= 2
+        scores = int(_SCORE_SHARE * max_bytes) if ON_CPU else None
+        logits = _LOGIT_COPIES * batch_size * lm.config.vocab_size * 4
+        used = activation_bytes(lm, max_tokens) + (scores or 0) + logits
+        return cls(max(0, max_bytes - used), max_tokens, scores)
 
 
 def _free_bytes(lm: LoadedModel) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,6 +18,7 @@ from mlxlm.utils.errors import GenerationError
 
 MAX_SCHEMA_CHARS = 1 << 18  # of a schema, a regular expression or grammar, and of all choices together
 GRAMMAR_HINT = "a Lark grammar in llguidance's dialect, such as start: /[0-9]+/"
+_GBNF_RULE = re.compile(r"^[\w-]+\s*::=", re.MULTILINE)
 _CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
 
 _repetition = partial(option, section="Repetition penalties")
@@ -219,6 +221,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         for name in ("regex", "grammar"):
             if getattr(self, name) == "":
                 yield f"{name} is empty ({valid_text(options_of(self)[name])})"
+        if isinstance(self.grammar, str) and _GBNF_RULE.search(self.grammar):
+            yield f"grammar is in GBNF, the format of llama.cpp ({GRAMMAR_HINT})"
         for name in ("regex", "grammar", "choice"):
             texts = getattr(self, name)
             length = sum(len(text) for text in texts if isinstance(text, str)) if isinstance(texts, str | tuple) else 0

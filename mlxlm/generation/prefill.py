@@ -22,6 +22,7 @@ MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more isn't fa
 MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading this many
 
 MIN_CHUNK_TOKENS = 32  # rows of a tile of MLX's quantized products; with fewer, reading the weights takes longer
+_SCORE_BYTES = 8  # of a query and a key in each head: the score and its softmax, in float32
 _UNKNOWN_CHUNK = 512  # of models whose products aren't counted
 # Of attention's matrix products, the softmax between them included, relative to those of the layers' weights. Measured
 # on a CPU with two cores; not measured on a GPU.
@@ -45,12 +46,22 @@ class Prefill:
         kv: Options of the caches.
         prefix_cache: Keys and values of earlier texts.
         is_busy: Whether other texts wait for their next token, so that chunks should be small.
+
+    Attributes:
+        max_tokens: How many tokens of all rows are read in one forward pass.
+        max_score_bytes: What the scores of attention may take, by smaller chunks of long prompts; None for any number.
     """
 
     def __init__(self, lm: LoadedModel, kv: KVOptions, prefix_cache: PrefixCache, is_busy: Callable[[], bool]):
         self._lm, self._model, self._kv, self._prefix_cache = lm, lm.model, kv, prefix_cache
         self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
-        self._max_tokens = MAX_BATCH_TOKENS if ON_CPU else prefill_step_size(lm)
+        self.max_tokens = self.default_max_tokens(lm)
+        self.max_score_bytes: int | None = None
+
+    @staticmethod
+    def default_max_tokens(lm: LoadedModel) -> int:
+        """How many tokens of all rows are read in one forward pass if memory isn't limited."""
+        return MAX_BATCH_TOKENS if ON_CPU else prefill_step_size(lm)
 
     def read(self, rows: Sequence[Text]) -> Iterator[Group | None]:
         """Read the prompts of `rows` together.
@@ -112,7 +123,7 @@ class Prefill:
     ) -> Iterator[None]:
         """Read `ids`; yields after each chunk but the last."""
         while ids:
-            size = min(PREFILL_STEP_SIZE, self._max_tokens if isolated else self._max_chunk_tokens(len(context)))
+            size = min(PREFILL_STEP_SIZE, self.max_tokens if isolated else self._max_chunk_tokens(len(context)))
             context.read(ids[:size], size, wait=size >= len(ids))
             ids = ids[size:]
             if row is not None:
@@ -122,9 +133,13 @@ class Prefill:
 
     def _max_chunk_tokens(self, num_read: int) -> int:
         """The maximum number of tokens of all rows in one forward pass, after `num_read` tokens of each row."""
-        if not self._is_busy():
-            return self._max_tokens
-        return min(self._max_tokens, chunk_size(self._lm.config, self._weight_bytes, num_read))
+        size = self.max_tokens
+        if self._is_busy():
+            size = min(size, chunk_size(self._lm.config, self._weight_bytes, num_read))
+        if self.max_score_bytes is not None and isinstance(self._lm.config, ModelConfig):
+            per_token = _SCORE_BYTES * self._lm.config.num_attention_heads * (num_read + PREFILL_STEP_SIZE)
+            size = min(size, max(MIN_CHUNK_TOKENS, self.max_score_bytes // per_token))
+        return size
 
     def _log_match(self, ids: Sequence[int], n: int, group: bool) -> None:
         """Log how much of a prompt is in the cache, and where it leaves the text that begins most like it."""

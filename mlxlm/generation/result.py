@@ -118,12 +118,14 @@ class Timings:
             token.
         tokens_per_second: Rate of the new tokens after the first one.
         peak_memory_bytes: MLX's peak memory since the text began, weights included.
+        queue_seconds: How long the text waited before its prompt was read.
     """
 
     time_to_first_token: float | None
     prompt_tokens_per_second: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int
+    queue_seconds: float | None = None
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mlxlm.generation.prefill import MIN_SHARED_PREFIX, Group, Prefill
 from mlxlm.generation.sampling import margin_for
 from mlxlm.generation.speculative import Drafting, SpeculativeDecoder
 from mlxlm.generation.text import Text
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import MemoryLimitError
 
 # Bytes that a step could read in the time that its operations take to start, whatever the model's size.
 _OVERHEAD_BYTES = 32 << 20
@@ -199,6 +199,7 @@ class Scheduler:
     or if it is decoded by itself, isn't decoded.
 
     Attributes:
+        prefill: Reads the prompts.
         waiting: Texts that are not running: they haven't begun, were interrupted because their memory was needed, must
             be read again, or pause.
         num_generated: Tokens generated so far, of all texts.
@@ -220,7 +221,7 @@ class Scheduler:
         self._prefix_cache, self._memory = prefix_cache, memory
         self._drops_tokens = Context(lm.model, kv).drops_tokens
         self._step = DecodeStep(lm.model)
-        self._prefill = Prefill(lm, kv, prefix_cache, lambda: bool(self._batches.rows))
+        self.prefill = Prefill(lm, kv, prefix_cache, lambda: bool(self._batches.rows))
         self.waiting: list[Text] = []
         self._reading: list[_Reading] = []
         self._batches = self._new_batches()
@@ -344,7 +345,7 @@ class Scheduler:
                 continue
             limit = self._memory.max_tokens()
             problem = f"memory has room for the keys and values of {limit} tokens"
-            error = GenerationError(problem, "`key_bits=8`", is_operator_hint=True)
+            error = MemoryLimitError(problem, "`key_bits=8`", is_operator_hint=True)
             if not isolated:
                 for row in others:
                     row.fail(error)
@@ -395,13 +396,13 @@ class Scheduler:
             row.begin()
             isolated = self._is_isolated(row)
             if single or isolated or row.request.snapshot_at is not None and self._drops_tokens:
-                self._reading.append(_Reading([row], self._prefill.read_alone(row, isolated), single or isolated))
+                self._reading.append(_Reading([row], self.prefill.read_alone(row, isolated), single or isolated))
             else:
                 together.append(row)
         if len(together) == 1:
-            self._reading.append(_Reading(together, self._prefill.read_alone(together[0])))
+            self._reading.append(_Reading(together, self.prefill.read_alone(together[0])))
         elif together:
-            self._reading.append(_Reading(together, self._prefill.read(together)))
+            self._reading.append(_Reading(together, self.prefill.read(together)))
 
     def _read_chunk(self, reading: _Reading) -> None:
         try:

@@ -85,6 +85,7 @@ class Text(Row):
         self._finish_reason: FinishReason | None = None
         self._start_time = self._last_token_time = time.perf_counter()
         self._first_token_time: float | None = None
+        self._queue_seconds: float | None = None
 
         self._changed = threading.Condition()
         self._events: deque[GenerationChunk | int] = deque()  # chunks, and numbers of prompt tokens read
@@ -109,7 +110,10 @@ class Text(Row):
     def begin(self) -> None:
         """Restart the clock of the timings, unless there are tokens: then the text was interrupted."""
         if not self.tokens:
-            self._start_time = time.perf_counter()
+            now = time.perf_counter()
+            if self._queue_seconds is None:
+                self._queue_seconds = now - self._start_time
+            self._start_time = now
 
     def set_num_cached(self, num_cached: int) -> None:
         """Note how many tokens of the prompt didn't have to be read, unless the text was only interrupted."""
@@ -258,7 +262,7 @@ class Text(Row):
     def _timings(self) -> Timings:
         peak = mx.get_peak_memory()
         if self._first_token_time is None:
-            return Timings(None, None, None, peak)
+            return Timings(None, None, None, peak, self._queue_seconds)
         to_first = self._first_token_time - self._start_time
         decoding = self._last_token_time - self._first_token_time
         return Timings(
@@ -266,6 +270,7 @@ class Text(Row):
             prompt_tokens_per_second=(len(self.prompt) - self.num_cached) / to_first,
             tokens_per_second=(len(self.tokens) - 1) / decoding if decoding else None,
             peak_memory_bytes=peak,
+            queue_seconds=self._queue_seconds,
         )
 
 

@@ -13,13 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
+from mlxlm.server.options import OLLAMA_PORT
+from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 
 PAGE_FOLDER = Path(__file__).parent / "page"
@@ -27,7 +29,8 @@ PAGE_FOLDER = Path(__file__).parent / "page"
 # The page shows what a model has written. If something gets past the sanitizer, it can't run or load anything.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types dompurify"
 )
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -49,8 +52,14 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
-    """The application that serves `models`. Without `rules`, anyone who can reach it may use it."""
+def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool = False) -> Starlette:
+    """The application that serves `models`.
+
+    Args:
+        models: The models.
+        rules: Who may use it; by default anyone who can reach it.
+        strict: Whether a request with an unknown field is refused.
+    """
     rules = rules or AccessRules()
     all_routes = [
         *find_routes(),
@@ -68,7 +77,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=rules.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
@@ -83,7 +92,7 @@ def make_app(models: Models, rules: AccessRules | None = None) -> Starlette:
         routes=all_routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
     )
     app.router.redirect_slashes = False
-    app.state.models, app.state.metrics = models, metrics
+    app.state.models, app.state.metrics, app.state.unknown_fields = models, metrics, UnknownFields(strict)
     return app
 
 
@@ -103,14 +112,20 @@ def page_routes() -> list[Route]:
 
 
 def _route(path: Path) -> Route:
-    content = path.read_bytes()
+    name, content = path.relative_to(PAGE_FOLDER).as_posix(), path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'  # of the content: installers change modification times
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:
+        # Clients of ollama ask for this text at its port. Browsers ask for HTML.
+        if (
+            name == "index.html"
+            and request.url.port == OLLAMA_PORT
+            and "text/html" not in request.headers.get("accept", "")
+        ):
+            return PlainTextResponse("Ollama is running")
         if etag in request.headers.get("If-None-Match", ""):
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=_MEDIA_TYPES[path.suffix])
 
-    name = path.relative_to(PAGE_FOLDER).as_posix()
     return Route("/" if name == "index.html" else f"/page/{name}", serve, name=f"page:{name}")

@@ -136,8 +136,16 @@ class Conversation:
             count_only=count_only,
         )
 
-    async def answers(self, model: ServedModel, options: GenerationOptions, n: int = 1) -> list[Text]:
+    async def answers(
+        self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1
+    ) -> list[Text]:
         """The texts of `n` answers, to be submitted.
+
+        Args:
+            model: The model.
+            options: The options of the answers.
+            eos_token_ids: Tokens that end an answer.
+            n: The number of answers.
 
         Raises:
             ApiError: The prompt is too long, or the tools can't be used with this model or these options.
@@ -148,25 +156,17 @@ class Conversation:
         tool_format = model.encoder.tool_format if self.tool_use.tools else None
         prefix: str | None = model.encoder.generation_prefix_of(prompt)
         options = await self.tool_use.constrain(model, options, prefix or "")
-        await check_constraint(model, options)
+        await check_constraint(model, options, eos_token_ids)
         if options.constraint is not None and tool_format is None:  # it can't have reasoning: end an open block
             end, encode = f"\n{CLOSE}\n\n" if prefix else "", model.lm.tokenizer.encode
             prompt += encode(end, add_special_tokens=False, parse_special=True, continues=True)
             prefix = None
-        requests = sample_requests([prompt], options, model.eos_token_ids, n)
+        requests = sample_requests([prompt], options, eos_token_ids, n)
         return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
 
 
-async def check_constraint(model: ServedModel, options: GenerationOptions) -> None:
+async def check_constraint(model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int]) -> None:
     """Raise GenerationError for a constraint that isn't supported. The compiled grammar is cached for the engine."""
     if options.constraint is not None:
         lm = model.lm
-        await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, model.eos_token_ids)
-
-
-def reasoning_kwargs(effort: str | None, verbosity: str | None = None) -> dict[str, Any]:
-    """`reasoning_effort` and `verbosity` as variables of the chat template. Most templates ignore them."""
-    values: dict[str, Any] = {"reasoning_effort": effort, "verbosity": verbosity}
-    if effort == "none":
-        values["enable_thinking"] = False
-    return {name: value for name, value in values.items() if value is not None}
+        await asyncio.to_thread(Grammar.compile, options, lm.tokenizer, lm.config.vocab_size, eos_token_ids)

@@ -1,4 +1,4 @@
-"""Error responses: OpenAI's error object, or Anthropic's in the endpoints of its API."""
+"""Error responses: OpenAI's error object, or Anthropic's or ollama's in the endpoints of its API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend.error_text import describe_error, device_error
-from mlxlm.utils.errors import GenerationError, MlxlmError, TokenizerError, one_line
+from mlxlm.utils.errors import GenerationError, MemoryLimitError, MlxlmError, TokenizerError, one_line
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -61,6 +61,8 @@ class ApiError(Exception):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             error = {"type": _ANTHROPIC_TYPES.get(self.status, fallback), "message": self.message}
             return {"type": "error", "error": error, "request_id": request_id.get()}
+        if is_ollama(path):
+            return {"error": self.message}
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = kind if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -80,6 +82,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def unavailable(message: str) -> ApiError:
+    """A 503, for something that may work later, when other requests have freed their memory."""
+    return ApiError(503, message, headers={"retry-after": "5"})
+
+
 def client_message(error: MlxlmError) -> str:
     """The message of an error, with its hint unless it is for the person who runs the server."""
     return error.message if error.is_operator_hint else str(error)
@@ -93,17 +100,27 @@ def is_anthropic(path: str) -> bool:
     return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
 
 
+def is_ollama(path: str) -> bool:
+    """Whether a path is one of ollama's API. /api/v0 and /api/v1 are LM Studio's."""
+    return path.startswith("/api/") and not path.startswith(("/api/v0/", "/api/v1/"))
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Convert any exception. Those that aren't the request's fault are logged with their traceback."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, MemoryLimitError):
+        return unavailable(client_message(error))
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
     if failure := device_error(error):
         logger.error("%s in %s", failure, request_id.get())
-        return ApiError(507 if failure.out_of_memory else 503, failure.message)
+        return unavailable(failure.message)
+    if isinstance(error, MemoryError):
+        logger.error("out of memory in %s", request_id.get())
+        return unavailable("out of memory")
     logger.error("internal error in %s", request_id.get(), exc_info=error)
-    if isinstance(error, MlxlmError | MemoryError | RuntimeError):
+    if isinstance(error, MlxlmError | RuntimeError):
         return ApiError(500, describe_error(error))
     problem = f"internal error: {type(error).__name__}; the server's log has the details"
     return ApiError(500, f"{problem}, with the request ID {request_id.get()}")

@@ -22,7 +22,10 @@ from mlxlm.utils.errors import one_line
 
 logger = logging.getLogger("mlxlm.server")
 
+MODEL = "mlxlm.model"  # key of a request's scope: the name of the model that answers it
+
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # printable, without spaces
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -36,8 +39,14 @@ class Metrics:
         self.prompt_tokens = counter("mlxlm_prompt_tokens", "Tokens of prompts", ["model"])
         self.cached_tokens = counter("mlxlm_cached_tokens", "Tokens of prompts found in the prefix cache", ["model"])
         self.generated_tokens = counter("mlxlm_generated_tokens", "Generated tokens", ["model"])
-        name, text = "mlxlm_time_to_first_token_seconds", "Time to the first token"
-        self.first_token = Histogram(name, text, ["model"], buckets=_SECONDS, registry=self.registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.duration = seconds(
+            "mlxlm_request_duration_seconds", "From the request to the end of the response", ["endpoint", "model"]
+        )
+        self.first_token = seconds("mlxlm_time_to_first_token_seconds", "Time to the first token", ["model"])
+        self.queue = seconds("mlxlm_queue_seconds", "Time until the engine began to read the prompt", ["model"])
+        text = "Mean time between two tokens of a text"
+        self.inter_token = seconds("mlxlm_inter_token_seconds", text, ["model"], buckets=_TOKEN_SECONDS)
         self.registry.register(_Gauges(models))
 
     def add_result(self, model: str, result: GenerationResult) -> None:
@@ -45,6 +54,10 @@ class Metrics:
         self.prompt_tokens.labels(model).inc(result.prompt_tokens)
         self.cached_tokens.labels(model).inc(result.cached_tokens)
         self.generated_tokens.labels(model).inc(len(result.tokens))
+        if result.timings.queue_seconds is not None:
+            self.queue.labels(model).observe(result.timings.queue_seconds)
+        if result.timings.tokens_per_second:
+            self.inter_token.labels(model).observe(1 / result.timings.tokens_per_second)
 
 
 class _Gauges(Collector):
@@ -55,7 +68,8 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
-        stats = {model.name: model.engine.stats for model in self._models.loaded}
+        loaded = self._models.loaded
+        stats = {model.name: model.engine.stats for model in loaded}
         for name, text in (
             ("running", "Texts that are being generated"),
             ("waiting", "Texts that wait for others"),
@@ -67,6 +81,10 @@ class _Gauges(Collector):
             for model_name, values in stats.items():
                 gauge.add_metric([model_name], getattr(values, name))
             yield gauge
+        gauge = GaugeMetricFamily("mlxlm_model_load_seconds", "Time it took to load the model", labels=["model"])
+        for model in loaded:
+            gauge.add_metric([model.name], model.load_seconds)
+        yield gauge
         memory = platform.process_memory()
         yield GaugeMetricFamily("mlxlm_process_resident_memory_bytes", "Memory of the process", memory)
 
@@ -97,9 +115,13 @@ class RequestCounter:
             await self._app(scope, receive, counting_send)
         finally:
             path, known = scope["path"], scope["path"] in self._endpoints
-            self._metrics.requests.labels(path if known else "other", str(status)).inc()
+            endpoint, model, seconds = path if known else "other", scope.get(MODEL, ""), time.monotonic() - start
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.duration.labels(endpoint, model).observe(seconds)
             level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
             left = ", the client disconnected" if scope.get("mlxlm.client_left") else ""
-            seconds = time.monotonic() - start
-            shown = scope["method"], one_line(path[:200]), status, seconds, left, id
-            logger.log(level, "%s %s %d, %.2f s%s, %s", *shown)
+            method, shown = scope["method"], one_line(path[:200])
+            fields = {"method": method, "path": shown, "status": status, "seconds": round(seconds, 4)}
+            fields |= {"model": model} if model else {}
+            text = "%s %s %d, %.2f s%s, %s"
+            logger.log(level, text, method, shown, status, seconds, left, id, extra={"fields": fields})

@@ -12,15 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mlxlm.backend.mlx import ON_CPU
+from mlxlm.backend.platform import total_memory
 from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.checkpoint.download import find
+from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_size
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import get_quantization_config
 from mlxlm.generation import GenerationConfig
-from mlxlm.utils.errors import MlxlmError
+from mlxlm.utils.errors import ConfigError, MlxlmError
 
 ANY = "*"  # the alias of every name that isn't a model's
 
@@ -34,6 +37,7 @@ class ModelDescription:
         path: Its file or folder.
         location: Whose folder it is in, see `LocalModel`.
         bytes: Size of its files.
+        memory: Bytes of its weights when it is loaded.
         modified: When they were changed last.
         digest: 64 hexadecimal digits that change with the files.
         format: "safetensors", "pytorch", "gguf" or "llama2.c".
@@ -50,6 +54,7 @@ class ModelDescription:
     path: Path
     location: str
     bytes: int
+    memory: int
     modified: datetime
     digest: str
     format: str | None = None
@@ -76,7 +81,7 @@ class ModelLibrary:
     ):
         self.serves_all, self._folders = not given, folders
         self._aliases = dict(aliases or {})
-        self._targets = {alias.lower(): name.lower() for alias, name in self._aliases.items()}
+        self._targets = {_key(alias): name.lower() for alias, name in self._aliases.items()}
         self._models = {name: _given(name, source) for name, source in given.items()}
         self._ids: dict[str, str] = {}  # lower case, with all ways to write a name -> name
         self._descriptions: dict[str, ModelDescription] = {}
@@ -97,10 +102,22 @@ class ModelLibrary:
 
     def find(self, name: str) -> str | None:
         """The model that a name stands for, in upper or lower case, with or without its owner or `:latest`; or None."""
-        name = name.lower()
-        if name in self._targets:
-            return self._ids.get(self._targets[name])
-        return self._ids.get(name) or self._ids.get(self._targets.get(ANY, ""))
+        if (target := self._targets.get(_key(name))) is not None:
+            return self._ids.get(target)
+        return self._ids.get(name.lower()) or self._ids.get(self._targets.get(ANY, ""))
+
+    def add_alias(self, alias: str, name: str) -> None:
+        """Give a model another name. Raises ConfigError if a model has it already."""
+        key = _key(alias)
+        if key in ("", ANY, *self._ids, *self._targets):
+            raise ConfigError(f"{alias!r:.100} can't be another name of a model", "a name that no model has")
+        self._aliases[alias], self._targets[key] = name, name.lower()
+
+    def remove_alias(self, alias: str) -> bool:
+        """Take another name from a model, and return whether it was one."""
+        key = _key(alias)
+        self._aliases = {other: name for other, name in self._aliases.items() if _key(other) != key}
+        return self._targets.pop(key, None) is not None
 
     def source(self, name: str) -> str:
         """What to load a model from: a path, or a name of the catalog, which has defaults for some models."""
@@ -137,6 +154,10 @@ class ModelLibrary:
                 self._ids.setdefault(f"{other}:latest".lower(), name)
 
 
+def _key(alias: str) -> str:
+    return alias.lower().removesuffix(":latest")
+
+
 def _given(name: str, source: str) -> LocalModel:
     """A model that the command line names. It may be downloaded later, or be no model at all."""
     path = None
@@ -155,7 +176,9 @@ def _files(name: str, model: LocalModel) -> ModelDescription:
     digest = path.resolve().name.removeprefix("sha256-")  # ollama's files, and large ones of Hugging Face's cache
     if len(digest) != 64:
         digest = hashlib.sha256(repr((str(path), model.bytes, times)).encode()).hexdigest()
-    return ModelDescription(name, path, model.location, model.bytes, datetime.fromtimestamp(max(times), UTC), digest)
+    return ModelDescription(
+        name, path, model.location, model.bytes, model.bytes, datetime.fromtimestamp(max(times), UTC), digest
+    )
 
 
 def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> ModelDescription:
@@ -168,12 +191,15 @@ def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> M
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
+    parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
+    widened = ON_CPU and (not isinstance(checkpoint, Checkpoint) or fits_float32(checkpoint.config, total_memory()))
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
     return replace(
         description,
         format=checkpoint.format,
         family=str(values.get("model_type", "unnamed")),
-        parameters=sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values()),
+        parameters=parameters,
+        memory=4 * parameters if widened else sum(sizes.values()),
         quantization=f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         context_length=context if isinstance(context, int) else None,
         example_prompt=GenerationConfig.read(description.path).example_prompt,

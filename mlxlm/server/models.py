@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.error_text import describe_error
@@ -25,10 +23,11 @@ from mlxlm.checkpoint.download import Progress, download, find_catalog_entry
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.server.errors import ApiError, client_message, invalid
+from mlxlm.server.errors import ApiError, client_message, invalid, unavailable
+from mlxlm.server.memory import share
 from mlxlm.server.model_library import ModelDescription, ModelLibrary
 from mlxlm.server.options import ModelOptions, parse_alias, parse_keep_alive
-from mlxlm.utils.errors import ConfigError, MlxlmError, TextTooLongError
+from mlxlm.utils.errors import ConfigError, MemoryLimitError, MlxlmError, TextTooLongError
 from mlxlm.utils.formatting import human_bytes
 
 logger = logging.getLogger("mlxlm.server")
@@ -36,7 +35,6 @@ logger = logging.getLogger("mlxlm.server")
 MAX_COUNTED = 1 << 17  # tokens that endpoints return or count for a model with any context
 _MAX_PROMPT_TOKENS = 1 << 20  # with a rotating cache, which has no context length
 _PULL_INTERVAL = 0.2  # seconds between two reports of a download's progress
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".npz", ".pth", ".pt")
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,13 @@ class ModelSettings(ModelOptions):
         defaults: Fields of GenerationOptions, for what a request doesn't set; then the model's own defaults apply.
         kv: Options of the key-value caches.
         make_speculation: Returns the decoder for speculative decoding; None for no speculation.
-        max_memory: Bytes that the weights and caches of all models may take together; None for the engine's
-            limit.
+        process_bytes: Bytes of `max_memory` that aren't left for models, see `limit_process`.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kv: KVOptions = field(default_factory=KVOptions)
     make_speculation: Callable[[], SpeculativeDecoder] | None = None
+    process_bytes: int = 0
 
 
 class ServedModel:
@@ -68,27 +66,22 @@ class ServedModel:
         defaults: Generation options, for what a request doesn't set.
         eos_token_ids: Tokens that end an answer.
         num_bytes: Size of the weights.
+        load_seconds: How long it took to load the model.
     """
 
-    def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings):
+    def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings, load_seconds: float = 0.0):
         """Create the engine of a model.
 
         Raises:
-            ConfigError: The weights leave no memory for caches.
             MlxlmError: The chat template or the settings don't fit the model.
         """
-        self.name, self.lm, self.settings = name, lm, settings
+        self.name, self.lm, self.settings, self.load_seconds = name, lm, settings, load_seconds
         self.encoder: ChatEncoder = chat_encoder(lm.tokenizer, lm.eos_token_ids, settings.chat_template)
         self.eos_token_ids = answer_eos_token_ids(lm, self.encoder)
         self.defaults = lm.generation_options(**{"max_tokens": None, **settings.defaults})
         self.num_bytes = lm.weight_bytes
-        max_kv_bytes = None if settings.max_memory is None else settings.max_memory - self.num_bytes
-        if max_kv_bytes is not None and max_kv_bytes <= 0:
-            sizes = f"takes {human_bytes(self.num_bytes)}, and --max-memory is {human_bytes(settings.max_memory or 0)}"
-            raise ConfigError(f"the model {name} {sizes}", "a smaller or quantized model")
         self.engine = Engine(
             lm,
-            max_kv_bytes=max_kv_bytes,
             kv=settings.kv,
             batch_size=settings.batch_size,
             max_waiting=settings.max_waiting,
@@ -177,8 +170,8 @@ class Models:
     Args:
         paths: {name: path, name of the catalog, or hub id}. The first is the one of requests that name none. Empty for
             all models on this machine, those of `settings.models_dirs` among them.
-        settings: Settings of all models. If a model doesn't fit into `max_memory` with the others, idle models are
-            unloaded, the least recently used first.
+        settings: Settings of all models. The loaded ones share `max_memory`. If it doesn't have room for another one,
+            idle models are unloaded, the least recently used first.
     """
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
@@ -236,7 +229,7 @@ class Models:
         entry = self._entries.get(name)
         if entry is None or entry.model is None:
             return description
-        return replace(description, loaded=True, context_length=entry.model.context_length)
+        return replace(description, loaded=True, context_length=entry.model.context_length, problem=None)
 
     def expires_at(self, name: str) -> float | None:
         """The time (as of `time.time`) when a loaded model is unloaded; None if it stays."""
@@ -352,7 +345,13 @@ class Models:
                 await asyncio.to_thread(entry.model.engine.close)
 
     def add(self, model: ServedModel) -> None:
-        """Add a model that is loaded already."""
+        """Add a model that is loaded already. Raises ConfigError if there is no memory for it."""
+        try:
+            self._share_memory(model)
+        except MemoryLimitError as error:
+            limit = human_bytes(self.settings.max_memory or 0)
+            problem = f"the model {model.name} takes {human_bytes(model.num_bytes)}, and --max-memory is {limit}"
+            raise ConfigError(f"{problem}: {error.message}", "a smaller or quantized model") from None
         self._entries[model.name] = _Entry(model, keep_alive=self._default_keep_alive)
 
     def _default(self) -> str:
@@ -375,17 +374,16 @@ class Models:
     async def _load(self, name: str, entry: _Entry) -> None:
         try:
             async with self._load_lock:
-                source = self.library.source(name)
-                await self._make_room(name, size_on_disk(source))
-                start = time.monotonic()
+                description = await asyncio.to_thread(self.library.describe, name)
+                await self._make_room(name, description.memory)
                 try:
-                    model = await asyncio.to_thread(load_model, name, source, self.settings)
+                    model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
                 except Exception as error:  # whatever is wrong with its files, the other models go on
                     logger.error("%s can't be loaded: %s", name, describe_error(error))
                     raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-                logger.info("loaded %s in %.1f s", name, time.monotonic() - start)
+                logger.info("loaded %s in %.1f s", name, model.load_seconds)
                 try:
-                    await self._make_room(name, model.num_bytes)
+                    await self._fit(model)
                 except ApiError:
                     await asyncio.to_thread(model.engine.close)
                     raise
@@ -394,20 +392,54 @@ class Models:
             entry.loading = None
 
     async def _make_room(self, name: str, size: int) -> None:
-        """Unload idle models until `size` bytes fit."""
+        """Unload idle models until there is memory for weights of `size` bytes."""
         limit = self.settings.max_memory
         if limit is None:
             return
-        if size > limit:
-            problem = f"the model {name} takes {human_bytes(size)}, and the server may use {human_bytes(limit)}"
+        if size > limit - self.settings.process_bytes:
+            room = human_bytes(max(0, limit - self.settings.process_bytes))
+            problem = f"the model {name} takes {human_bytes(size)}, and the server has {room} for models"
             logger.error("%s (--max-memory)", problem)
             raise ApiError(503, problem)
-        while sum(model.memory for model in self.loaded) + size > limit:
-            idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
-            if not idle:
-                problem = f"there is no memory for the model {name} while others are in use; try again"
-                raise ApiError(503, problem, headers={"retry-after": "5"})
-            await self._unload(min(idle, key=lambda entry: entry.last_used))
+        while share(limit, self.settings.process_bytes, [size, *(model.num_bytes for model in self.loaded)]) < 0:
+            await self._unload_oldest(name)
+
+    async def _fit(self, model: ServedModel) -> None:
+        """Unload idle models until there is memory for the caches of all others and of a new one."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._share_memory, model)
+            except MemoryLimitError as error:
+                if not self.loaded:
+                    problem = f"there is no memory for the model {model.name}: {error.message}"
+                    logger.error("%s (--max-memory)", problem)
+                    raise ApiError(503, problem) from None
+                await self._unload_oldest(model.name)
+
+    async def _unload_oldest(self, name: str) -> None:
+        """Unload the idle model that wasn't used for longest, to make room for `name`."""
+        idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
+        if not idle:
+            raise unavailable(f"there is no memory for the model {name} while others are in use; try again")
+        await self._unload(min(idle, key=lambda entry: entry.last_used))
+
+    def _share_memory(self, *new: ServedModel) -> None:
+        """Divide the memory among the loaded models and `new` ones.
+
+        Raises:
+            MemoryLimitError: It isn't enough for the caches of one of them.
+        """
+        models = [*self.loaded, *new]
+        if self.settings.max_memory is None or not models:
+            return
+        size = share(self.settings.max_memory, self.settings.process_bytes, [model.num_bytes for model in models])
+        try:
+            for model in models:
+                model.engine.limit_memory(size)
+        except MemoryLimitError:
+            if new:
+                self._share_memory()  # as it was before
+            raise
 
     def _unload_when_idle(self, entry: _Entry) -> None:
         """Unload a model after its `keep_alive`, unless it is used until then."""
@@ -429,6 +461,7 @@ class Models:
             del model
             gc.collect()
             await asyncio.to_thread(device_thread.run, mx.clear_cache)
+            await asyncio.to_thread(self._share_memory)
 
 
 def _ignore_error(task: asyncio.Future[Any]) -> None:
@@ -438,8 +471,10 @@ def _ignore_error(task: asyncio.Future[Any]) -> None:
 
 
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
-    """Load a model from a path or hub id."""
-    return ServedModel(name, load(path), settings)
+    """Load a model from a path, name of the catalog or hub id."""
+    start = time.monotonic()
+    lm = load(path)
+    return ServedModel(name, lm, settings, time.monotonic() - start)
 
 
 def in_daemon_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
@@ -475,11 +510,3 @@ def _count_into(size: list[int]) -> Progress:
         yield partial(size.__setitem__, 0)
 
     return progress
-
-
-def size_on_disk(path: str) -> int:
-    """Bytes of the weight files at a path; 0 for a hub id."""
-    if os.path.isfile(path):
-        return os.path.getsize(path)
-    files = Path(path).glob("*") if os.path.isdir(path) else ()
-    return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)

@@ -15,6 +15,9 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)", re.ASCII)
 _NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_PART.pattern})+", re.ASCII)
 _FOR_EVER = 1e9  # seconds; timers of asyncio have no more
+DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
+LOG_FORMATS = ("text", "json")
+DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
@@ -32,7 +35,7 @@ class ModelOptions:
 
     max_memory: int | None = _memory(
         None,
-        "Memory for weights and caches; unused models are unloaded for others. The process itself needs 100 MB more.",
+        "Memory of the whole process; idle models are unloaded for others.",
         common=True,
         above=0,
         metavar="SIZE",
@@ -123,7 +126,16 @@ class ServerOptions(ModelOptions):
         common=True,
         metavar="ADDRESS",
     )
-    port: int = _network(8080, "Port to listen on; 0 for a free one.", common=True, low=0, high=65535, metavar="N")
+    port: int | None = _network(
+        None,
+        "Port to listen on; 0 for a free one.",
+        common=True,
+        low=0,
+        high=65535,
+        metavar="N",
+        default_text=f"{DEFAULT_PORT}, or {OLLAMA_PORT} with --ollama",
+    )
+    ollama: bool = _network(False, f"Listen on ollama's port, {OLLAMA_PORT}, where its clients look.", common=True)
     api_keys: Sequence[str] = _network(
         (),
         "Accept only requests with this key. Others can see it in a list of processes; the environment variable "
@@ -144,7 +156,12 @@ class ServerOptions(ModelOptions):
         names="--cors-origin",
         metavar="ORIGIN",
     )
+    strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)
+    log_format: str = _other("text", "Lines of text, or a JSON object per line.", choices=LOG_FORMATS)
+    idle_timeout: int = _network(
+        75, "Seconds after which a connection without a request is closed.", low=1, metavar="N"
+    )
     shutdown_timeout: int = _other(
         30, "Seconds that running requests may take to finish after Ctrl-C or SIGTERM.", low=0, metavar="N"
     )

@@ -1,4 +1,6 @@
-"""The reply to a request: its texts are generated, and sent as one JSON object or as a stream of server-sent events.
+"""The reply to a request: its texts are generated, and sent as one JSON object or as a stream of events.
+
+A stream has server-sent events, or a JSON object in each line.
 
 All of it is cancelled when the client disconnects.
 """
@@ -21,23 +23,26 @@ from starlette.types import Receive, Scope, Send
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
-from mlxlm.server.metrics import Metrics
+from mlxlm.server.metrics import MODEL, Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import ChoicesRequest
 from mlxlm.server.text import Piece, Text
 
 KEEP_ALIVE_SECONDS = 1.0  # after so long without a chunk, a stream gets a comment
 _QUEUE_SIZE = 64  # chunks; further ones wait in their TextStream, which pauses generation if there are too many
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Event = dict[str, Any]
 Value = TypeVar("Value")
 
 
-def data_event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event with JSON data."""
-    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    head = f"event: {name}\n" if name else ""
+def encode_event(event: Event, media_type: str = SSE) -> bytes:
+    """Encode an event for a stream. A server-sent event is named by its `type`, if it has one."""
+    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    if media_type == NDJSON:
+        return f"{data}\n".encode()
+    head = f"event: {event['type']}\n" if "type" in event else ""
     return f"{head}data: {data}\n\n".encode()
 
 
@@ -48,9 +53,14 @@ class Reply(ABC):
         model: The model that generates the texts.
         texts: The texts, which `respond` submits.
         last_line: The line after the last event of a stream.
+        media_type: That of a stream, `SSE` or `NDJSON`.
+        start_time: When the request began to wait for its model, on the monotonic clock.
+        load_seconds: How long it waited.
     """
 
     last_line = b""
+    media_type = SSE
+    start_time = load_seconds = 0.0
 
     def __init__(self, model: ServedModel, texts: Sequence[Text]):
         self.model, self.texts = model, texts
@@ -77,7 +87,13 @@ class Reply(ABC):
 
     def encode(self, event: Event) -> bytes:
         """Encode an event for the stream."""
-        return data_event(event, event.get("type"))
+        return encode_event(event, self.media_type)
+
+    def progress(self) -> bytes:
+        """What keeps a stream without chunks open: a comment, which clients ignore."""
+        of = sum(len(text.request.prompt) for text in self.texts)
+        read = sum(text.stream.num_read for text in self.texts)
+        return f": reading the prompt, {read} of {of} tokens\n\n".encode() if read < of else b": generating\n\n"
 
 
 class ChoicesReply(Reply):
@@ -150,10 +166,10 @@ class ChoicesReply(Reply):
             "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in results[:: self.body.n])},
             "completion_tokens_details": {"reasoning_tokens": sum(text.reasoning_tokens for text in self.texts)},
         }
-        return {"usage": usage, "timings": _timings(results[0])} if len(results) == 1 else {"usage": usage}
+        return {"usage": usage, "timings": timings_of(results[0])} if len(results) == 1 else {"usage": usage}
 
 
-def _timings(result: GenerationResult) -> dict[str, Any]:
+def timings_of(result: GenerationResult) -> dict[str, Any]:
     """The `timings` of llama.cpp's server. The time of the first token belongs to the prompt."""
     timings, num_decoded = result.timings, len(result.tokens) - 1
     first, speed = timings.time_to_first_token, timings.tokens_per_second
@@ -171,7 +187,14 @@ def _timings(result: GenerationResult) -> dict[str, Any]:
 MakeReply = Callable[[ServedModel], Awaitable[Reply]]
 
 
-async def respond(request: Request, name: str | None, stream: bool | None, make_reply: MakeReply) -> Response:
+async def respond(
+    request: Request,
+    name: str | None,
+    stream: bool | None,
+    make_reply: MakeReply,
+    media_type: str = SSE,
+    keep_alive: float | str | None = None,
+) -> Response:
     """Load a model, generate the texts of the reply that `make_reply` makes for it, and send the reply.
 
     Args:
@@ -179,11 +202,17 @@ async def respond(request: Request, name: str | None, stream: bool | None, make_
         name: The model that it names, if it does.
         stream: Whether to send events instead of one JSON object.
         make_reply: Encodes the prompts. Errors up to the first event are raised.
+        media_type: That of a stream, `SSE` or `NDJSON`.
+        keep_alive: How long the model stays loaded, see `Models.use`.
     """
-    replying = _replying(request, name, make_reply)
+    replying = _replying(request, name, make_reply, media_type, keep_alive)
     if not stream:
         return await json_response(request, _complete(replying, request.app.state.metrics))
-    events = _stream(replying, request.app.state.metrics, request.url.path)
+    return await stream_response(request, _stream(replying, request.app.state.metrics, request.url.path), media_type)
+
+
+async def stream_response(request: Request, events: AsyncGenerator[bytes], media_type: str) -> Response:
+    """The response with a stream of events. Errors up to the first event are raised."""
     try:
         first = await _while_connected(request.scope, request.receive, anext(events))
     except BaseException:
@@ -192,7 +221,7 @@ async def respond(request: Request, name: str | None, stream: bool | None, make_
     if first is None:
         await events.aclose()
         return Response(status_code=499)  # nobody reads it
-    return EventResponse(first, events)
+    return EventResponse(first, events, media_type)
 
 
 async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
@@ -202,14 +231,20 @@ async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, An
 
 
 @asynccontextmanager
-async def _replying(request: Request, name: str | None, make_reply: MakeReply) -> AsyncIterator[Reply]:
+async def _replying(
+    request: Request, name: str | None, make_reply: MakeReply, media_type: str, keep_alive: float | str | None
+) -> AsyncIterator[Reply]:
     """Generate the texts of a reply. At the end of the block, unfinished ones are cancelled.
 
     Raises:
         ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
     """
-    async with request.app.state.models.use(name) as model:
+    start = monotonic()
+    async with request.app.state.models.use(name, keep_alive) as model:
+        load_seconds = monotonic() - start
+        request.scope[MODEL] = model.name
         reply = await make_reply(model)
+        reply.media_type, reply.start_time, reply.load_seconds = media_type, start, load_seconds
         if len(reply.texts) > (most := model.settings.max_waiting):
             raise invalid(f"the request is for {len(reply.texts)} texts, and at most {most} may wait (try: fewer)")
         streams = []
@@ -245,7 +280,7 @@ async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics
                     for event in reply.start():
                         yield reply.encode(event)
                 if item is None:
-                    yield _progress(reply.texts)
+                    yield reply.progress()
                     continue
                 text, chunk = item
                 for event in reply.push(text, text.push(chunk)):
@@ -258,12 +293,6 @@ async def _stream(replying: AbstractAsyncContextManager[Reply], metrics: Metrics
             if not started:
                 raise
             yield reply.encode(reply.fail(to_api_error(error), path))
-
-
-def _progress(texts: Sequence[Text]) -> bytes:
-    """A comment, which clients ignore. It keeps proxies from closing an idle connection."""
-    read, of = sum(text.stream.num_read for text in texts), sum(len(text.request.prompt) for text in texts)
-    return f": reading the prompt, {read} of {of} tokens\n\n".encode() if read < of else b": generating\n\n"
 
 
 async def _chunks(reply: Reply, metrics: Metrics) -> AsyncGenerator[tuple[Text, GenerationChunk] | None]:
@@ -311,11 +340,9 @@ async def _chunks(reply: Reply, metrics: Metrics) -> AsyncGenerator[tuple[Text, 
 class EventResponse(Response):
     """A response that streams events. Their generator is closed when the client disconnects."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes]):
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes], media_type: str):
         """`first` is an event that comes before those of the generator."""
-        super().__init__(status_code=200, headers=_HEADERS)
+        super().__init__(status_code=200, headers=_HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._first, self._events = first, events
 
@@ -324,8 +351,7 @@ class EventResponse(Response):
         try:
             await _while_connected(scope, receive, self._send(send))
         except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
-            error = ApiError(503, STOPPING).body(scope["path"])
-            last = data_event(error, error.get("type"))
+            last = encode_event(ApiError(503, STOPPING).body(scope["path"]), self.media_type or SSE)
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await send({"type": "http.response.body", "body": last, "more_body": False})

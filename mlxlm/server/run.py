@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.utils.errors import ConfigError
 
+IDLE_TIMEOUT = 75  # seconds
 HEADER_TIMEOUT = 10.0  # seconds to send the headers of a request
 WRITE_TIMEOUT = 30.0  # seconds to read something when the write buffer is full
 MAX_HEADER_BYTES = 1 << 16
@@ -135,13 +136,19 @@ class Server(uvicorn.Server):
         self._on_signal(self._num_signals)
 
 
-def make_server(app: ASGIApp, shutdown_timeout: int, on_signal: Callable[[int], None] = lambda number: None) -> Server:
+def make_server(
+    app: ASGIApp,
+    shutdown_timeout: int,
+    on_signal: Callable[[int], None] = lambda number: None,
+    idle_timeout: int = IDLE_TIMEOUT,
+) -> Server:
     """Create the server of an application.
 
     Args:
         app: The application.
         shutdown_timeout: Seconds that running requests may take to finish when the server stops.
         on_signal: See `Server`.
+        idle_timeout: Seconds after which a connection without a request is closed.
     """
     config = uvicorn.Config(
         app,
@@ -154,6 +161,7 @@ def make_server(app: ASGIApp, shutdown_timeout: int, on_signal: Callable[[int], 
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=idle_timeout,
         timeout_graceful_shutdown=shutdown_timeout,
     )
     return Server(config, on_signal)

@@ -1,7 +1,8 @@
 """The body of a request: read within limits of size, time and nesting, and checked; fields that several APIs share.
 
-An unknown field is an error, since a client that sends one expects it to have an effect. Fields of OpenAI's API that
-don't change the text are accepted and ignored: see `Fields.ignored`.
+Clients send fields of other servers, too. Other names for our options are translated, see `NAMES` and `VALUES`; a field
+that would change the text, and that this server doesn't have, is refused, see `UNSUPPORTED`; any other unknown field is
+ignored, and logged once, or refused by a strict server.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import logging
 import re
-from collections.abc import Set
+from collections.abc import Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -24,8 +26,10 @@ from mlxlm.config.option import declaration, options_of, types_of
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.errors import ApiError, invalid
 from mlxlm.tokenizer.tokenizer import check_unicode
-from mlxlm.utils.errors import GenerationError, MlxlmError
+from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 from mlxlm.utils.json_files import parse_json_object
+
+logger = logging.getLogger("mlxlm.server")
 
 MAX_BODY_BYTES = 16 << 20  # far more text than fits into any context
 BODY_TIMEOUT = 30.0  # seconds
@@ -35,35 +39,160 @@ MAX_PROMPTS = 2048
 MAX_N = 128
 MAX_TOOLS = 128
 _MAX_STOP_STRINGS = 64
+_MAX_STOP_TOKENS = 1024
+_MAX_LOGGED = 1000  # names of unknown fields
+
+# Names that other servers, or other APIs of this one, have for our fields.
+NAMES = {
+    "max_completion_tokens": "max_tokens",  # chat completions
+    "max_output_tokens": "max_tokens",  # the Responses API
+    "num_predict": "max_tokens",  # ollama
+    "n_predict": "max_tokens",  # llama.cpp
+    "max_new_tokens": "max_tokens",  # transformers
+    "stop_sequences": "stop",  # Anthropic
+    "random_seed": "seed",  # Mistral
+    "repeat_penalty": "repetition_penalty",  # ollama, llama.cpp
+    "repeat_last_n": "repetition_context_size",  # ollama, llama.cpp
+    "typical": "typical_p",  # llama.cpp
+    "guided_json": "json_schema",  # vLLM, whose structured_outputs.json is guided_json, and so on
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+# Values that other servers have for ours. None: as if the field were missing.
+VALUES: dict[str, dict[float, Any]] = {
+    "max_tokens": {-2: -1},  # -1: no limit but the context
+    "seed": {-1: None},
+    "top_k": {-1: 0},
+    "top_p": {0: 1e-6},  # only the most likely token
+    "repetition_penalty": {0: 1.0},
+    "repetition_context_size": {-1: 1 << 14},
+    "dry_penalty_last_n": {-1: 1 << 14},
+}
+
+# Fields that this server doesn't have and that would change the text, with their value that has no effect, besides
+# false, 0 and empty ones.
+UNSUPPORTED: dict[str, Any] = {
+    **dict.fromkeys(("n", "best_of", "num_beams", "use_beam_search", "length_penalty"), 1),
+    **dict.fromkeys(("tfs_z", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "top_a", "smoothing_factor", "penalty_alpha")),
+    **dict.fromkeys(("no_repeat_ngram_size", "negative_prompt", "bad_words", "allowed_token_ids", "min_tokens")),
+    **dict.fromkeys(("guided_json_object", "guided_structural_tag", "guided_whitespace_pattern")),
+    **dict.fromkeys(("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents")),
+    **dict.fromkeys(("images", "template", "mcp_servers", "include_stop_str_in_output", "logits_processors", "lora")),
+}
+
+# Fields of the APIs that don't change the text, or that clients send back from an answer. They aren't worth a line in
+# the log, and a strict server accepts them, too.
+WITHOUT_EFFECT = frozenset(
+    # OpenAI's accounting, storage and speed.
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "client_metadata"]
+    + ["prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "include_obfuscation", "max_tool_calls"]
+    # Answers that are sent back.
+    + ["id", "index", "status", "phase", "annotations", "provider_specific_fields", "reasoning_details"]
+    + ["audio", "encrypted_content", "signature", "data", "citations", "caller"]
+    # The model decides how long it reasons, all of it is returned, and there are no summaries.
+    + ["summary", "generate_summary", "budget_tokens", "display"]
+    # Prompts are always cached, arguments always streamed, and all tools are in the prompt.
+    + ["cache_control", "cache_prompt", "eager_input_streaming", "defer_loading", "input_examples", "inference_geo"]
+    # The context is always the model's.
+    + ["num_ctx", "keep_alive", "timings_per_token", "guided_decoding_backend"]
+)
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound="Fields")
 
 
 class Fields(BaseModel):
-    """Base class of the objects in a request: strict types, no NaN, and no unknown fields unless they are null.
-
-    Attributes:
-        ignored: Fields that have no effect here; their values can be anything.
-    """
-
-    ignored: ClassVar[Set[str]] = frozenset()
+    """Base class of the objects in a request: strict types, and no NaN. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+        strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_ignored(cls, value: Any) -> Any:
-        """Drop ignored fields and nulls: some clients send every field they know, or send back what they received."""
+    def _translate(cls, value: Any) -> Any:
+        """Translate other names and values to ours. A null is like a missing field, and 5.0 is a whole number."""
         if not isinstance(value, dict):
             return value
-        return {name: item for name, item in value.items() if item is not None and name not in cls.ignored}
+        translated: dict[str, Any] = {}
+        given_as: dict[str, str] = {}
+        for given, item in _flattened(value):
+            name = NAMES.get(given, given) if NAMES.get(given) in cls.model_fields else given
+            if type(item) in (int, float):
+                item = VALUES.get(name, {}).get(item, item)
+            if type(item) is float and item.is_integer() and abs(item) < 2**53:
+                item = int(item)
+            if item is None:
+                continue
+            if translated.setdefault(name, item) != item:
+                raise invalid(f"{given_as[name]} and {given} differ (try: one of them)", given)
+            given_as[name] = given
+        return translated
+
+
+def _flattened(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a request, with those of vLLM's `structured_outputs` under their earlier names."""
+    for name, item in value.items():
+        if name == "structured_outputs" and isinstance(item, dict):
+            yield from ((f"guided_{key}", part) for key, part in item.items())
+        else:
+            yield name, item
+
+
+class UnknownFields:
+    """What happens to unknown fields of requests. See the top of this file.
+
+    Args:
+        strict: Refuse a field that would be ignored.
+    """
+
+    def __init__(self, strict: bool = False):
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def check(self, body: Fields, endpoint: str) -> None:
+        """Check the unknown fields of a request. Raises ApiError for one that isn't ignored."""
+        for owner, path, item in _unknown(body):
+            name = path.rpartition(".")[2]
+            if name in WITHOUT_EFFECT:
+                continue
+            if name in UNSUPPORTED:
+                if item and item != UNSUPPORTED[name]:
+                    raise invalid(f"{path} isn't supported (try: without it)", path, "unsupported_parameter")
+                continue
+            names = [*type(owner).model_fields, *NAMES]
+            similar = difflib.get_close_matches(name[:100].lower(), names, n=1, cutoff=0.8)
+            hint = f" (did you mean {similar[0]}?)" if similar else ""
+            if self._strict:
+                raise invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
+            self.log(path, f"ignoring the parameter {path} of {endpoint}{hint}")
+
+    def log(self, name: str, message: str) -> None:
+        """Log what is ignored, once for each name."""
+        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(name)
+            logger.info("%s", one_line(message))
+
+
+def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]:
+    """The unknown fields of an object and those inside it: their object, path without indices, and value."""
+    for name, item in (value.model_extra or {}).items():
+        yield value, f"{path}{name[:100]}", item
+    for name, item in vars(value).items():
+        for part in item if isinstance(item, list) else [item]:
+            if isinstance(part, Fields):
+                yield from _unknown(part, f"{path}{name}.")
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _without_empty(value: Any) -> Any:
+    return [text for text in value if text != ""] if isinstance(value := _as_list(value), list) else value
 
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal", None)
@@ -89,7 +218,8 @@ def _join_text_parts(content: Any) -> Any:
 
 
 Schema = dict[str, Any] | bool | str | None
-Strings = Annotated[list[str], BeforeValidator(_as_list), Field(max_length=_MAX_STOP_STRINGS)]
+Strings = Annotated[list[str], BeforeValidator(_without_empty), Field(max_length=_MAX_STOP_STRINGS)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MAX_STOP_TOKENS)]
 TextContent = Annotated[str, BeforeValidator(_join_text_parts)]
 
 
@@ -106,15 +236,28 @@ def _type_of(field: DataclassField[Any]) -> Any:
 
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
-_BY_API = ("max_tokens", "stop", "logprobs")  # which each API has in its own way
 _definitions: dict[str, Any] = {
-    name: (_type_of(field), None) for name, field in options_of(GenerationOptions).items() if name not in _BY_API
-}
+    name: (_type_of(field), None)
+    for name, field in options_of(GenerationOptions).items()
+    if name != "logprobs"  # which each API has in its own way
+} | {"stop": (Strings | None, None)}
 _OptionFields = create_model("_OptionFields", __base__=Fields, **_definitions)
 
 
 class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made from GenerationOptions
-    """The fields of `GenerationOptions` that every request for text may set; None for the server's default."""
+    """The fields of `GenerationOptions` that every request for text may set; None for the server's default.
+
+    Attributes:
+        ignore_eos: Whether the tokens that end the model's texts don't end this one.
+        stop_token_ids: Further tokens that do.
+    """
+
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+
+    def eos_token_ids(self, ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the text. `ids`: those of the model."""
+        return (frozenset() if self.ignore_eos else ids).union(self.stop_token_ids or ())
 
     def options(self, defaults: GenerationOptions, **others: Any) -> GenerationOptions:
         """The generation options of the request.
@@ -126,10 +269,12 @@ class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made f
         Raises:
             ApiError: For an invalid value.
         """
-        values = {name: getattr(self, name) for name in SamplingFields.model_fields} | others
+        values = {name: getattr(self, name) for name in _definitions} | others
         if values["choice"] == []:
             raise invalid("choice is an empty list (try: one text or more)", "choice")
         values = {name: value for name, value in values.items() if value is not None}
+        if values.get("max_tokens") == -1:
+            values["max_tokens"] = None
         try:
             return replace(defaults, **values)
         except GenerationError as error:
@@ -152,7 +297,53 @@ class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made f
             raise invalid(f"{field} and another constraint (try: one of them)", field)
         if type == "json_schema" and schema is None:
             raise invalid(f"{field} has no schema", field)
-        return {"type": "object"} if type == "json_object" else schema
+        return {"type": "object"} if schema is None else schema
+
+
+class Reasoning(Fields):
+    """`reasoning` of the Responses API and of OpenRouter."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+def _as_thinking(value: Any) -> Any:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+class Thinking(Fields):
+    """`thinking` of Anthropic's API and others."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class TemplateFields(Fields):
+    """Fields that become variables of the chat template, in the forms of all APIs. Most templates ignore them."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    enable_thinking: bool | None = None
+    think: bool | str | None = None  # ollama's: also an effort
+    thinking: Annotated[Thinking, BeforeValidator(_as_thinking)] | None = None
+    reasoning: Reasoning | None = None
+
+    def template_kwargs(self, effort: str | None = None, verbosity: str | None = None) -> dict[str, Any]:
+        """The variables. `effort` and `verbosity`: those of a field that is specific to an API."""
+        reasoning, thinking = self.reasoning or Reasoning(), self.thinking
+        effort = effort or self.reasoning_effort or reasoning.effort
+        enabled = self.enable_thinking
+        if isinstance(self.think, str):
+            effort = effort or self.think
+        elif enabled is None:
+            enabled = self.think
+        if enabled is None and thinking is not None and thinking.type != "adaptive":
+            enabled = thinking.type == "enabled"
+        if enabled is None:
+            enabled = False if effort == "none" else reasoning.enabled
+        values = {"reasoning_effort": effort, "verbosity": verbosity or self.verbosity, "enable_thinking": enabled}
+        given = {name: value for name, value in values.items() if value is not None}
+        return given | (self.chat_template_kwargs or {})
 
 
 def option_in(message: str) -> str | None:
@@ -164,25 +355,16 @@ def option_in(message: str) -> str | None:
 class StreamOptions(Fields):
     """`stream_options`."""
 
-    ignored = {"include_obfuscation"}  # random padding that hides the lengths of tokens
     include_usage: bool | None = None
-
-
-# Fields of OpenAI's API that are about its own accounting, storage and speed.
-IGNORED_BY_OPENAI = {"user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
-IGNORED_BY_OPENAI |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 
 
 class ChoicesRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
-    ignored = IGNORED_BY_OPENAI
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
-    stop: Strings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -215,11 +397,13 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     content = await _read_bytes(request)
     value = await asyncio.to_thread(_parse, content) if len(content) > 1 << 16 else _parse(content)
     try:
-        return model.model_validate(value)
+        body = model.model_validate(value)
     except ValidationError as error:
-        raise _validation_error(error.errors(include_url=False, include_context=False), model) from None
+        raise _validation_error(error.errors(include_url=False, include_context=False)) from None
     except (OverflowError, RecursionError) as error:
         raise invalid(f"the request has a value that is too large: {error}") from None
+    request.app.state.unknown_fields.check(body, request.url.path)
+    return body
 
 
 async def _read_bytes(request: Request) -> bytes:
@@ -268,15 +452,10 @@ def _check_depth(value: Any) -> None:
     raise GenerationError(f"the body of the request has more than {MAX_DEPTH} levels of nesting", "fewer")
 
 
-def _validation_error(problems: list[ErrorDetails], model: type[BaseModel]) -> ApiError:
+def _validation_error(problems: list[ErrorDetails]) -> ApiError:
     """A 400 for the first problem that pydantic reports, without the invalid value, which may be huge."""
     problem = problems[0]
     path = ".".join(str(part)[:100] for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        name = str(problem["loc"][-1])
-        similar = difflib.get_close_matches(name[:100].lower(), model.model_fields, n=1) if path == name else []
-        hint = f" (did you mean {similar[0]}?)" if similar else ""
-        return invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
     if problem["type"] == "missing":
         return invalid(f"{path} is missing", path, "missing_required_parameter")
     message = problem["msg"].removeprefix("Value error, ")

@@ -5,8 +5,18 @@ Encoding runs in `tokenizers.Tokenizer` (Rust); SentencePiece models are convert
 
 from mlxlm.tokenizer.detokenizer import StreamingDetokenizer
 from mlxlm.tokenizer.files import load
+from mlxlm.tokenizer.fill_in_the_middle import FillInTheMiddle
 from mlxlm.tokenizer.stats import TokenizerStats, tokenizer_stats
 from mlxlm.tokenizer.tokenizer import Tokenizer
 from mlxlm.tokenizer.train import TOKENIZER_TYPES, train
 
-__all__ = ["TOKENIZER_TYPES", "StreamingDetokenizer", "Tokenizer", "TokenizerStats", "load", "tokenizer_stats", "train"]
+__all__ = [
+    "TOKENIZER_TYPES",
+    "FillInTheMiddle",
+    "StreamingDetokenizer",
+    "Tokenizer",
+    "TokenizerStats",
+    "load",
+    "tokenizer_stats",
+    "train",
+]

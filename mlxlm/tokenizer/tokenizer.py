@@ -191,6 +191,10 @@ class Tokenizer:
         text = b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._decoder.strip_first_space else text
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, special or not, by its text in the vocabulary; None if there is none."""
+        return self._runtime.token_to_id(token)
+
     def token_bytes(self, id: int, *, skip_special_tokens: bool = True) -> bytes:
         """The bytes of a token; b"" for ids without one and, by default, special tokens. Keeps a dummy prefix."""
         return b"" if skip_special_tokens and id in self._special_ids else self._content_bytes(id)

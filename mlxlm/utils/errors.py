@@ -133,6 +133,10 @@ class GenerationError(MlxlmError):
     """A prompt or a sampling option can't work."""
 
 
+class MemoryLimitError(GenerationError):
+    """A text needs more memory than there may be for keys and values."""
+
+
 @contextmanager
 def os_errors_as(error_type: type[MlxlmError], action: str, path: Path | str) -> Iterator[None]:
     """Convert an OSError (missing file, read-only or full disk) to an error of mlxlm.

@@ -18,7 +18,10 @@ def no_key(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "MODEL"),
+        (["m", "--models-dir", "x"], "either MODEL or --models-dir"),
+        (["--draft-model", "c"], "needs a single MODEL"),
+        (["m", "--keep-alive", "soon"], "keep_alive is 'soon'"),
+        (["m", "--alias", "gpt"], "NAME=MODEL"),
         (["m", "--host", "0.0.0.0"], "--no-auth"),
         (["m", "--host", "no-such-host.invalid"], "not an address of this machine"),
         (["m", "--no-auth", "--api-key", "k"], "either --api-key"),

@@ -42,9 +42,12 @@ def served(lm):
 
 
 class OpenModels(Models):
-    """Models whose engines stay open when a server ends, for the next test."""
+    """Models whose engines stay open when a server ends or unloads them, for the next test."""
 
     async def close(self) -> None:
+        pass
+
+    async def _unload(self, entry) -> None:
         pass
 
 

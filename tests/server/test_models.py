@@ -13,23 +13,29 @@ from mlxlm.generation import GenerationConfig, GenerationOptions
 from mlxlm.server import models as models_module
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
-from mlxlm.server.models import Models, ModelSettings, ServedModel, size_on_disk
-from mlxlm.utils.errors import ConfigError
+from mlxlm.server.models import Models, ModelSettings, ServedModel
+from mlxlm.utils.errors import ConfigError, MemoryLimitError
 
 
 class FakeEngine:
+    """Needs 10 bytes for its caches."""
+
     def __init__(self):
-        self.stats = type("Stats", (), {"kv_bytes": 5, "prefix_cache_bytes": 5})()
-        self.closed = False
+        self.closed, self.max_bytes = False, None
+
+    def limit_memory(self, max_bytes):
+        if max_bytes < 10:
+            raise MemoryLimitError("no room for any text")
+        self.max_bytes = max_bytes
 
     def close(self):
         self.closed = True
 
 
 class FakeModel:
-    """A model of 100 bytes, 10 of them caches."""
+    """A model of 90 bytes."""
 
-    memory, num_bytes = 100, 90
+    num_bytes, context_length = 90, 64
 
     def __init__(self, name):
         self.name, self.engine = name, FakeEngine()
@@ -82,7 +88,7 @@ def test_a_model_is_loaded_once_when_it_is_first_used(loads):
 def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
     models = make(a="", b="")
     assert models.find(None) == "a"
-    with pytest.raises(ApiError, match=r"there is no model 'c' \(try: a, b\)") as error:
+    with pytest.raises(ApiError, match=r"there is no model 'c' \(try: a, b; or mlxlm serve without MODEL") as error:
         models.find("c")
     assert error.value.status == 404
 
@@ -116,24 +122,35 @@ def test_models_in_use_stay(loads):
 def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(500))
     (tmp_path / "notes.txt").write_bytes(bytes(500))
-    assert size_on_disk(str(tmp_path)) == 500 and size_on_disk("org/name") == 0
     models = make(400, a="", large=str(tmp_path))
     asyncio.run(touch(models, "a"))
-    with pytest.raises(ApiError, match="takes 500 B, and the server may use 400 B"):
+    with pytest.raises(ApiError, match="takes 500 B, and the server has 400 B for models"):
         asyncio.run(touch(models, "large"))
     assert [m.name for m in models.loaded] == ["a"] and loads == ["a"]
 
 
 def test_a_model_that_is_larger_than_its_file_is_closed_again(loads):
     models = make(80, a="")
-    with pytest.raises(ApiError, match="may use"):
+    with pytest.raises(ApiError, match="no room for any text"):
         asyncio.run(touch(models, "a"))
     assert not models.loaded
 
 
 def test_weights_that_leave_no_memory_for_caches(lm):
+    models = Models({"tiny": "unused"}, ModelSettings(max_memory=50_000))
     with pytest.raises(ConfigError, match="--max-memory is 50 kB"):
-        ServedModel("tiny", lm, ModelSettings(max_memory=50_000))
+        models.add(ServedModel("tiny", lm, models.settings))
+
+
+def test_loaded_models_share_the_memory(loads):
+    models = Models({"a": "a", "b": "b"}, ModelSettings(max_memory=300, process_bytes=40))
+    asyncio.run(touch(models, "a"))
+    first = models.loaded[0].engine
+    assert first.max_bytes == 300 - 40 - 90
+    asyncio.run(touch(models, "b"))
+    assert [model.engine.max_bytes for model in models.loaded] == [(300 - 40 - 180) // 2] * 2
+    asyncio.run(models.unload("b"))
+    assert first.max_bytes == 170
 
 
 def test_a_model_that_cannot_be_loaded(loads, caplog):

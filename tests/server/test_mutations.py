@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest
 from mlxlm.server.endpoints.completions import CompletionRequest
 from mlxlm.server.endpoints.embeddings import EmbeddingRequest
+from mlxlm.server.endpoints.llama_cpp import CompletionRequest as LlamaCppRequest
 from mlxlm.server.endpoints.messages import MessagesRequest
+from mlxlm.server.endpoints.ollama import ChatRequest, GenerateRequest
 from mlxlm.server.endpoints.responses import ResponseRequest
 from mlxlm.server.endpoints.tokens import TokenizeRequest
 from tests.server.apis import PATHS
 from tests.server.test_errors import VALID, check_error
 from tests.server.test_tools import CALL, NAMED, NOTHING, PARAMETERS, WEATHER
 
+OLLAMA_CALL = {"function": {"name": "get_weather", "arguments": {"city": "Ulm", "days": 2}}}
 SCHEMA = {"type": "json_schema", "schema": PARAMETERS}
 CHAT = {
     "messages": [
@@ -75,12 +78,29 @@ MESSAGES = {
     "stop_sequences": ["x"],
     "stream": False,
 }
+OLLAMA = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": "", "thinking": "r", "tool_calls": [OLLAMA_CALL]},
+        {"role": "tool", "tool_name": "get_weather", "content": "x"},
+    ],
+    "tools": [WEATHER, NOTHING],
+    "format": PARAMETERS,
+    "think": False,
+    "options": {"num_predict": 2, "temperature": 0.5, "stop": ["x"]},
+    "keep_alive": "5m",
+    "logprobs": True,
+    "stream": False,
+}
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": ["a", [8, 9]], "max_tokens": 2, "echo": True, "logprobs": 1, "n": 2, "choice": ["a"]},
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
     "/v1/embeddings": {"input": ["a", [8, 9]], "encoding_format": "float"},
+    "/api/chat": OLLAMA,
+    "/api/generate": {"prompt": "a", "system": "s", "context": [8, 9], "options": {"num_predict": 2}, "stream": False},
+    "/completion": {"prompt": "a", "n_predict": 2, "response_fields": ["content", "timings/prompt_n"]},
 }
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -98,8 +118,11 @@ SCHEMAS = (
     MessagesRequest,
     EmbeddingRequest,
     TokenizeRequest,
+    ChatRequest,
+    GenerateRequest,
+    LlamaCppRequest,
 )
-LIMITS = {"max_tokens", "max_output_tokens"}  # without them a text is long
+LIMITS = {"max_tokens", "max_output_tokens", "options"}  # without them a text is long
 FIELDS = sorted({name for schema in SCHEMAS for name in schema.model_fields} - LIMITS) + ["nothing"]
 
 
@@ -139,6 +162,8 @@ def test_changed_requests_have_a_well_formed_answer(client, path, data):
     if response.status_code != 200:
         assert 400 <= response.status_code < 500, response.text
         check_error(response, response.status_code)
-    elif not response.text.startswith(("data:", ":", "event:")):
+    elif response.headers["content-type"] == "application/x-ndjson":
+        assert all(isinstance(json.loads(line), dict) for line in response.text.splitlines())
+    elif response.content and not response.text.startswith(("data:", ":", "event:")):
         assert isinstance(response.json(), dict)
     assert "server_error" not in response.text and "api_error" not in response.text

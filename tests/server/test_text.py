@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mlxlm.chat.tool_calls import JSON_FORMAT
 from mlxlm.generation import GenerationChunk, GenerationOptions, Request
 from mlxlm.generation.result import TokenLogprob, TokenLogprobs
-from mlxlm.server.conversation import reasoning_kwargs
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, _ChatCompletion
 from mlxlm.server.endpoints.messages import _Message
 from mlxlm.server.endpoints.responses import ResponseRequest, _Response
@@ -77,12 +76,6 @@ def test_parts_begin_and_end_in_turn():
     events = list(_Response(model, [text], ResponseRequest(input="a")).push(text, pieces))
     found = [(e["type"].rpartition(".")[2], e["output_index"]) for e in events if "output_item" in e["type"]]
     assert found == [(kind, index) for index in range(3) for kind in ("added", "done")]
-
-
-def test_hints_for_the_template():
-    assert reasoning_kwargs(None) == {}
-    assert reasoning_kwargs("low", "high") == {"reasoning_effort": "low", "verbosity": "high"}
-    assert reasoning_kwargs("none")["enable_thinking"] is False
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,20 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
+from mlxlm.server.conversation import Conversation, ToolUse
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid, new_id
+from mlxlm.server.errors import new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import ChoicesReply, respond
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, ChoicesRequest, Fields, TextContent, read_body
+from mlxlm.server.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChoicesRequest,
+    Fields,
+    TemplateFields,
+    TextContent,
+    read_body,
+)
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 
 
@@ -37,6 +45,12 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    llama_cpp_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def given_schema(self) -> dict[str, Any] | None:
+        """The schema, if it has one."""
+        return self.json_schema.json_schema if self.json_schema else self.llama_cpp_schema
 
 
 class ToolFunction(Fields):
@@ -65,7 +79,6 @@ class CalledFunction(Fields):
 class MessageToolCall(Fields):
     """A tool call in an assistant's message."""
 
-    ignored = {"index"}  # of a streamed delta, which some clients send back
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -74,7 +87,6 @@ class MessageToolCall(Fields):
 class ChatMessage(Fields):
     """A message of a conversation."""
 
-    ignored = {"annotations", "provider_specific_fields"}  # of an answer that a client sends back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: TextContent | None = None
     name: str | None = None
@@ -102,21 +114,17 @@ class ChatMessage(Fields):
         )
 
 
-class ChatCompletionRequest(ChoicesRequest):
+class ChatCompletionRequest(ChoicesRequest, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 async def chat_completions(request: Request) -> Response:
@@ -124,31 +132,26 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
-    kwargs = reasoning_kwargs(body.reasoning_effort, body.verbosity) | (body.chat_template_kwargs or {})
-    conversation = Conversation([message.to_chat() for message in body.messages], kwargs, tool_use)
+    messages = [message.to_chat() for message in body.messages]
+    conversation = Conversation(messages, body.template_kwargs(), tool_use)
     return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
 
 
 async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, model: ServedModel) -> _ChatCompletion:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    texts = await conversation.answers(model, _options(body, model.defaults), body.n)
+    texts = await conversation.answers(
+        model, _options(body, model.defaults), body.eos_token_ids(model.eos_token_ids), body.n
+    )
     return _ChatCompletion(model, texts, body, {"id": new_id("chatcmpl-"), "object": kind})
 
 
 def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
-    limits = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(limits) > 1:
-        raise invalid("max_tokens and max_completion_tokens differ (try: one of them)", "max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    form = body.response_format or ResponseFormat(type="text")
-    schema = form.json_schema.json_schema if form.json_schema else None
+    form = body.response_format or ResponseFormat.model_validate({"type": "text"})
+    wants_logprobs = bool(body.top_logprobs) if body.logprobs is None else body.logprobs
     return body.options(
         defaults,
-        stop=body.stop,
-        max_tokens=limits.pop() if limits else None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=body.schema_of_format(form.type, schema, "response_format"),
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        json_schema=body.schema_of_format(form.type, form.given_schema, "response_format"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import ChoicesReply, json_response, respond
 from mlxlm.server.schemas import MAX_PROMPTS, ChoicesRequest, Prompts, read_body
 from mlxlm.server.text import Piece, Text, finite, sample_requests, token_text
-from mlxlm.tokenizer import Tokenizer
+from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
+from mlxlm.utils.errors import TokenizerError
 
 _MAX_TOKENS = 16  # OpenAI's default
 _MAX_LOGPROBS = 20
@@ -43,8 +44,8 @@ class CompletionRequest(ChoicesRequest):
         """Raise ApiError for what isn't supported."""
         if self.best_of not in (None, self.n):
             raise invalid("best_of isn't supported (try: n)", "best_of")
-        if self.suffix:
-            raise invalid("suffix isn't supported: the model only continues a text", "suffix")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise invalid("with suffix, a prompt is a text", "prompt")
         if self.max_tokens == 0 and (self.stream or not self.echo):
             raise invalid("max_tokens is 0 (try: 1, or echo without stream)", "max_tokens")
         if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
@@ -69,12 +70,26 @@ async def _echo_only(models: Models, body: CompletionRequest) -> dict[str, Any]:
 
 async def _make_reply(body: CompletionRequest, model: ServedModel) -> _Completion:
     max_tokens = _MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
-    options = body.options(model.defaults, stop=body.stop, max_tokens=max_tokens, logprobs=body.logprobs)
-    await check_constraint(model, options)
-    prompts = [await model.encode(encode_prompt, model.lm, prompt) for prompt in body.prompt]
+    options = body.options(model.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    eos_token_ids = body.eos_token_ids(model.eos_token_ids)
+    encode: Callable[..., Sequence[int]] = partial(encode_prompt, model.lm)
+    if body.suffix:
+        middle = fill_in_the_middle(model)
+        eos_token_ids |= middle.end_token_ids
+        encode = partial(middle.encode, suffix=body.suffix)
+    await check_constraint(model, options, eos_token_ids)
+    prompts = [await model.encode(encode, prompt) for prompt in body.prompt]
     echoes = [await _echo(model, *both, body) for both in zip(body.prompt, prompts, strict=True)]
-    requests = sample_requests(prompts, options, model.eos_token_ids, body.n)
+    requests = sample_requests(prompts, options, eos_token_ids, body.n)
     return _Completion(model, [Text(*numbered) for numbered in enumerate(requests)], body, echoes)
+
+
+def fill_in_the_middle(model: ServedModel) -> FillInTheMiddle:
+    """The prompts of a request with a suffix. Raises ApiError if the model has no tokens for them."""
+    try:
+        return FillInTheMiddle(model.lm.tokenizer)
+    except TokenizerError as error:
+        raise invalid(str(error), "suffix") from None
 
 
 _Echo = tuple[str, Sequence[TokenLogprobs]]  # what a choice repeats of its prompt: nothing without `echo`

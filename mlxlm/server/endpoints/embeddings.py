@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,15 +17,14 @@ from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.scoring import embed
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
-from mlxlm.server.models import Models
+from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import json_response
-from mlxlm.server.schemas import IGNORED_BY_OPENAI, Fields, Prompts, read_body
+from mlxlm.server.schemas import Fields, Prompts, read_body
 
 
 class EmbeddingRequest(Fields):
     """The body of /v1/embeddings."""
 
-    ignored = IGNORED_BY_OPENAI
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
@@ -39,20 +39,39 @@ async def embeddings(request: Request) -> Response:
 
 async def _embed(models: Models, body: EmbeddingRequest) -> dict[str, Any]:
     async with models.use(body.model) as model:
-        lm, num_tokens, data = model.lm, 0, []
-        for index, text in enumerate(body.input):
-            if not text:
-                raise invalid("a text is empty", f"input.{index}")
-            ids = await model.encode(encode_prompt, lm, text)
-            # One text at a time, so that requests for text needn't wait for all of them.
-            vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
-            if body.dimensions not in (None, len(vector)):
-                raise invalid(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
-            encoded = _to_base64(vector) if body.encoding_format == "base64" else vector
-            data.append({"object": "embedding", "index": index, "embedding": encoded})
-            num_tokens += len(ids)
+        vectors, num_tokens = await embed_texts(model, body.input, body.dimensions, "input")
+        encode = _to_base64 if body.encoding_format == "base64" else list[float]
+        data = [{"object": "embedding", "index": n, "embedding": encode(vector)} for n, vector in enumerate(vectors)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"object": "list", "data": data, "model": model.name, "usage": usage}
+
+
+async def embed_texts(
+    model: ServedModel, texts: Sequence[Any], dimensions: int | None, param: str
+) -> tuple[list[list[float]], int]:
+    """The embeddings of texts or token ids, and the number of their tokens.
+
+    Args:
+        model: The model.
+        texts: The texts.
+        dimensions: See `EmbeddingRequest`.
+        param: The field with the texts, for errors.
+
+    Raises:
+        ApiError: For an empty text, one that is too long, and dimensions that the model doesn't have.
+    """
+    lm, vectors, num_tokens = model.lm, [], 0
+    for index, text in enumerate(texts):
+        if not text:
+            raise invalid("a text is empty", f"{param}.{index}")
+        ids = await model.encode(encode_prompt, lm, text)
+        # One text at a time, so that requests for text needn't wait for all of them.
+        vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
+        if dimensions not in (None, len(vector)):
+            raise invalid(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
+        vectors.append(vector)
+        num_tokens += len(ids)
+    return vectors, num_tokens
 
 
 def _to_base64(vector: list[float]) -> str:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
-from mlxlm.server.conversation import Conversation, ToolUse, named_tool, reasoning_kwargs
+from mlxlm.server.conversation import Conversation, ToolUse, named_tool
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
@@ -25,7 +25,7 @@ from mlxlm.server.schemas import (
     Fields,
     SamplingFields,
     Schema,
-    Strings,
+    TemplateFields,
     TextContent,
     read_body,
 )
@@ -36,8 +36,6 @@ from mlxlm.tokenizer import Tokenizer
 class Block(Fields):
     """A content block of a message. Its type decides which fields it needs."""
 
-    # Prompts are always cached, and there are no citations or server tools.
-    ignored = {"signature", "data", "cache_control", "citations", "caller"}
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     id: str | None = None
@@ -80,7 +78,6 @@ class AnthropicMessage(Fields):
 class AnthropicTool(Fields):
     """A function that the model may call."""
 
-    ignored = {"cache_control", "eager_input_streaming"}  # arguments are always streamed
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -92,13 +89,6 @@ class AnthropicTool(Fields):
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         given = {name: value for name, value in function.items() if value is not None}
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
-
-
-class Thinking(Fields):
-    """`thinking`."""
-
-    ignored = {"budget_tokens", "display"}  # the model decides how long it thinks
-    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class OutputFormat(Fields):
@@ -127,32 +117,24 @@ class ContextManagement(Fields):
     edits: list[Annotated[dict[str, Any], BeforeValidator(_check_edit)]] | None = None
 
 
-class CountTokensRequest(Fields):
-    """The body of /v1/messages/count_tokens, whose fields /v1/messages also has."""
+class MessagesRequest(SamplingFields, TemplateFields):
+    """The body of /v1/messages, and of /v1/messages/count_tokens, which doesn't need max_tokens."""
 
-    ignored = {"cache_control"}
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
-    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-
-
-class MessagesRequest(CountTokensRequest, SamplingFields):
-    """The body of /v1/messages."""
-
-    ignored = {"cache_control", "metadata", "service_tier", "inference_geo"}
-    max_tokens: int
-    stop_sequences: Strings | None = None
     stream: bool | None = None
 
 
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, MessagesRequest)
+    if body.max_tokens is None:
+        raise invalid("max_tokens is missing", "max_tokens", "missing_required_parameter")
     form, schema = body.output_config.format if body.output_config else None, body.json_schema
     if form is not None:
         schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
@@ -161,19 +143,17 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation, including those of the chat template."""
-    body = await read_body(request, CountTokensRequest)
+    body = await read_body(request, MessagesRequest)
     async with request.app.state.models.use(body.model) as model:
         return JSONResponse({"input_tokens": len(await _conversation(body).encode(model, count_only=True))})
 
 
-def _conversation(body: CountTokensRequest) -> Conversation:
-    kwargs = reasoning_kwargs(body.output_config.effort if body.output_config else None)
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        kwargs["enable_thinking"] = body.thinking.type == "enabled"
+def _conversation(body: MessagesRequest) -> Conversation:
+    kwargs = body.template_kwargs(body.output_config.effort if body.output_config else None)
     return Conversation(_messages(body), kwargs, _tool_use(body))
 
 
-def _messages(body: CountTokensRequest) -> list[Message]:
+def _messages(body: MessagesRequest) -> list[Message]:
     """The messages for the chat template. Tool results become messages, followed by the text that came with them."""
     messages = [Message("system", body.system)] if body.system else []
     for message in body.messages:
@@ -198,7 +178,7 @@ def _to_message(message: AnthropicMessage) -> Message:
     return Message(message.role, text, tool_calls=tuple(calls), reasoning_content=thinking or None)
 
 
-def _tool_use(body: CountTokensRequest) -> ToolUse:
+def _tool_use(body: MessagesRequest) -> ToolUse:
     tools, choice = [tool.to_chat() for tool in body.tools or ()], body.tool_choice or {"type": "auto"}
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named_tool(choice.get("name"))}
     kind = choice.get("type")
@@ -210,9 +190,9 @@ def _tool_use(body: CountTokensRequest) -> ToolUse:
 async def _make_reply(
     body: MessagesRequest, schema: Schema, conversation: Conversation, model: ServedModel
 ) -> _Message:
-    stops = body.stop_sequences or []
-    options = body.options(model.defaults, max_tokens=body.max_tokens, stop=stops or None, json_schema=schema)
-    return _Message(model, await conversation.answers(model, options), stops)
+    options = body.options(model.defaults, json_schema=schema)
+    texts = await conversation.answers(model, options, body.eos_token_ids(model.eos_token_ids))
+    return _Message(model, texts, body.stop or [])
 
 
 class _Message(Reply):

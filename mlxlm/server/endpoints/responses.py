@@ -13,19 +13,19 @@ from starlette.responses import Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse, reasoning_kwargs
+from mlxlm.server.conversation import Conversation, ToolUse
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import JsonSchema
 from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import Event, Reply, respond
 from mlxlm.server.schemas import (
-    IGNORED_BY_OPENAI,
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
     SamplingFields,
     StreamOptions,
+    TemplateFields,
     TextContent,
     read_body,
 )
@@ -37,7 +37,6 @@ _INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 class InputItem(Fields):
     """An item of the input. Its type decides which fields it needs."""
 
-    ignored = {"id", "status", "phase", "encrypted_content"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: TextContent | None = None
@@ -65,13 +64,6 @@ class TextSettings(Fields):
     verbosity: str | None = None
 
 
-class Reasoning(Fields):
-    """`reasoning`. The reasoning itself is always returned; there are no summaries."""
-
-    ignored = {"summary", "generate_summary"}
-    effort: str | None = None
-
-
 class ResponseTool(Fields):
     """An entry of `tools`."""
 
@@ -87,28 +79,23 @@ class ResponseTool(Fields):
         return {"type": "function", "function": function}
 
 
-class ResponseRequest(SamplingFields):
+class ResponseRequest(SamplingFields, TemplateFields):
     """The body of /v1/responses."""
 
-    ignored = IGNORED_BY_OPENAI - {"metadata"} | {"max_tool_calls"}  # of tools that OpenAI runs
     metadata: dict[str, Any] | None = None
     model: str | None = None
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
-    reasoning: Reasoning | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: list[_INCLUDES] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
     previous_response_id: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -131,11 +118,10 @@ class ResponseRequest(SamplingFields):
 async def responses(request: Request) -> Response:
     """Answer the input."""
     body = await read_body(request, ResponseRequest)
-    effort = body.reasoning.effort if body.reasoning else None
-    kwargs = reasoning_kwargs(effort, body.text.verbosity if body.text else None)
+    kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
     tools = [tool.to_chat() for tool in body.tools or ()]
     tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
-    conversation = Conversation(_messages(body), kwargs | (body.chat_template_kwargs or {}), tool_use)
+    conversation = Conversation(_messages(body), kwargs, tool_use)
     return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
 
 
@@ -185,8 +171,9 @@ def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, w
 async def _make_reply(body: ResponseRequest, conversation: Conversation, model: ServedModel) -> _Response:
     schema = body.schema_of_format(body.format.type, body.format.json_schema, "text.format")
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
-    options = body.options(model.defaults, max_tokens=body.max_output_tokens, logprobs=logprobs, json_schema=schema)
-    return _Response(model, await conversation.answers(model, options), body)
+    options = body.options(model.defaults, logprobs=logprobs, json_schema=schema)
+    texts = await conversation.answers(model, options, body.eos_token_ids(model.eos_token_ids))
+    return _Response(model, texts, body)
 
 
 class _Response(Reply):
@@ -298,7 +285,7 @@ class _Response(Reply):
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": body.max_tokens,
             "metadata": body.metadata or {},
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,

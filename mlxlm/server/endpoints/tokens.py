@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -13,23 +12,27 @@ from mlxlm.server.conversation import Conversation, ToolUse
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.errors import invalid
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, read_body
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, TemplateFields, read_body
+from mlxlm.tokenizer import Tokenizer
 
 
-class TokenizeRequest(Fields):
-    """The body of /tokenize: a text, or a conversation."""
+class TokenizeRequest(TemplateFields):
+    """The body of /tokenize: a text as in vLLM's API or, with `content`, in llama.cpp's; or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool = True  # of prompt
+    add_special: bool = False  # of content, like the next one
+    parse_special: bool = True
+    with_pieces: bool = False
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("a request has either a prompt or messages")
+    def _one_input(self) -> TokenizeRequest:
+        if [self.prompt, self.content, self.messages].count(None) != 2:
+            raise ValueError("a request has either prompt, content or messages")
         return self
 
 
@@ -44,17 +47,28 @@ async def tokenize(request: Request) -> JSONResponse:
     """Return the ids of a text, as for /v1/completions, or of a conversation, as for /v1/chat/completions."""
     body = await read_body(request, TokenizeRequest)
     async with request.app.state.models.use(body.model) as model:
+        tokenizer = model.lm.tokenizer
         if body.messages is not None:
             tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
             messages = [message.to_chat() for message in body.messages]
-            conversation = Conversation(messages, body.chat_template_kwargs or {}, tools)
+            conversation = Conversation(messages, body.template_kwargs(), tools)
             ids = await conversation.encode(model, count_only=True)
         else:
-            special = body.add_special_tokens
-            ids = await model.encode(
-                model.lm.tokenizer.encode, body.prompt or "", add_special_tokens=special, count_only=True
-            )
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.context_length})
+            options = {"add_special_tokens": body.add_special_tokens}
+            if body.content is not None:
+                options = {"add_special_tokens": body.add_special, "parse_special": body.parse_special}
+            ids = await model.encode(tokenizer.encode, body.content or body.prompt or "", **options, count_only=True)
+        tokens = [{"id": id, "piece": _piece(tokenizer, id)} for id in ids] if body.with_pieces else ids
+        return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": model.context_length})
+
+
+def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
+    """The text of a token, or its bytes if they aren't whole characters."""
+    content = tokenizer.token_bytes(id, skip_special_tokens=False)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return list(content)
 
 
 async def detokenize(request: Request) -> JSONResponse:
@@ -66,7 +80,8 @@ async def detokenize(request: Request) -> JSONResponse:
         if unknown:
             raise invalid(f"the model has the ids 0 to {vocab_size - 1}", f"tokens.{unknown[0]}")
         decode = model.lm.tokenizer.decode
-        return JSONResponse({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
 
 
 ROUTES = routes("/tokenize", tokenize) + routes("/detokenize", detokenize)

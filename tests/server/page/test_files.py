@@ -13,7 +13,7 @@ CODE = {"name": "fence.md", "mimeType": "text/markdown", "buffer": b"````\nx\n``
 PROMPT = (
     "File: notes.txt\n```\nBuy apples.\nEat them.\n```\n\nFile: fence.md\n`````\n````\nx\n````\n`````\n\nWhat is this?"
 )
-HTML = b"<title>T</title><style>p { color: red }</style><h1>Fruit</h1><p onclick=x()>An <b>apple</b>.</p><script>y()</script>"
+HTML = b"<title>T</title><style>p { color: red }</style><h1>Fruit</h1><p>An <b>apple</b>.</p><script>y()</script>"
 
 TRANSFER = """([selector, type, files, text]) => {
   const data = new DataTransfer();

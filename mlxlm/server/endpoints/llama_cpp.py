@@ -1,0 +1,195 @@
+"""The endpoints of llama.cpp's server that editors use: POST /completion and /infill, GET /props and /slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mlxlm.generation import FinishReason
+from mlxlm.generation.request import encode_prompt
+from mlxlm.server.conversation import check_constraint
+from mlxlm.server.endpoints import routes
+from mlxlm.server.endpoints.completions import fill_in_the_middle
+from mlxlm.server.models import Models, ServedModel
+from mlxlm.server.reply import Event, Reply, respond, timings_of
+from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, SamplingFields, read_body
+from mlxlm.server.text import Piece, Text, sample_requests
+
+
+class GenerationFields(SamplingFields):
+    """The fields that /completion and /infill share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    response_fields: list[str] | None = Field(None, max_length=64)
+    return_tokens: bool | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """The body of /completion. Special tokens in the prompt are parsed: it is a template that the client has filled."""
+
+    prompt: Prompt
+
+
+class ExtraFile(Fields):
+    """An entry of `input_extra`: a part of another file."""
+
+    text: str
+    filename: str = ""
+
+
+class InfillRequest(GenerationFields):
+    """The body of /infill."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[ExtraFile] = Field([], max_length=MAX_PROMPTS)
+    prompt: str = ""
+
+
+async def completion(request: Request) -> Response:
+    """Continue a prompt."""
+    body = await read_body(request, CompletionRequest)
+
+    async def make_reply(model: ServedModel) -> _Completion:
+        if isinstance(body.prompt, str) and body.prompt:
+            ids = await model.encode(model.lm.tokenizer.encode, body.prompt, parse_special=True)
+        else:
+            ids = await model.encode(encode_prompt, model.lm, body.prompt)
+        return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids))
+
+    return await respond(request, body.model, body.stream, make_reply)
+
+
+async def infill(request: Request) -> Response:
+    """Fill in the middle between a prefix and a suffix."""
+    body = await read_body(request, InfillRequest)
+
+    async def make_reply(model: ServedModel) -> _Completion:
+        middle = fill_in_the_middle(model)
+        files = [(file.filename, file.text) for file in body.input_extra]
+        ids = await model.encode(middle.encode, body.input_prefix, body.input_suffix, body.prompt, files)
+        return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids) | middle.end_token_ids)
+
+    return await respond(request, body.model, body.stream, make_reply)
+
+
+async def _make_reply(
+    body: GenerationFields, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
+) -> _Completion:
+    # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
+    options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
+    await check_constraint(model, options, eos_token_ids)
+    [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
+    return _Completion(model, text, body)
+
+
+class _Completion(Reply):
+    def __init__(self, model: ServedModel, text: Text, body: GenerationFields):
+        super().__init__(model, [text])
+        self._text, self._body = text, body
+
+    def start(self) -> Sequence[Event]:
+        return ()
+
+    def push(self, text: Text, pieces: Sequence[Piece]) -> list[Event]:
+        content = "".join(piece.text for piece in pieces)
+        return [{"index": 0, "content": content, "tokens": [], "stop": False}] if content and self._returned else []
+
+    def finish(self) -> list[Event]:
+        return [{**self.complete(), "content": ""}]
+
+    def complete(self) -> dict[str, Any]:
+        result, options = self._text.result, self._text.request.options
+        assert result is not None and result.finish_reason is not None
+        values = {
+            "index": 0,
+            "content": result.text if self._returned else "",
+            "tokens": result.tokens if self._body.return_tokens else [],
+            "stop": True,
+            "model": self.model.name,
+            "generation_settings": {**asdict(options), "n_ctx": self.model.context_length},
+            "stop_type": _STOP_TYPES[result.finish_reason],
+            "truncated": result.finish_reason == "context",
+            "has_new_line": "\n" in result.text,
+            "tokens_predicted": len(result.tokens) if self._returned else 0,
+            "tokens_evaluated": result.prompt_tokens,
+            "tokens_cached": result.cached_tokens,
+            "timings": timings_of(result),
+        }
+        names = self._body.response_fields
+        return values if names is None else _select(values, names)
+
+    @property
+    def _returned(self) -> bool:
+        return self._body.max_tokens != 0
+
+
+_STOP_TYPES: dict[FinishReason, str] = {
+    "eos": "eos",
+    "stop": "word",
+    "length": "limit",
+    "context": "limit",
+    "constraint": "limit",
+}
+
+
+def _select(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The fields of `response_fields`. timings/prompt_n is a field of an object, with this name in the response."""
+    selected = {}
+    for name in names:
+        value: Any = values
+        for key in name.split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            selected[name] = value
+    return selected
+
+
+async def props(request: Request) -> JSONResponse:
+    """Describe the model `?model=NAME`, or the default one, and the defaults of its options."""
+    models: Models = request.app.state.models
+    description = await models.describe(request.query_params.get("model"))
+    model = next((model for model in models.loaded if model.name == description.name), None)
+    return JSONResponse(
+        {
+            "default_generation_settings": {
+                "n_ctx": description.context_length,
+                "params": asdict(model.defaults) if model else {},
+            },
+            "total_slots": models.settings.batch_size,
+            "model_alias": description.name,
+            "model_path": description.name,
+            "chat_template": (model and model.lm.tokenizer.chat_template) or "",
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"mlxlm {version('mlxlm')}",
+            "is_sleeping": model is None,
+        }
+    )
+
+
+async def slots(request: Request) -> JSONResponse:
+    """List the texts that can be generated at once with the models that are in memory, and which are."""
+    models: Models = request.app.state.models
+    running = [(model, n) for model in models.loaded for n in range(model.settings.batch_size)]
+    return JSONResponse(
+        [
+            {"id": id, "n_ctx": model.context_length, "is_processing": n < model.engine.stats.running}
+            for id, (model, n) in enumerate(running)
+        ]
+    )
+
+
+ROUTES = [
+    *routes("/completion", completion),
+    *routes("/infill", infill),
+    Route("/props", props),
+    Route("/slots", slots),
+]
