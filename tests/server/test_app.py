@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
+from starlette.testclient import TestClient
 
-from mlxlm.generation import EngineStats
+from mlxlm.checkpoint.local_models import folder_models
+from mlxlm.generation import EngineStats, GenerationConfig
+from mlxlm.server import model_library
+from mlxlm.server.app import make_app
 from mlxlm.server.metrics import Metrics
+from mlxlm.server.models import Models, ModelSettings
 from tests.server.conftest import CONTEXT, HELLO
 
 
@@ -62,3 +68,23 @@ def test_gauges_of_an_engine():
     found = dict(re.findall(r'^mlxlm_(\w+){model="m"} (\S+)$', text, re.M))
     names = ("running", "waiting", "paused", "kv_bytes", "prefix_cache_bytes")
     assert found == {name: f"{value}.0" for value, name in enumerate(names, 1)}
+
+
+def test_example_prompts_and_the_catalog(model_folder, tmp_path, monkeypatch):
+    shutil.copytree(model_folder, tmp_path / "tiny")
+    GenerationConfig(example_prompt="Count to 3.").write(tmp_path / "tiny")
+    monkeypatch.setattr(
+        model_library, "all_models", lambda folders: list(folder_models(*folders))
+    )  # without those of this machine
+
+    def get(models, path):
+        return TestClient(make_app(models)).get(path).json()["data"]
+
+    everything = Models({}, ModelSettings(models_dirs=(tmp_path,)))
+    assert [model["example_prompt"] for model in get(everything, "/v1/models")] == ["Count to 3."]
+    entries = {entry["id"]: entry for entry in get(everything, "/v1/catalog")}
+    assert entries["smollm2-135m"]["size"] == 98362432 and "simple questions" in entries["smollm2-135m"]["description"]
+    (tmp_path / "tiny").rename(tmp_path / "smollm2-135m")
+    assert "smollm2-135m" not in {entry["id"] for entry in get(everything, "/v1/catalog")}  # is here
+    given = Models({"tiny": str(tmp_path / "smollm2-135m")}, ModelSettings())
+    assert get(given, "/v1/catalog") == []  # downloads nothing

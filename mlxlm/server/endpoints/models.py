@@ -70,8 +70,9 @@ async def describe(models: Models, name: str) -> dict[str, Any]:
 
 async def list_catalog(request: Request) -> JSONResponse:
     """List the models of the catalog that can be downloaded: none if the command line names the models."""
-    library = request.app.state.models.library
-    entries = [entry for entry in catalog().values() if library.serves_all and entry.name not in library.names]
+    models: Models = request.app.state.models
+    here = models.names
+    entries = [entry for entry in catalog().values() if models.library.serves_all and entry.name not in here]
     data = [
         {
             "id": entry.name,

@@ -29,7 +29,7 @@ export class Composer {
       this.#add([...target.files]);
       target.value = "";
     });
-    this.#acceptDrops($("main"));
+    this.#acceptDrops(document.body);
     this.#fit();
   }
 

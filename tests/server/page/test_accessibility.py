@@ -21,8 +21,11 @@ def test_the_page_works_with_the_keyboard_alone(page, server):
     expect(page.locator("#question")).to_be_focused()
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Enter")  # the answer's last button: copy or try again
-    finished(page)
+    expect(answers(page).get_by_role("button", name="Delete")).to_be_focused()  # the answer's last button
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_count(0)
+    page.keyboard.press("Enter")  # undo
+    expect(answers(page)).to_have_count(1)
     page.get_by_role("link", name="Skip to the message box").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#question")).to_be_focused()

@@ -146,9 +146,9 @@ def test_files_that_do_not_fit_the_context_are_not_sent(page, server):
 def test_files_are_dropped_and_pasted(page, server):
     file = ["a.py", "text/x-python", "x = 1"]
     page.evaluate(TRANSFER, ["#scroller", "dragover", [file], ""])
-    expect(page.locator("main.dropping")).to_be_visible()
-    page.evaluate(TRANSFER, ["#scroller", "drop", [file], ""])
-    expect(page.locator("main.dropping")).to_have_count(0)
+    expect(page.locator("body.dropping")).to_be_visible()
+    page.evaluate(TRANSFER, ["#sidebar", "drop", [file], ""])
+    expect(page.locator("body.dropping")).to_have_count(0)
     expect(chips(page)).to_have_count(1)
     page.evaluate(TRANSFER, ["#question", "paste", [["b.py", "text/x-python", "y = 2"]], "b.py"])
     expect(chips(page)).to_have_count(2)
