@@ -52,9 +52,8 @@ export async function listCatalog() {
  * @param {(progress: {completed?: number, total?: number}) => void} onProgress
  */
 export async function pullModel(model, onProgress) {
-  const response = await post("api/pull", { model });
   let rest = "";
-  for await (const text of response.body.pipeThrough(new TextDecoderStream())) {
+  for await (const text of textOf(await post("api/pull", { model }))) {
     const lines = (rest + text).split("\n");
     rest = lines.pop();
     for (const progress of lines.map((line) => JSON.parse(line))) {
@@ -64,7 +63,7 @@ export async function pullModel(model, onProgress) {
   }
 }
 
-/** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that the model can see. */
+/** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that a model can see. */
 export async function countTokens(model, prompt) {
   return (await post("v1/tokenize", { model, prompt, add_special_tokens: false })).json();
 }
@@ -79,14 +78,10 @@ export async function countTokens(model, prompt) {
  */
 export async function* streamChat(body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await post("v1/chat/completions", streamed, signal);
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const parser = new SSEParser();
   let finished = false;
-  for (;;) {
-    const { done, value } = await reader.read().catch((error) => fail(error));
-    if (done) break;
-    for (const event of parser.push(value)) {
+  for await (const text of textOf(await post("v1/chat/completions", streamed, signal))) {
+    for (const event of parser.push(text)) {
       if (event.data === "[DONE]") return;
       for (const part of partsOf(event)) {
         finished ||= Boolean(part.finish);
@@ -95,6 +90,16 @@ export async function* streamChat(body, signal) {
     }
   }
   if (!finished) throw new APIError("The connection to the server was lost before the answer was complete.");
+}
+
+/** Yields the text of a response as it comes. (Safari has no `for await` over a stream.) */
+async function* textOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { done, value } = await reader.read().catch((error) => fail(error));
+    if (done) return;
+    yield value;
+  }
 }
 
 function partsOf({ comment, data }) {
@@ -106,7 +111,9 @@ function partsOf({ comment, data }) {
   if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
   const { delta, finish_reason: finish, logprobs } = chunk.choices?.[0] ?? {};
   const { content: text, reasoning_content: reasoning } = delta ?? {};
-  const parts = [{ reasoning }, { text }, { logprobs: reasoning ? null : logprobs?.content }, { finish }, { stats: chunk.usage && statsOf(chunk) }];
+  const entries = reasoning ? null : logprobs?.content;
+  const stats = chunk.usage && statsOf(chunk);
+  const parts = [{ reasoning }, { text }, { logprobs: entries }, { finish }, { stats }];
   return parts.filter((part) => Object.values(part)[0]);
 }
 

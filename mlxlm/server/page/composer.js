@@ -8,7 +8,8 @@ const LONG_PASTE = 5000; // characters, from where on pasted text becomes a file
 
 export class Composer {
   #files = []; // with `tokens`, when they are known; Infinity for more than the server counts
-  #context = Infinity;
+  #context = Infinity; // of the model that counted them
+  #counter = undefined;
 
   /**
    * @param {object} actions  `send(text, files)`, which returns whether it was sent; `editLast()`
@@ -38,9 +39,9 @@ export class Composer {
     if (matchMedia("(hover: hover)").matches) this.box.focus();
   }
 
-  /** Counts the tokens of the files again, for another model. */
+  /** Counts the tokens of the files again if the model is another one. */
   recount() {
-    this.#files.forEach((file) => this.#count(file));
+    if (this.#counter !== this.model()) this.#files.forEach((file) => this.#count(file));
   }
 
   #send() {
@@ -94,19 +95,22 @@ export class Composer {
   }
 
   async #add(files) {
-    for (const result of await Promise.allSettled(files.map(readFile))) {
-      if (result.status === "rejected") toast(result.reason.message);
-      else this.#files.push(result.value);
-    }
+    const results = await Promise.allSettled(files.map(readFile));
+    const read = results.filter(({ value }) => value).map(({ value }) => value);
+    const problems = results.filter(({ reason }) => reason).map(({ reason }) => reason.message);
+    if (problems.length) toast(problems.join(" "));
+    this.#files.push(...read);
     this.#draw();
-    this.recount();
+    read.forEach((file) => this.#count(file));
     this.focus();
   }
 
   async #count(file) {
+    const model = this.#counter = this.model();
     delete file.tokens;
     try {
-      const { count, max_model_len: context } = await countTokens(this.model(), fileBlock(file));
+      const { count, max_model_len: context } = await countTokens(model, fileBlock(file));
+      if (model !== this.#counter) return; // another one counts them now
       file.tokens = count;
       this.#context = context;
     } catch (error) {
@@ -119,9 +123,10 @@ export class Composer {
   #problem() {
     const tokens = this.#files.reduce((sum, file) => sum + (file.tokens ?? 0), 0);
     if (tokens < this.#context) return "";
-    const taken = Number.isFinite(tokens) ? `${describeTokens(tokens)}` : "too many tokens";
-    const context = Number.isFinite(this.#context) ? `, and ${this.model()} can see ${this.#context.toLocaleString()}` : "";
-    return `The files take ${taken}${context}. Remove some, or choose another model.`;
+    const remedy = "Remove some, or choose another model.";
+    if (!Number.isFinite(tokens)) return `The files take more tokens than ${this.#counter} can see. ${remedy}`;
+    const context = this.#context.toLocaleString();
+    return `The files take ${describeTokens(tokens)}, and ${this.#counter} can see ${context}. ${remedy}`;
   }
 
   #draw() {

@@ -65,8 +65,9 @@ export function path(conversation) {
 
 /** @returns {Message[]} The two answers at the end of which one is to be kept; none if there is no such choice. */
 export function comparedAnswers(conversation) {
-  const last = path(conversation).at(-1)?.id;
-  return last && conversation.compared?.includes(last) ? conversation.compared.map((id) => conversation.messages[id]) : [];
+  const { compared = [], messages } = conversation;
+  const last = path(conversation).at(-1);
+  return compared.includes(last?.id) ? compared.map((id) => messages[id]) : [];
 }
 
 /**

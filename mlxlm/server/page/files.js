@@ -2,7 +2,8 @@
 import { h } from "./dom.js";
 import DOMPurify from "./vendor/purify.mjs";
 
-const MAX_BYTES = 4 << 20; // far more text than fits into any context
+const MB = 1 << 20;
+const MAX_BYTES = 4 * MB; // far more text than fits into any context
 const ONLY_TEXT = { ALLOWED_ATTR: [], FORBID_TAGS: ["style"], RETURN_DOM_FRAGMENT: true };
 
 /**
@@ -17,7 +18,7 @@ export async function readFile(file) {
     throw new Error(`${name} ${problem}`);
   };
   if (/^image\/(?!svg)/.test(type)) fail("is an image. This server's models read only text.");
-  if (size > MAX_BYTES) fail(`has ${Math.ceil(size / (1 << 20))} MB. No model here can read more than ${MAX_BYTES >> 20} MB.`);
+  if (size > MAX_BYTES) fail(`has ${Math.ceil(size / MB)} MB. Files can have up to ${MAX_BYTES / MB} MB.`);
   const content = await file.arrayBuffer().catch(() => fail("can't be read. Of a folder, choose the files."));
   if (isPDF(content)) fail("is a PDF. Copy its text here, or use mlxlm chat -f, which can read it.");
   const text = decode(content) ?? fail("isn't a text file, or not in UTF-8.");

@@ -68,7 +68,8 @@ function ask(parent, text, files = []) {
 
 /** Answers a question with the model of the conversation, and with a second one if there is one. */
 function answer(conversation, asked) {
-  const models = [modelOf(conversation), secondModelOf(conversation)].filter(Boolean);
+  const second = secondModelOf(conversation);
+  const models = [modelOf(conversation), ...(second ? [second] : [])];
   const answers = models.map((model) => addMessage(conversation, asked, { role: "assistant", model }));
   conversation.compared = answers.length > 1 ? answers.map(({ id }) => id) : undefined;
   for (const message of answers) runAnswer(conversation, message);
@@ -223,20 +224,16 @@ function drawModels() {
   $("#examples").replaceChildren(...examplesOf(model).map(example));
 }
 
-/** Answers with other models from now on. */
-function setModels(model, secondModel) {
-  Object.assign(current, { model, secondModel });
-  library.save(current);
-  composer.recount();
-  redraw();
-}
-
 // Start
 
 $("#import-file").addEventListener("change", importFiles);
 enableControls({
   "new": startNew,
-  "model": () => pickModel(current, setModels),
+  "model": () => pickModel(current, (conversation) => {
+    library.save(conversation);
+    composer.recount();
+    redraw();
+  }),
   "stop": () => {
     stop();
     composer.focus();

@@ -217,7 +217,8 @@ export class MessageView {
 
 /** A file of a question: its name, which shows the text. */
 function fileDetails({ name, text, tokens }) {
-  const summary = h("summary", {}, icon("file"), h("span", { class: "name" }, name), h("span", {}, describeTokens(tokens)));
+  const label = [h("span", { class: "name" }, name), h("span", {}, describeTokens(tokens))];
+  const summary = h("summary", {}, icon("file"), ...label);
   return h("details", { class: "file" }, summary, h("pre", {}, text));
 }
 

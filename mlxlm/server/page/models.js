@@ -15,7 +15,7 @@ const find = (model) => models.find(({ id }) => id === model);
 /** @returns {object[]} The models, as the server described them last. */
 export const allModels = () => models;
 
-/** @returns {string|undefined} The model of a conversation: the one that was chosen, one that is loaded, or the first. */
+/** @returns {string|undefined} The model of a conversation: the chosen one, or one that is loaded, or the first. */
 export const modelOf = ({ model }) => (find(model) ?? models.find(({ loaded }) => loaded) ?? models[0])?.id;
 
 /** @returns {string|undefined} The model that answers as well, if one was chosen. */
