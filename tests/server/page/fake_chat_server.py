@@ -151,7 +151,8 @@ class FakeChatServer:
             await self._wait()
         yield _chunk({"role": "assistant"})
         for piece in answer.reasoning:
-            yield _chunk({"reasoning_content": piece})
+            entry = {"token": piece, "logprob": -1.0, "bytes": None, "top_logprobs": []}
+            yield _chunk({"reasoning_content": piece}, logprobs=[entry] if answer.logprobs else None)
         logprobs = iter(answer.logprobs)
         for text in answer.text:
             if text is None:

@@ -233,3 +233,5 @@ def test_messages_are_deleted_and_restored(page, server):
     expect(texts).to_have_text(["First", "One.", "Third", "Three."])
     page.get_by_role("article", name="You").first.get_by_role("button", name="Delete", exact=True).click()
     expect(page.locator("#welcome")).to_be_visible()
+    stored = "import('/page/store.js').then((store) => store.loadAll()).then(([stored]) => stored.messages)"
+    assert page.evaluate(stored) == {}
