@@ -52,7 +52,8 @@ class FakeChatServer:
         requests: Bodies of requests to /v1/chat/completions.
         other_requests: Paths and bodies of other requests.
         loaded: Names of the models that are loaded.
-        pull: What a download reports. Without it, the catalog is empty.
+        pull: What a download reports. Before each but the first report it waits, as at None in an answer. Without it,
+            the catalog is empty.
         url: Of the server.
         goes_on: See `Answer.text`.
     """
@@ -129,10 +130,12 @@ class FakeChatServer:
         name = (await self._keep(request))["model"]
 
         async def stream() -> AsyncIterator[str]:
-            for progress in self.pull:
+            for number, progress in enumerate(self.pull):
+                if number:
+                    await self._wait()
                 yield json.dumps(progress) + "\n"
-                await self._wait()
-            self.models.append(name)
+            if "error" not in progress:
+                self.models.append(name)
 
         return StreamingResponse(stream(), media_type="application/x-ndjson")
 

@@ -58,7 +58,6 @@ def test_a_model_is_downloaded(page, server):
     expect(page.get_by_role("alert").filter(has_text="no such model")).to_be_visible()
     server.pull = [{"status": "success"}]
     form.get_by_role("button", name="Download").click()
-    server.go_on()
     expect(form.locator("output")).to_have_text("smollm2-135m is here.")
     expect(page.get_by_role("button", name="Load smollm2-135m")).to_be_visible()
 
