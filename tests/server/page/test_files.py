@@ -51,7 +51,7 @@ def test_files_are_sent_before_the_question_as_the_terminal_does(page, server):
     expect(shown.first.locator("pre")).to_have_text("Buy apples.\nEat them.")
 
 
-def test_the_prompt_is_that_of_the_terminal(page, server, tmp_path):
+def test_the_prompt_is_that_of_the_terminal(tmp_path):
     files = pytest.importorskip("mlxlm.chat.files")
     read = []
     for file in (NOTES, CODE):
