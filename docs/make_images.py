@@ -195,7 +195,8 @@ def report(folder: Path, browser: Browser) -> None:
 
 def page(folder: Path, browser: Browser, model: str, questions: list[str]) -> None:
     """The chat page of the server."""
-    command = [folder / "bin" / "mlxlm", "serve", model, "--port", "0", "--log-level", "error", "--temperature", "0"]
+    command = [sys.executable, ROOT / "cli.py", "serve", model, "--port", "0", "--log-level", "error"]
+    command += ["--temperature", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:

@@ -29,8 +29,9 @@ PAGE_FOLDER = Path(__file__).parent / "page"
 
 # The page shows what a model has written. If something gets past the sanitizer, it can't run or load anything.
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types dompurify"
 )
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -48,6 +49,7 @@ _MEDIA_TYPES = {
     ".mjs": "text/javascript",
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
+    ".woff2": "font/woff2",
 }
 
 

@@ -22,6 +22,7 @@ from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import get_quantization_config
+from mlxlm.generation import GenerationConfig
 from mlxlm.utils.errors import ConfigError, MlxlmError
 
 ANY = "*"  # the alias of every name that isn't a model's
@@ -44,7 +45,8 @@ class ModelDescription:
         parameters: Number of parameters.
         quantization: "4bit" for MLX's, else the type of most of the weights, such as "Q4_K" or "BF16".
         context_length: Tokens.
-        problem: Why it can't be opened, and the six attributes before are None; None if it can.
+        example_prompt: A prompt that shows what it can do, see `GenerationConfig`.
+        problem: Why it can't be opened, and the seven attributes before are None; None if it can.
         loaded: Whether it is in memory.
     """
 
@@ -60,6 +62,7 @@ class ModelDescription:
     parameters: int | None = None
     quantization: str | None = None
     context_length: int | None = None
+    example_prompt: str | None = None
     problem: str | None = None
     loaded: bool = False
 
@@ -211,4 +214,5 @@ def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> M
         memory=4 * parameters if widened else sum(sizes.values()),
         quantization=f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         context_length=context if isinstance(context, int) else None,
+        example_prompt=GenerationConfig.read(description.path).example_prompt,
     )

@@ -25,7 +25,7 @@ def test_the_page_and_all_it_refers_to_are_served(client):
     references = re.findall(r'(?:href|src)="(page/[^"]+)"', html.text)
     modules = list(PAGE_FOLDER.glob("*.js"))
     imports = {match for path in modules for match in re.findall(r' from "\./([^"]+)"', path.read_text("utf-8"))}
-    assert len(references) == 4 and len(imports) > 10
+    assert len(references) == 5 and len(imports) > 10
     for path in [*references, *(f"page/{name}" for name in imports)]:
         response = client.get(f"/{path}")
         assert response.status_code == 200, path
@@ -42,7 +42,7 @@ def test_every_file_has_the_security_headers(client):
         headers = client.get(path).headers
         policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
         assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
-        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == policy["font-src"] == "'self'"
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
 
@@ -63,8 +63,17 @@ def test_the_page_loads_nothing_from_elsewhere():
 
 def test_vendored_files_are_those_of_the_readme():
     table = dict(re.findall(r"^\| `(\S+)` \|.*`([0-9a-f]{64})` \|$", (VENDORED / "README.md").read_text("utf-8"), re.M))
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDORED.glob("*.mjs")}
-    assert files == table
-    assert {name.split(".")[0] for name in files} == {
-        path.name.split(".")[0] for path in VENDORED.glob("*.LICENSE.txt")
-    }
+    files = {path.name: path.read_bytes() for path in VENDORED.iterdir() if path.suffix in (".mjs", ".js", ".css")}
+    files["fonts/*"] = b"".join(path.read_bytes() for path in sorted((VENDORED / "fonts").iterdir()))
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} == table
+    licensed = {path.name.split(".")[0] for path in VENDORED.glob("*.LICENSE.txt")}
+    assert {name.split(".")[0] for name in files if not name.startswith("fonts/")} == licensed
+
+
+def test_the_fonts_of_formulas_are_served(client):
+    style = (VENDORED / "katex.min.css").read_text("utf-8")
+    fonts = set(re.findall(r"url\((fonts/[^)]+\.woff2)\)", style))
+    assert len(fonts) == 20
+    for font in fonts:
+        response = client.get(f"/page/vendor/{font}")
+        assert response.headers["content-type"] == "font/woff2" and response.content[:4] == b"wOF2"

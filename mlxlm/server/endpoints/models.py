@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from mlxlm.checkpoint.catalog import catalog
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
 from mlxlm.server.models import Models
@@ -68,8 +69,28 @@ async def describe(models: Models, name: str) -> dict[str, Any]:
         "quantization": description.quantization,
         "family": description.family,
         "format": description.format,
+        "example_prompt": description.example_prompt,
         "problem": description.problem,
     }
+
+
+async def list_catalog(request: Request) -> JSONResponse:
+    """List the models of the catalog that can be downloaded: none if the command line names the models."""
+    models: Models = request.app.state.models
+    here = models.names
+    entries = [entry for entry in catalog().values() if models.library.serves_all and entry.name not in here]
+    data = [
+        {
+            "id": entry.name,
+            "description": entry.description,
+            "size": entry.bytes,
+            "parameters": entry.parameters,
+            "context_length": entry.context_length,
+            "license": entry.license,
+        }
+        for entry in entries
+    ]
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def load(request: Request) -> JSONResponse:
@@ -90,6 +111,7 @@ async def unload(request: Request) -> JSONResponse:
 
 ROUTES = [
     *routes("/models", list_models, "GET"),
+    *routes("/catalog", list_catalog, "GET"),
     *routes("/models/load", load),
     *routes("/models/unload", unload),
     *routes("/models/{id:path}", get_model, "GET"),

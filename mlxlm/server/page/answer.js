@@ -13,15 +13,18 @@ export const CUT_OFF = { length: "The answer reached its maximum length.", stopp
  * @returns {Promise<?import("./api.js").APIError>}  the error, if there was one
  */
 export async function writeAnswer(conversation, message, signal, onChange) {
-  const { system, reasoning, ...options } = conversation.settings;
+  const { system, reasoning, logprobs, ...options } = conversation.settings;
   const body = { model: message.model, messages: promptOf(conversation, message), ...options };
+  if (logprobs) Object.assign(body, { logprobs, top_logprobs: 5 });
   delete message.error;
   delete message.finish;
   delete message.stats;
+  if (!logprobs || !message.text) message.logprobs = logprobs ? [] : undefined;
   try {
     for await (const part of streamChat(body, signal)) {
       if (part.text) message.text += part.text;
       if (part.reasoning) message.reasoning = (message.reasoning ?? "") + part.reasoning;
+      if (part.logprobs) message.logprobs?.push(...part.logprobs);
       if (part.finish) message.finish = part.finish;
       if (part.stats) message.stats = part.stats;
       onChange(part.progress);

@@ -38,27 +38,50 @@ export async function listModels() {
   return data;
 }
 
+export const loadModel = (model) => post("v1/models/load", { model });
+export const unloadModel = (model) => post("v1/models/unload", { model });
+
+/** @returns {Promise<object[]>} The models that can be downloaded by name; none if this server downloads nothing. */
+export async function listCatalog() {
+  return (await (await request("v1/catalog")).json()).data;
+}
+
+/**
+ * Downloads a model to the server.
+ * @param {string} model  a name of the catalog, or owner/name of the Hugging Face hub
+ * @param {(progress: {completed?: number, total?: number}) => void} onProgress
+ */
+export async function pullModel(model, onProgress) {
+  let rest = "";
+  for await (const text of textOf(await post("api/pull", { model }))) {
+    const lines = (rest + text).split("\n");
+    rest = lines.pop();
+    for (const progress of lines.map((line) => JSON.parse(line))) {
+      if (progress.error) throw new APIError(progress.error);
+      onProgress(progress);
+    }
+  }
+}
+
+/** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that a model can see. */
+export async function countTokens(model, prompt) {
+  return (await post("v1/tokenize", { model, prompt, add_special_tokens: false })).json();
+}
+
 /**
  * Streams an answer.
  * @param {object} body  of `POST /v1/chat/completions`
  * @param {AbortSignal} signal
- * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, finish?: string,
+ * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, logprobs?: object[],
+ *   finish?: string,
  *   stats?: {promptTokens: number, tokens: number, speed?: number}}}
  */
 export async function* streamChat(body, signal) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
-  });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
   const parser = new SSEParser();
   let finished = false;
-  for (;;) {
-    const { done, value } = await reader.read().catch((error) => fail(error));
-    if (done) break;
-    for (const event of parser.push(value)) {
+  for await (const text of textOf(await post("v1/chat/completions", streamed, signal))) {
+    for (const event of parser.push(text)) {
       if (event.data === "[DONE]") return;
       for (const part of partsOf(event)) {
         finished ||= Boolean(part.finish);
@@ -69,6 +92,16 @@ export async function* streamChat(body, signal) {
   if (!finished) throw new APIError("The connection to the server was lost before the answer was complete.");
 }
 
+/** Yields the text of a response as it comes. (Safari has no `for await` over a stream.) */
+async function* textOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { done, value } = await reader.read().catch((error) => fail(error));
+    if (done) return;
+    yield value;
+  }
+}
+
 function partsOf({ comment, data }) {
   if (comment !== undefined) {
     const [, read, total] = /reading the prompt, ([\d,]+) of ([\d,]+)/.exec(comment) ?? [];
@@ -76,9 +109,11 @@ function partsOf({ comment, data }) {
   }
   const chunk = JSON.parse(data);
   if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
-  const { delta, finish_reason: finish } = chunk.choices?.[0] ?? {};
+  const { delta, finish_reason: finish, logprobs } = chunk.choices?.[0] ?? {};
   const { content: text, reasoning_content: reasoning } = delta ?? {};
-  const parts = [{ reasoning }, { text }, { finish }, { stats: chunk.usage && statsOf(chunk) }];
+  const entries = reasoning ? null : logprobs?.content;
+  const stats = chunk.usage && statsOf(chunk);
+  const parts = [{ reasoning }, { text }, { logprobs: entries }, { finish }, { stats }];
   return parts.filter((part) => Object.values(part)[0]);
 }
 
@@ -90,6 +125,11 @@ const statsOf = ({ usage, timings }) => ({
 
 const toNumber = (text) => Number(text.replaceAll(",", ""));
 
+function post(path, body, signal = undefined) {
+  const headers = { "Content-Type": "application/json" };
+  return request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
 async function request(path, options = {}) {
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch((error) => fail(error));
@@ -97,7 +137,8 @@ async function request(path, options = {}) {
   const text = await response.text();
   let message;
   try {
-    message = JSON.parse(text).error.message;
+    const { error } = JSON.parse(text);
+    message = error.message ?? error; // a text in ollama's API
   } catch {
     message = `The server answered ${response.status} ${response.statusText}: ${text.slice(0, 300)}`;
   }

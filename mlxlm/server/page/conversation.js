@@ -8,10 +8,12 @@
  * @property {?string} next
  * @property {"user"|"assistant"} role
  * @property {string} text
+ * @property {{name: string, text: string, tokens?: number}[]} [files]  that go with a question
  * @property {string} [reasoning]
  * @property {string} [model]  that wrote it
  * @property {string} [finish]  why it ended: OpenAI's finish_reason, or "stopped" by the user
  * @property {string} [error]  why it could not be written
+ * @property {object[]} [logprobs]  of its tokens, as in OpenAI's API
  * @property {{promptTokens: number, tokens: number, speed?: number}} [stats]
  *
  * @typedef {object} Conversation
@@ -20,6 +22,8 @@
  * @property {number} updated  milliseconds since 1970
  * @property {?string} next  the first message that is shown
  * @property {string} [model]
+ * @property {string} [secondModel]  that answers, too
+ * @property {string[]} [compared]  ids of the two answers of which the user is to keep one
  * @property {object} settings  `system`, `reasoning` (collapsed, open or hidden), and options of the API by their names
  * @property {Object<string, Message>} messages  by id, oldest first
  */
@@ -43,7 +47,7 @@ export function addMessage(conversation, parent, fields) {
   conversation.messages[message.id] = message;
   show(conversation, message);
   conversation.updated = Date.now();
-  if (!conversation.title && message.role === "user") conversation.title = titleOf(message.text);
+  if (!conversation.title && message.role === "user") conversation.title = titleOf(message);
   return message;
 }
 
@@ -52,13 +56,36 @@ export function show(conversation, message) {
   (conversation.messages[message.parent] ?? conversation).next = message.id;
 }
 
-/** @returns {Message[]} The messages that are shown, in order, up to and including `last`. */
-export function path(conversation, last = undefined) {
+/** @returns {Message[]} The messages that are shown, in order. */
+export function path(conversation) {
   const messages = [];
-  for (let message = conversation; message.next && message !== last; messages.push(message)) {
-    message = conversation.messages[message.next];
-  }
+  for (let message = conversation; message.next; messages.push(message)) message = conversation.messages[message.next];
   return messages;
+}
+
+/** @returns {Message[]} The two answers at the end of which one is to be kept; none if there is no such choice. */
+export function comparedAnswers(conversation) {
+  const { compared = [], messages } = conversation;
+  const last = path(conversation).at(-1);
+  return compared.includes(last?.id) ? compared.map((id) => messages[id]) : [];
+}
+
+/**
+ * Removes a message and all that follow it, and shows another version of it if there is one.
+ * @returns {() => void} puts them back, as long as no message has been added
+ */
+export function removeMessage(conversation, message) {
+  const { messages } = conversation;
+  const holder = messages[message.parent] ?? conversation;
+  const { next } = holder;
+  const removed = new Set([message.id]);
+  for (const { id, parent } of Object.values(messages)) if (removed.has(parent)) removed.add(id); // parents are older
+  conversation.messages = Object.fromEntries(Object.entries(messages).filter(([id]) => !removed.has(id)));
+  holder.next = alternatives(conversation, message).at(-1)?.id ?? null;
+  return () => {
+    conversation.messages = messages;
+    holder.next = next;
+  };
 }
 
 /** @returns {Message[]} The alternatives at this place, the message itself included. */
@@ -70,15 +97,31 @@ export function alternatives(conversation, message) {
 export function promptOf(conversation, answer) {
   const { system } = conversation.settings;
   const prompt = system ? [{ role: "system", content: system }] : [];
-  for (const { role, text } of path(conversation, answer).filter((message) => message.text)) {
+  const messages = [];
+  for (let message = answer; message; message = conversation.messages[message.parent]) messages.unshift(message);
+  for (const message of messages) {
+    const { role } = message;
+    const content = contentOf(message);
     // A question whose answer failed is part of the next one: many templates want roles to alternate.
-    if (prompt.at(-1)?.role === role) prompt.at(-1).content += `\n\n${text}`;
-    else prompt.push({ role, content: text });
+    if (content && prompt.at(-1)?.role === role) prompt.at(-1).content += `\n\n${content}`;
+    else if (content) prompt.push({ role, content });
   }
   return prompt;
 }
 
-function titleOf(text) {
-  const line = text.trim().split("\n")[0];
+/** @returns {string} What the model reads of a message: its files, then its text. */
+export function contentOf({ text, files = [] }) {
+  return [...files.map(fileBlock), text].filter(Boolean).join("\n\n");
+}
+
+/** @returns {string} A file in a prompt, as `mlxlm chat` writes it: its text in a fence that doesn't occur in it. */
+export function fileBlock({ name, text }) {
+  const longest = Math.max(0, ...(text.match(/`+/g) ?? []).map(({ length }) => length));
+  const fence = "`".repeat(Math.max(3, longest + 1));
+  return `File: ${name}\n${fence}\n${text}\n${fence}`;
+}
+
+function titleOf({ text, files }) {
+  const line = text.trim().split("\n")[0] || (files?.[0].name ?? "");
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;
 }

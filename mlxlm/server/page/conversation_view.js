@@ -1,4 +1,4 @@
-import { path } from "./conversation.js";
+import { comparedAnswers, path } from "./conversation.js";
 import { $ } from "./dom.js";
 import { enableCodeCopying, MessageView } from "./message_view.js";
 
@@ -27,12 +27,13 @@ export class ConversationView {
   /**
    * Shows the messages on the current branch.
    * @param {import("./conversation.js").Conversation} conversation
-   * @param {?import("./conversation.js").Message} running  the answer that is being written
+   * @param {Set<import("./conversation.js").Message>} running  the answers that are being written
    */
   show(conversation, running) {
-    const messages = path(conversation);
+    const compared = comparedAnswers(conversation);
+    const messages = compared.length ? [...path(conversation).slice(0, -1), ...compared] : path(conversation);
     if (this.conversation !== conversation) this.#views.clear();
-    this.conversation = conversation;
+    Object.assign(this, { conversation, running, compared });
     const views = messages.map((message) => [message.id, this.#viewOf(message)]);
     this.#views = new Map(views);
     views.forEach(([, { element }], i) => { // those that stay keep selections, focus and scrolled code
@@ -40,7 +41,7 @@ export class ConversationView {
       if (before !== element) this.list.insertBefore(element, before);
     });
     while (this.list.children.length > views.length) this.list.lastElementChild.remove();
-    for (const message of messages) this.update(message, running);
+    for (const message of messages) this.update(message);
     $("#welcome").hidden = messages.length > 0;
     this.#onScroll();
   }
@@ -51,9 +52,14 @@ export class ConversationView {
   }
 
   /** Shows a message as it is now. */
-  update(message, running, progress = undefined) {
-    const last = message.next === null;
-    this.#views.get(message.id)?.update({ running: message === running, busy: Boolean(running), last, progress });
+  update(message, progress = undefined) {
+    this.#views.get(message.id)?.update({
+      running: this.running.has(message),
+      busy: this.running.size > 0,
+      last: message.next === null,
+      compared: this.compared.includes(message),
+      progress,
+    });
     this.#keepAtEnd();
   }
 

@@ -61,6 +61,10 @@ export function toast(text, action = null) {
   wait();
 }
 
+export function dismissToast() {
+  $("#toast").replaceChildren();
+}
+
 /** Copies text, and shows for a moment on the button that it did. */
 export async function copy(text, target) {
   try {

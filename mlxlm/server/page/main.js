@@ -1,11 +1,13 @@
 /** The chat page: connects the server, the library of conversations and what is shown. */
 import { writeAnswer } from "./answer.js";
+import { Composer } from "./composer.js";
 import { closeSidebarOnPhone, enableControls } from "./controls.js";
 import { ConversationView } from "./conversation_view.js";
-import { addMessage, newConversation, path, show } from "./conversation.js";
-import { $, announce, download, toast } from "./dom.js";
+import { addMessage, comparedAnswers, newConversation, path, removeMessage, show } from "./conversation.js";
+import { $, announce, dismissToast, download, h, toast } from "./dom.js";
 import * as library from "./library.js";
-import { loadModels, modelOf } from "./models.js";
+import { pickModel } from "./model_picker.js";
+import { examplesOf, loadModels, modelOf, secondModelOf } from "./models.js";
 import { Pace } from "./pace.js";
 import { defaultSettings, editSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -13,14 +15,17 @@ import { toJSON, toMarkdown } from "./transfer.js";
 
 const SAVE = 2000; // milliseconds between two saves of a growing answer
 
-const running = new Map(); // conversation id → { message, controller } of the answer that is being written
+const running = new Map(); // message → { conversation, controller } of the answers that are being written
 let current = newConversation(defaultSettings());
 
-const question = $("#question");
+const composer = new Composer({ send, editLast: () => isBusy(current.id) || view.editLast() }, () => modelOf(current));
 const view = new ConversationView({
   retry,
   continueAnswer: (message) => runAnswer(current, message),
-  edit: (message, text) => ask(current.messages[message.parent], text),
+  edit: (message, text) => ask(current.messages[message.parent], text, message.files),
+  remove: removeFrom,
+  stop: (message) => running.get(message).controller.abort(),
+  keep,
   show(message, label) {
     show(current, message);
     library.save(current);
@@ -40,23 +45,34 @@ const sidebar = new Sidebar({
 
 // Asking and answering
 
-function send(text) {
-  if (!text.trim() || running.has(current.id)) return;
-  question.value = "";
-  fitQuestion();
-  ask(path(current).at(-1), text.replace(/^(\s*\n)+|\s+$/g, "")); // keeps the indentation of the first line
+const isBusy = (id) => [...running.values()].some(({ conversation }) => conversation.id === id);
+
+/** @returns {boolean} whether it was sent */
+function send(text, files = []) {
+  if (isBusy(current.id)) return false;
+  if (comparedAnswers(current).length) {
+    toast("Keep one of the two answers first.");
+    return false;
+  }
+  ask(path(current).at(-1), text, files);
+  return true;
 }
 
-function ask(parent, text) {
-  if (running.has(current.id)) return;
-  const asked = addMessage(current, parent, { role: "user", text });
+function ask(parent, text, files = []) {
+  if (isBusy(current.id)) return;
+  const asked = addMessage(current, parent, { role: "user", text, ...(files.length && { files }) });
   library.add(current);
   location.hash = current.id;
   answer(current, asked);
 }
 
+/** Answers a question with the model of the conversation, and with a second one if there is one. */
 function answer(conversation, asked) {
-  runAnswer(conversation, addMessage(conversation, asked, { role: "assistant" }));
+  const second = secondModelOf(conversation);
+  const models = [modelOf(conversation), ...(second ? [second] : [])];
+  const answers = models.map((model) => addMessage(conversation, asked, { role: "assistant", model }));
+  conversation.compared = answers.length > 1 ? answers.map(({ id }) => id) : undefined;
+  for (const message of answers) runAnswer(conversation, message);
 }
 
 function retry(message) {
@@ -64,21 +80,32 @@ function retry(message) {
   else runAnswer(current, message);
 }
 
+/** Goes on with one of two answers. The other one stays as another version. */
+function keep(message) {
+  for (const other of comparedAnswers(current)) running.get(other)?.controller.abort();
+  current.compared = undefined;
+  show(current, message);
+  library.save(current);
+  redraw();
+  composer.focus();
+}
+
 /** Writes an answer, or continues it. */
 async function runAnswer(conversation, message) {
   const controller = new AbortController();
-  running.set(conversation.id, { message, controller });
-  message.model = modelOf(conversation);
+  running.set(message, { conversation, controller });
+  if (!comparedAnswers(conversation).includes(message)) message.model = modelOf(conversation);
+  dismissToast(); // undoing a deletion would remove what is being written
   library.save(conversation);
   redraw();
   if (conversation === current) view.follow();
-  focusQuestion();
+  composer.focus();
   announce("The model is answering.");
 
   let progress;
   let saved = Date.now();
   const drawing = new Pace(() => {
-    if (conversation === current) view.update(message, message, progress);
+    if (conversation === current) view.update(message, progress);
     if (Date.now() - saved < SAVE) return;
     saved = Date.now();
     library.save(conversation);
@@ -89,7 +116,7 @@ async function runAnswer(conversation, message) {
   });
   drawing.stop();
 
-  running.delete(conversation.id);
+  running.delete(message);
   conversation.updated = Date.now();
   library.save(conversation);
   redraw();
@@ -101,14 +128,21 @@ function announceEnd({ text, error }) {
   announce(error ?? (text.length < 300 ? `The model answered: ${text}` : "The answer is complete."));
 }
 
-function stop() {
-  running.get(current.id)?.controller.abort();
-  focusQuestion();
+function stop(id = current.id) {
+  for (const { conversation, controller } of running.values()) if (conversation.id === id) controller.abort();
 }
 
-/** On a device without a mouse it would open the keyboard on the screen. */
-function focusQuestion() {
-  if (matchMedia("(hover: hover)").matches) question.focus();
+/** Deletes a message and what follows it. */
+function removeFrom(message) {
+  const conversation = current;
+  const undo = removeMessage(conversation, message);
+  library.save(conversation);
+  redraw();
+  offerUndo("Deleted the message and what followed it.", () => {
+    undo();
+    library.save(conversation);
+    open(conversation);
+  });
 }
 
 // Conversations
@@ -120,23 +154,26 @@ function open(conversation) {
   else history.replaceState(null, "", location.pathname + location.search);
   redraw();
   view.follow();
-  focusQuestion();
+  composer.focus();
 }
 
 function startNew() {
-  open(newConversation(defaultSettings(), current.model));
+  open({ ...newConversation(defaultSettings(), current.model), secondModel: current.secondModel });
 }
 
 function remove(conversation) {
-  running.get(conversation.id)?.controller.abort();
+  stop(conversation.id);
   library.remove(conversation);
   if (conversation === current) startNew();
   else redraw();
-  const undo = () => {
+  offerUndo(`Deleted “${conversation.title}”.`, () => {
     library.add(conversation);
     open(conversation);
-  };
-  toast(`Deleted “${conversation.title}”.`, { label: "Undo", run: undo });
+  });
+}
+
+function offerUndo(text, run) {
+  toast(text, { label: "Undo", run });
   $("#toast button").focus();
 }
 
@@ -165,52 +202,42 @@ function openFromAddress() {
 // Drawing
 
 function redraw() {
-  const answering = running.get(current.id)?.message ?? null;
-  view.show(current, answering);
-  sidebar.show(library.all(), current.id, (id) => running.has(id));
+  const answering = [...running].filter(([, { conversation }]) => conversation === current).map(([message]) => message);
+  view.show(current, new Set(answering));
+  sidebar.show(library.all(), current.id, isBusy);
   document.title = current.title ? `${current.title} – mlxlm` : "mlxlm";
   $("#title").textContent = current.title || "New conversation";
-  $("#send").hidden = Boolean(answering);
-  $("#stop").hidden = !answering;
+  $("#send").hidden = answering.length > 0;
+  $("#stop").hidden = !answering.length;
   $("#system-set").hidden = !current.settings.system;
-  $("#model").value = modelOf(current) ?? "";
+  drawModels();
   $("#export-markdown").disabled = $("#export-json").disabled = !library.get(current.id);
   $("#export-all").disabled = !library.all().length;
 }
 
-function fitQuestion() {
-  question.style.height = "auto";
-  question.style.height = `${question.scrollHeight}px`;
-  $("#send").disabled = !question.value.trim();
+function drawModels() {
+  const [model, second] = [modelOf(current), secondModelOf(current)];
+  $("#model").hidden = !model;
+  $("#model span").textContent = second ? `${model} and ${second}` : model;
+  $("#welcome-model").textContent = model ?? "the model";
+  const example = (text) => h("li", {}, h("button", { type: "button", onclick: () => send(text) }, text));
+  $("#examples").replaceChildren(...examplesOf(model).map(example));
 }
 
 // Start
 
-question.addEventListener("input", fitQuestion);
-question.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    send(question.value);
-  } else if (event.key === "ArrowUp" && !question.value && !running.has(current.id)) {
-    event.preventDefault();
-    view.editLast();
-  }
-});
-$("#composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send(question.value);
-});
-for (const example of document.querySelectorAll("#examples button")) {
-  example.addEventListener("click", () => send(example.textContent));
-}
-$("#model").addEventListener("change", ({ target }) => {
-  current.model = target.value;
-  library.save(current);
-});
 $("#import-file").addEventListener("change", importFiles);
 enableControls({
   "new": startNew,
-  "stop": stop,
+  "model": () => pickModel(current, (conversation) => {
+    library.save(conversation);
+    composer.recount();
+    redraw();
+  }),
+  "stop": () => {
+    stop();
+    composer.focus();
+  },
   "settings-button": () => editSettings(current.settings, (settings) => {
     current.settings = settings;
     library.save(current);
@@ -225,13 +252,12 @@ enableControls({
 });
 $(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address names the conversation
-  question.focus();
+  $("#question").focus();
 });
 addEventListener("hashchange", openFromAddress);
 
 redraw();
-fitQuestion();
-await library.load((id) => running.has(id), (id) => {
+await library.load(isBusy, (id) => {
   if (id === current.id) current = library.get(id) ?? current;
   redraw();
 });

@@ -2,8 +2,8 @@
  * Markdown that a model wrote → DOM. Nothing in it is trusted: HTML is shown as text, images become links, the rest
  * passes DOMPurify with a short list of allowed tags, and the server's content security policy forbids what is left.
  */
-import { button, icon } from "./dom.js";
-import { displayMath } from "./math.js";
+import { button, h, icon } from "./dom.js";
+import { findMath, renderMath } from "./math.js";
 import hljs from "./vendor/highlight.min.mjs";
 import MarkdownIt from "./vendor/markdown-it.min.mjs";
 import DOMPurify from "./vendor/purify.mjs";
@@ -18,9 +18,10 @@ const ALLOWED = {
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };
+const TASK = /^\[([ xX])\]\s+/; // at the beginning of a list item
 const MAX_HIGHLIGHTED = 20_000; // characters of a code block; longer ones would slow down streaming
 
-const markdown = new MarkdownIt({ linkify: true, breaks: true }).use(displayMath);
+const markdown = new MarkdownIt({ linkify: true, breaks: true }).use(findMath);
 markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // main.py is no web address
 markdown.validateLink = (url) => ALLOWED.ALLOWED_URI_REGEXP.test(url);
 
@@ -39,6 +40,16 @@ markdown.core.ruler.push("align", ({ tokens }) => {
     const style = token.attrGet("style"); // the policy forbids style attributes
     if (style) token.attrs = [["class", style.replace("text-align:", "align-")]];
   }
+});
+
+markdown.core.ruler.push("tasks", ({ tokens }) => {
+  tokens.forEach((token, i) => {
+    const [, paragraph, inline] = tokens.slice(i, i + 3);
+    const [, mark] = (token.type === "list_item_open" && inline?.type === "inline" && TASK.exec(inline.content)) || [];
+    if (!mark || paragraph.type !== "paragraph_open") return;
+    token.attrSet("class", mark === " " ? "task" : "task done");
+    inline.children[0].content = inline.children[0].content.replace(TASK, "");
+  });
 });
 
 const highlighted = new Map(); // code blocks by language and content
@@ -107,6 +118,13 @@ function sanitize(blocks) {
   for (const bar of fragment.querySelectorAll(".code-bar")) {
     bar.append(button("Copy code", { class: "copy-code" }, icon("copy")));
   }
+  for (const item of fragment.querySelectorAll("li.task")) {
+    const checked = item.classList.contains("done");
+    const label = checked ? "done" : "to do";
+    const box = h("input", { type: "checkbox", disabled: true, checked, "aria-label": label });
+    (item.firstElementChild?.localName === "p" ? item.firstElementChild : item).prepend(box, " ");
+  }
+  fragment.querySelectorAll(".math").forEach(renderMath);
   return [...fragment.children].map((wrapper) => wrapper.firstElementChild ?? wrapper);
 }
 

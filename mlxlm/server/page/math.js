@@ -1,4 +1,6 @@
-/** A markdown-it plugin: formulas are shown as they are written, instead of being taken for emphasis or lists. */
+/** Formulas: a markdown-it plugin that finds them, and KaTeX, which renders them. */
+import "./vendor/katex.min.js"; // a script: sets `katex`
+
 const FORMS = [
   /\\\(.{1,1000}?\\\)/,
   /\\\[.{1,1000}?\\\]/,
@@ -8,13 +10,29 @@ const FORMS = [
 const INLINE = new RegExp(FORMS.map(({ source }) => source).join("|"), "sy");
 const OPENING = /^(\$\$|\\\[)/;
 const CLOSING = { "$$": /\$\$\s*$/, "\\[": /\\\]\s*$/ };
+const PARTS = /^(?<opening>\$\$?|\\[([])(?<tex>.*?)(?:\$\$?|\\[)\]])$/s;
 
-export function displayMath(markdown) {
+/** Marks formulas as elements of the class `math` with their source, which the sanitizer passes as text. */
+export function findMath(markdown) {
   const { escapeHtml } = markdown.utils;
   markdown.inline.ruler.before("escape", "math", inlineMath);
   markdown.block.ruler.before("fence", "math_block", mathBlock, { alt: ["paragraph", "blockquote", "list"] });
   markdown.renderer.rules.math = (tokens, i) => `<span class="math">${escapeHtml(tokens[i].content)}</span>`;
   markdown.renderer.rules.math_block = (tokens, i) => `<div class="math">${escapeHtml(tokens[i].content)}</div>`;
+}
+
+/** Renders an element that `findMath` marked. What isn't valid TeX stays as it is written. */
+export function renderMath(element) {
+  const source = element.textContent;
+  const { opening, tex } = PARTS.exec(source).groups;
+  try {
+    katex.render(tex, element, { displayMode: OPENING.test(opening), strict: "ignore", maxSize: 20, maxExpand: 200 });
+  } catch {
+    element.textContent = source;
+    return;
+  }
+  // KaTeX sets most styles through the CSSOM, but the width of these as an attribute, which the policy forbids.
+  for (const svg of element.querySelectorAll(".katex-overlay svg")) svg.style.width = svg.getAttribute("width");
 }
 
 function inlineMath(state, silent) {

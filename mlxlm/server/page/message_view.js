@@ -1,8 +1,10 @@
 import { CUT_OFF } from "./answer.js";
-import { alternatives } from "./conversation.js";
+import { alternatives, contentOf } from "./conversation.js";
 import { $, copy, h, icon, iconButton } from "./dom.js";
+import { describeTokens } from "./files.js";
 import { renderMarkdown } from "./markdown.js";
 import { contextLengthOf } from "./models.js";
+import { TokensView } from "./tokens_view.js";
 
 const LONG_QUESTION = 1500; // characters; the rest is shown on demand
 const NEARLY_FULL = 0.5; // of the model's context, from where on it is said
@@ -10,8 +12,9 @@ const NEARLY_FULL = 0.5; // of the model's context, from where on it is said
 /**
  * One message on the page.
  *
- * `actions` has what can be done with it: `retry(message)`, `continueAnswer(message)`, `edit(message, text)`, and
- * `show(message)`, another branch.
+ * `actions` has what can be done with it: `retry(message)`, `continueAnswer(message)`, `edit(message, text)`,
+ * `remove(message)`, `show(message)`, another branch, and of two answers that are compared, `stop(message)` and
+ * `keep(message)`.
  */
 export class MessageView {
   constructor(conversation, message, actions) {
@@ -22,7 +25,8 @@ export class MessageView {
     this.notice = h("div", { class: "notice", hidden: true });
     this.footer = h("div", { class: "actions" });
     this.element = h("article", { class: `message ${message.role}`, "aria-label": byUser ? "You" : this.writer });
-    if (!byUser) this.element.append(this.#makeReasoning());
+    if (byUser) this.element.append(...(message.files ?? []).map(fileDetails));
+    else this.element.append(this.#makeReasoning());
     this.element.append(this.text);
     if (!byUser) this.element.append(this.waiting);
     this.element.append(this.notice, this.footer);
@@ -38,19 +42,23 @@ export class MessageView {
    * @param {boolean} state.running  whether it is being written
    * @param {boolean} state.busy  whether the conversation has such a message
    * @param {boolean} state.last  whether it is the last one
+   * @param {boolean} state.compared  whether it is one of two answers of which one is to be kept
    * @param {{read: number, total: number}} [state.progress]  while the prompt is being read
    */
-  update({ running, busy, last, progress }) {
+  update({ running, busy, last, compared, progress }) {
+    Object.assign(this, { running, last, compared });
     this.element.classList.toggle("running", running);
     this.element.classList.toggle("last", last);
+    this.element.classList.toggle("compared", compared);
     if (this.message.role === "user") this.#updateQuestion();
-    else this.#updateAnswer(running, last, progress);
+    else this.#updateAnswer(progress);
     this.footer.inert = busy; // keeps its place
     if (!running) this.footer.replaceChildren(...this.#footerParts());
   }
 
   #updateQuestion() {
     this.text.textContent = this.message.text;
+    this.text.hidden = !this.message.text; // there are only files
     const long = this.message.text.length > LONG_QUESTION && !this.expanded;
     this.text.classList.toggle("shortened", long);
     this.notice.hidden = !long;
@@ -61,17 +69,33 @@ export class MessageView {
     this.notice.replaceChildren(h("button", { type: "button", class: "link", onclick: expand }, "Show all of it"));
   }
 
-  #updateAnswer(running, last, progress) {
-    const { text, reasoning, error } = this.message;
-    renderMarkdown(this.text, text);
+  #updateAnswer(progress) {
+    const { message: { text, reasoning, error }, running } = this;
+    this.#updateText();
     this.reasoning.hidden = !reasoning || this.conversation.settings.reasoning === "hidden";
     if (reasoning) renderMarkdown($(".text", this.reasoning), reasoning);
     $("summary span", this.reasoning).textContent = running && !text ? "Thinking…" : "Reasoning";
     this.waiting.hidden = !running || Boolean(text) || !this.reasoning.hidden;
     if (running) this.#updateWaiting(progress);
-    this.notice.hidden = running || !this.#noticeText(last);
+    const parts = running ? [] : this.#noticeParts();
+    if (this.compared) parts.push(this.#choice());
+    this.notice.hidden = !parts.length;
     this.notice.classList.toggle("error", Boolean(error));
-    if (!this.notice.hidden) this.notice.replaceChildren(...this.#noticeParts(last));
+    if (this.notice.textContent !== parts.map(({ textContent }) => textContent).join("")) {
+      this.notice.replaceChildren(...parts);
+    }
+  }
+
+  /** The text as Markdown, or as tokens with their probabilities if the settings want them. */
+  #updateText() {
+    const { logprobs } = this.message;
+    if (!this.conversation.settings.logprobs || !logprobs?.length) {
+      renderMarkdown(this.text, this.message.text);
+      return;
+    }
+    this.tokens ??= new TokensView();
+    if (!this.tokens.element.isConnected) this.text.replaceChildren(this.tokens.element);
+    this.tokens.update(logprobs);
   }
 
   #updateWaiting(progress) {
@@ -85,32 +109,43 @@ export class MessageView {
     if (this.waiting.textContent !== label) this.waiting.replaceChildren(sign, h("span", {}, label));
   }
 
-  #noticeText(last) {
+  #noticeText() {
     const { error, finish, text, reasoning } = this.message;
     if (error) return error;
-    if (CUT_OFF[finish ?? "stopped"]) return last ? CUT_OFF[finish ?? "stopped"] : "";
+    if (CUT_OFF[finish ?? "stopped"]) return this.last ? CUT_OFF[finish ?? "stopped"] : "";
     return text || reasoning ? "" : "The answer is empty.";
   }
 
-  #noticeParts(last) {
+  #noticeParts() {
+    const notice = this.#noticeText();
+    if (!notice) return [];
     const { error, text } = this.message;
     const { retry, continueAnswer } = this.actions;
     const canContinue = !error && text;
     const run = () => (canContinue ? continueAnswer(this.message) : retry(this.message));
     const label = canContinue ? "Continue" : "Try again";
-    return [h("span", {}, this.#noticeText(last)), last ? h("button", { type: "button", onclick: run }, label) : ""];
+    return [h("span", {}, notice), ...(this.last ? [h("button", { type: "button", onclick: run }, label)] : [])];
+  }
+
+  #choice() {
+    const { message, actions, running } = this;
+    const run = () => (running ? actions.stop(message) : actions.keep(message));
+    return h("button", { type: "button", onclick: run }, running ? "Stop this answer" : "Keep this answer");
   }
 
   #footerParts() {
     const { message, actions } = this;
-    if (!message.text && !message.reasoning) return [this.#branchSwitch()]; // the notice has a button
-    const copyText = (event) => copy(message.text, event.currentTarget);
+    const copyText = () => iconButton("Copy", "copy", (event) => copy(message.text, event.currentTarget));
+    if (this.compared) return message.text ? [copyText(), this.#stats()] : [];
+    const remove = iconButton("Delete", "trash", () => actions.remove(message));
+    if (!contentOf(message) && !message.reasoning) return [this.#branchSwitch(), remove]; // the notice has a button
     return [
       this.#branchSwitch(),
-      iconButton("Copy", "copy", copyText),
+      copyText(),
       message.role === "user"
         ? iconButton("Edit", "edit", () => this.startEditing())
         : iconButton("Try again", "retry", () => actions.retry(message)),
+      remove,
       this.#stats(),
     ];
   }
@@ -160,7 +195,7 @@ export class MessageView {
     };
     const send = (event) => {
       event.preventDefault();
-      if (area.value.trim()) this.actions.edit(this.message, area.value.trim());
+      if (area.value.trim() || this.message.files) this.actions.edit(this.message, area.value.trim());
     };
     const cancel = h("button", { type: "button", onclick: stop }, "Cancel");
     const buttons = h("div", {}, cancel, h("button", { class: "primary" }, "Send"));
@@ -178,6 +213,13 @@ export class MessageView {
     area.focus();
     area.setSelectionRange(area.value.length, area.value.length);
   }
+}
+
+/** A file of a question: its name, which shows the text. */
+function fileDetails({ name, text, tokens }) {
+  const label = [h("span", { class: "name" }, name), h("span", {}, describeTokens(tokens))];
+  const summary = h("summary", {}, icon("file"), ...label);
+  return h("details", { class: "file" }, summary, h("pre", {}, text));
 }
 
 /** Copies the code next to the button that was clicked, wherever in `root`. */

@@ -1,8 +1,16 @@
 import { $, remember } from "./dom.js";
 
 const DEFAULTS = "mlxlm.settings";
-const TEXTS = ["system", "reasoning"];
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+const isText = (value) => typeof value === "string";
+const VALID = {
+  system: isText,
+  reasoning: isText,
+  stop: (value) => Array.isArray(value) && value.every(isText),
+  logprobs: (value) => value === true,
+};
+for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"]) {
+  VALID[name] = Number.isFinite;
+}
 
 /** @returns {object} The settings of new conversations. */
 export function defaultSettings() {
@@ -15,9 +23,7 @@ export function defaultSettings() {
 
 /** @returns {object} What of any value can be the settings of a conversation. */
 export function validSettings(value) {
-  const known = Object.entries(Object(value)).filter(([name, setting]) =>
-    TEXTS.includes(name) ? typeof setting === "string" : NUMBERS.includes(name) && Number.isFinite(setting));
-  return Object.fromEntries(known);
+  return Object.fromEntries(Object.entries(Object(value)).filter(([name, setting]) => VALID[name]?.(setting)));
 }
 
 /**
@@ -29,19 +35,31 @@ export function editSettings(settings, onSave) {
   const dialog = $("#settings");
   const form = $("form", dialog);
   const fields = [...form.elements].filter(({ name }) => name);
-  const clear = () => fields.forEach((field) => (field.value = field.name === "reasoning" ? "collapsed" : ""));
-  clear();
-  for (const field of fields) field.value = settings[field.name] ?? field.value;
+  const fill = (values) => fields.forEach((field) => setField(field, values[field.name]));
+  fill(settings);
   $("#as-default").checked = false;
-  $("#clear-settings").onclick = clear;
+  $("#clear-settings").onclick = () => fill({});
   form.onsubmit = (event) => {
     event.preventDefault();
-    const filled = fields.filter(({ value }) => value.trim());
-    const valueOf = (field) => (field.type === "number" ? field.valueAsNumber : field.value);
-    const saved = Object.fromEntries(filled.map((field) => [field.name, valueOf(field)]));
+    const saved = validSettings(Object.fromEntries(fields.map((field) => [field.name, valueOf(field)])));
     if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
     dialog.close();
     onSave(saved);
   };
   dialog.showModal();
+}
+
+function setField(field, value) {
+  if (field.type === "checkbox") field.checked = Boolean(value);
+  else if (field.name === "stop") field.value = (value ?? []).map((text) => text.replaceAll("\n", "\\n")).join("\n");
+  else field.value = value ?? (field.name === "reasoning" ? "collapsed" : "");
+}
+
+/** @returns {*} The setting of a field; undefined if it is empty. */
+function valueOf(field) {
+  if (field.type === "checkbox") return field.checked || undefined;
+  if (!field.value.trim()) return undefined;
+  if (field.type === "number") return field.valueAsNumber;
+  if (field.name === "stop") return field.value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  return field.value;
 }

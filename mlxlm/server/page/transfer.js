@@ -1,5 +1,5 @@
 /** Conversations as files: Markdown for people, JSON to read back. */
-import { newConversation, path } from "./conversation.js";
+import { contentOf, newConversation, path } from "./conversation.js";
 import { validSettings } from "./settings.js";
 
 const FORMAT = "mlxlm conversations";
@@ -8,8 +8,8 @@ const FORMAT = "mlxlm conversations";
 export function toMarkdown(conversation) {
   const { system } = conversation.settings;
   const parts = [`# ${conversation.title}`, ...(system ? ["## System prompt", system] : [])];
-  for (const { role, model, text } of path(conversation)) {
-    parts.push(`## ${role === "user" ? "You" : (model ?? "Model")}`, text);
+  for (const message of path(conversation)) {
+    parts.push(`## ${message.role === "user" ? "You" : (message.model ?? "Model")}`, contentOf(message));
   }
   return `${parts.join("\n\n")}\n`;
 }
@@ -58,15 +58,22 @@ function copyConversation(source, index) {
   return { ...conversation, title: title || "Untitled", next, messages: copied };
 }
 
-function copyMessage(id, { parent = null, next = null, role, text, reasoning, model, finish, error, stats }) {
+function copyMessage(id, source) {
+  const { parent = null, next = null, role, text, reasoning, model, finish, error, stats, files, logprobs } = source;
   if (!/^m\d{1,9}$/.test(id) || !["user", "assistant"].includes(role) || !isText(text)) return null;
   const texts = Object.entries({ reasoning, model, finish, error }).filter(([, value]) => isText(value));
   const { promptTokens, tokens, speed: given } = Object(stats);
   const measured = [promptTokens, tokens].every(Number.isFinite);
   const speed = Number.isFinite(given) ? given : null;
   const optional = { ...Object.fromEntries(texts), ...(measured && { stats: { promptTokens, tokens, speed } }) };
+  if (isListOf(files, isFile)) optional.files = files;
+  if (isListOf(logprobs, isLogprob)) optional.logprobs = logprobs;
   return { id, parent, next, role, text, ...optional };
 }
 
+const isListOf = (value, isItem) => Array.isArray(value) && value.every((item) => isItem(Object(item)));
+const isFile = ({ name, text, tokens = 0 }) => isText(name) && isText(text) && Number.isFinite(tokens);
+const isLogprob = ({ token, logprob, top_logprobs: top = [] }) =>
+  isText(token) && Number.isFinite(logprob) && isListOf(top, isLogprob);
 const isText = (value) => typeof value === "string";
 const numberOf = (id) => Number(id.slice(1));

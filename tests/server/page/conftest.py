@@ -52,7 +52,7 @@ def open_page(browser, server):
         page.on("request", lambda request: request.url.startswith(server.url) or elsewhere.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server.url + path)
-        page.locator("#model option").first.wait_for(state="attached")
+        page.locator("#model").wait_for()
         return page
 
     yield open_page

@@ -21,8 +21,11 @@ def test_the_page_works_with_the_keyboard_alone(page, server):
     expect(page.locator("#question")).to_be_focused()
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Enter")  # the answer's last button: copy or try again
-    finished(page)
+    expect(answers(page).get_by_role("button", name="Delete")).to_be_focused()  # the answer's last button
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_count(0)
+    page.keyboard.press("Enter")  # undo
+    expect(answers(page)).to_have_count(1)
     page.get_by_role("link", name="Skip to the message box").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#question")).to_be_focused()
@@ -48,7 +51,8 @@ def test_every_control_has_a_name(page, server):
         return re.findall(controls + ".*", tree)
 
     assert not nameless()
-    for opener in ("#settings-button", "#help-button"):
+    page.set_input_files("#file", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"})
+    for opener in ("#settings-button", "#help-button", "#model"):
         page.click(opener)
         assert not nameless()
         page.keyboard.press("Escape")
@@ -62,8 +66,21 @@ def test_no_horizontal_scrolling(open_page, server, width):
     page = open_page(viewport={"width": width, "height": 700})
     table = "\n".join(["|" + "a wide column|" * 12, "|" + "-|" * 12, "|" + "value|" * 12])
     server.answers = [
-        Answer(["word" * 200, "\n\n", "```\n" + "x" * 500 + "\n```\n\n", table, "\n\n`" + "y" * 300 + "`"])
+        Answer(
+            [
+                "word" * 200,
+                "\n\n",
+                "```\n" + "x" * 500 + "\n```\n\n",
+                table,
+                "\n\n`" + "y" * 300 + "`",
+                "\n\n$$" + "z+" * 200 + "z$$",
+            ]
+        )
     ]
+    name = "n" * 200
+    page.set_input_files("#file", {"name": name, "mimeType": "text/plain", "buffer": b"z" * 500})
+    expect(page.locator(".chip")).to_contain_text("tokens")
+    assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#files'))")
     ask(page, "A" * 500)
     finished(page)
     fits = "[document.documentElement, document.querySelector('#scroller')].every(e => e.scrollWidth <= e.clientWidth)"

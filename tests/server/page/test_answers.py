@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from tests.server.page.actions import answers, ask, expect, finished
@@ -118,17 +119,6 @@ def test_an_api_key_is_asked_for(browser, open_page, server):
     assert page.evaluate("JSON.stringify(localStorage)") == "{}"
 
 
-def test_several_models(open_page, server):
-    page = open_page()
-    server.models = ["tiny-model", "other-model"]
-    page.reload()
-    page.get_by_label("Model", exact=True).select_option("other-model")
-    ask(page, "Hi")
-    finished(page)
-    assert server.requests[0]["model"] == "other-model"
-    expect(page.get_by_role("article", name="other-model")).to_be_visible()
-
-
 def test_an_answer_that_a_reload_interrupted_is_kept(page, server):
     server.answers = [Answer(["Half", None, " of", None]), Answer([" it."])]
     page.clock.install()
@@ -164,3 +154,84 @@ def test_reasoning_is_folded_unfolded_or_hidden(page, server):
         page.get_by_role("button", name="Save").click()
         expect(reasoning).to_be_visible(visible=shown)
         expect(reasoning.locator(".text")).to_be_visible(visible=text_shown)
+
+
+def entry(token, probability, *others):
+    top = [
+        {"token": text, "logprob": math.log(share), "bytes": None} for text, share in ((token, probability), *others)
+    ]
+    return {**top[0], "top_logprobs": top}
+
+
+def test_token_probabilities(page, server):
+    page.keyboard.press("Control+.")
+    page.get_by_label("Show answers as tokens with their probabilities").check()
+    page.get_by_role("button", name="Save").click()
+    entries = [entry("*Yes*", 0.75, ("No", 0.125)), entry(" so", 0.5), entry("\n", 0.5, (" it", 0.25))]
+    text = [each["token"] for each in entries]
+    server.answers = [Answer(text, logprobs=[[each] for each in entries], reasoning=["Hm."]), Answer()]
+    ask(page, "Is it?")
+    finished(page)
+    assert server.requests[0]["logprobs"] is True and server.requests[0]["top_logprobs"] == 5
+    tokens = page.locator(".token-list span")
+    assert tokens.all_text_contents() == text
+    assert tokens.first.evaluate("(e) => e.style.getPropertyValue('--doubt')") == "25%"
+    tokens.first.hover()
+    details = page.locator(".token-details")
+    expect(details.locator("div")).to_have_text(["*Yes*75.0 %", "No12.5 %"])
+    page.locator(".token-list").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(details.locator("div")).to_have_text(["⏎50.0 %", "␣it25.0 %"])
+    expect(details.locator(".chosen")).to_have_text("⏎50.0 %")
+    page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+    page.reload()
+    expect(tokens).to_have_count(3)
+    page.keyboard.press("Control+.")
+    page.get_by_label("Show answers as tokens with their probabilities").uncheck()
+    page.get_by_role("button", name="Save").click()
+    expect(tokens).to_have_count(0)
+    expect(answers(page).locator("em")).to_have_text("Yes")
+    ask(page, "Sure?")
+    finished(page)
+    assert "logprobs" not in server.requests[1]
+
+
+def test_stop_strings(page, server):
+    page.keyboard.press("Control+.")
+    page.get_by_label("Stop strings").fill("END\n\\nUser:\n")
+    page.get_by_role("button", name="Save").click()
+    ask(page, "Hi")
+    finished(page)
+    assert server.requests[0]["stop"] == ["END", "\nUser:"]
+    page.reload()
+    expect(answers(page)).to_have_count(1)
+    page.keyboard.press("Control+.")
+    expect(page.get_by_label("Stop strings")).to_have_value("END\n\\nUser:")
+
+
+def test_messages_are_deleted_and_restored(page, server):
+    server.answers = [Answer(["One."]), Answer(["Two."]), Answer(["Again two."]), Answer(["Three."])]
+    for question in ("First", "Second"):
+        ask(page, question)
+        finished(page)
+    answers(page).last.get_by_role("button", name="Try again").click()
+    finished(page)
+    texts = page.locator(".message > .text")
+    answers(page).last.get_by_role("button", name="Delete", exact=True).click()
+    expect(texts).to_have_text(["First", "One.", "Second", "Two."])  # the other version
+    page.keyboard.press("Enter")  # Undo has the focus
+    expect(texts).to_have_text(["First", "One.", "Second", "Again two."])
+    page.get_by_role("article", name="You").last.get_by_role("button", name="Delete", exact=True).click()
+    expect(texts).to_have_text(["First", "One."])
+    ask(page, "Third")
+    finished(page)
+    expect(page.locator("#toast")).to_be_empty()  # undoing would remove what came later
+    assert [message["content"] for message in server.requests[3]["messages"]] == ["First", "One.", "Third"]
+    page.reload()
+    expect(texts).to_have_text(["First", "One.", "Third", "Three."])
+    page.get_by_role("article", name="You").first.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator("#welcome")).to_be_visible()
+    stored = "import('/page/store.js').then((store) => store.loadAll()).then(([stored]) => stored.messages)"
+    assert page.evaluate(stored) == {}

@@ -1,0 +1,164 @@
+"""Files that go with a question: added, counted, refused, sent, kept."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.server.page.actions import answers, ask, expect, finished
+
+NOTES = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"\xef\xbb\xbfBuy apples.\r\nEat them.\r\n"}
+CODE = {"name": "fence.md", "mimeType": "text/markdown", "buffer": b"````\nx\n````"}
+PROMPT = (
+    "File: notes.txt\n```\nBuy apples.\nEat them.\n```\n\nFile: fence.md\n`````\n````\nx\n````\n`````\n\nWhat is this?"
+)
+HTML = b"<title>T</title><style>p { color: red }</style><h1>Fruit</h1><p>An <b>apple</b>.</p><script>y()</script>"
+
+TRANSFER = """([selector, type, files, text]) => {
+  const data = new DataTransfer();
+  for (const [name, kind, content] of files) data.items.add(new File([content], name, { type: kind }));
+  if (text) data.setData("text/plain", text);
+  const values = { bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data };
+  const event = type === "paste" ? new ClipboardEvent(type, values) : new DragEvent(type, values);
+  document.querySelector(selector).dispatchEvent(event);
+}"""
+
+
+def chips(page):
+    return page.locator("#files .chip")
+
+
+def test_files_are_sent_before_the_question_as_the_terminal_does(page, server):
+    page.set_input_files("#file", [NOTES, CODE])
+    expect(chips(page)).to_have_text(["notes.txt8 tokens", "fence.md7 tokens"])
+    assert server.other_requests[0] == (
+        "/v1/tokenize",
+        {
+            "model": "tiny-model",
+            "prompt": "File: notes.txt\n```\nBuy apples.\nEat them.\n```",
+            "add_special_tokens": False,
+        },
+    )
+    ask(page, "What is this?")
+    finished(page)
+    assert server.requests[0]["messages"] == [{"role": "user", "content": PROMPT}]
+    expect(chips(page)).to_have_count(0)
+    shown = page.locator(".message.user .file")
+    expect(shown.locator("summary")).to_have_text(["notes.txt8 tokens", "fence.md7 tokens"])
+    expect(page.locator(".message.user > .text")).to_have_text("What is this?")
+    shown.first.locator("summary").click()
+    expect(shown.first.locator("pre")).to_have_text("Buy apples.\nEat them.")
+
+
+def test_the_prompt_is_that_of_the_terminal(tmp_path):
+    files = pytest.importorskip("mlxlm.chat.files")
+    read = []
+    for file in (NOTES, CODE):
+        (tmp_path / file["name"]).write_bytes(file["buffer"])
+        read.append(files.read_file(tmp_path / file["name"]))
+    assert files.with_files("What is this?", read) == PROMPT
+
+
+def test_files_without_a_question_and_edits_of_a_question_with_files(page, server):
+    page.set_input_files("#file", NOTES)
+    expect(page.locator("#send")).to_be_enabled()
+    page.click("#send")
+    finished(page)
+    expect(page.locator("#title")).to_have_text("notes.txt")
+    page.press("#question", "ArrowUp")
+    page.keyboard.insert_text("Which fruit?")
+    page.keyboard.press("Enter")
+    finished(page)
+    content = server.requests[1]["messages"][0]["content"]
+    assert content.startswith("File: notes.txt\n") and content.endswith("\n\nWhich fruit?")
+
+
+def test_files_are_kept_exported_and_imported(page, server, tmp_path):
+    page.set_input_files("#file", [NOTES, CODE])
+    expect(chips(page).last).to_contain_text("7 tokens")
+    ask(page, "What is this?")
+    finished(page)
+    page.reload()
+    expect(page.locator(".message.user .file")).to_have_count(2)
+    page.click("#settings-button")
+    exported = {}
+    for kind in ("Markdown", "JSON"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Export {kind}").click()
+        download.value.save_as(exported.setdefault(kind, tmp_path / kind))
+    page.keyboard.press("Escape")
+    assert PROMPT in exported["Markdown"].read_text()
+    message = json.loads(exported["JSON"].read_text())["conversations"][0]["messages"]["m1"]
+    assert message["files"][0] == {"name": "notes.txt", "text": "Buy apples.\nEat them.", "tokens": 8}
+    page.set_input_files("#import-file", exported["JSON"])
+    expect(page.locator("#toast")).to_contain_text("Imported one")
+    expect(page.locator(".message.user .file")).to_have_count(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "content", "problem"),
+    [
+        ("cat.png", "image/png", b"\x89PNG", "cat.png is an image."),
+        ("paper.pdf", "application/pdf", b"%PDF-1.7", "paper.pdf is a PDF."),
+        ("paper", "", b"%PDF-1.7 \xff", "paper is a PDF."),
+        ("data.bin", "", b"a\0b", "data.bin isn't a text file"),
+        ("latin1.txt", "text/plain", b"caf\xe9", "latin1.txt isn't a text file, or not in UTF-8."),
+        ("empty.txt", "text/plain", b" \n", "empty.txt has no text."),
+        ("big.txt", "text/plain", b"x" * (4 << 20 | 1), "big.txt has 5 MB."),
+    ],
+)
+def test_what_is_not_text_is_refused(page, name, kind, content, problem):
+    page.set_input_files("#file", [{"name": name, "mimeType": kind, "buffer": content}, NOTES])
+    expect(page.locator("#toast")).to_contain_text(problem)
+    expect(chips(page)).to_have_count(1)  # the other one
+
+
+def test_html_is_read_as_text_and_utf_16_too(page, server):
+    page.set_input_files("#file", {"name": "a.html", "mimeType": "text/html", "buffer": HTML})
+    page.set_input_files("#file", {"name": "b.txt", "mimeType": "text/plain", "buffer": "Größe".encode("utf-16")})
+    expect(chips(page)).to_have_count(2)
+    page.press("#question", "Enter")
+    finished(page)
+    content = server.requests[0]["messages"][0]["content"]
+    assert content == "File: a.html\n```\nFruit\n\nAn apple.\n```\n\nFile: b.txt\n```\nGröße\n```"
+
+
+def test_files_that_do_not_fit_the_context_are_not_sent(page, server):
+    page.set_input_files("#file", [NOTES, {"name": "long.txt", "mimeType": "text/plain", "buffer": b"word " * 4090}])
+    problem = page.locator("#files-problem")
+    expect(problem).to_have_text(
+        "The files take 4,102 tokens, and tiny-model can see 4,096. Remove some, or choose another model."
+    )
+    ask(page, "Read it")
+    expect(page.locator("#toast")).to_contain_text("The files take 4,102 tokens")
+    page.get_by_role("button", name="Remove long.txt").click()
+    expect(problem).to_be_empty()
+    page.set_input_files("#file", {"name": "huge.txt", "mimeType": "text/plain", "buffer": b"w " * 100_001})
+    expect(problem).to_contain_text("more tokens than tiny-model can see")
+    expect(chips(page).last).to_contain_text("too long")
+    page.get_by_role("button", name="Remove huge.txt").click()
+    page.press("#question", "Enter")
+    finished(page)
+    assert len(server.requests) == 1
+
+
+def test_files_are_dropped_and_pasted(page, server):
+    file = ["a.py", "text/x-python", "x = 1"]
+    page.evaluate(TRANSFER, ["#scroller", "dragover", [file], ""])
+    expect(page.locator("body.dropping")).to_be_visible()
+    page.evaluate(TRANSFER, ["#sidebar", "drop", [file], ""])
+    expect(page.locator("body.dropping")).to_have_count(0)
+    expect(chips(page)).to_have_count(1)
+    page.evaluate(TRANSFER, ["#question", "paste", [["b.py", "text/x-python", "y = 2"]], "b.py"])
+    expect(chips(page)).to_have_count(2)
+    page.evaluate(TRANSFER, ["#question", "paste", [], "a long text " * 500])
+    expect(chips(page).last).to_contain_text("pasted text")
+    page.evaluate("navigator.clipboard.writeText('short')")
+    page.focus("#question")
+    page.keyboard.press("Control+V")
+    expect(page.locator("#question")).to_have_value("short")
+    page.press("#question", "Enter")
+    finished(page)
+    expect(answers(page)).to_have_count(1)
+    assert server.requests[0]["messages"][0]["content"].startswith("File: a.py\n```\nx = 1\n```\n\nFile: b.py")
