@@ -115,6 +115,13 @@ def test_many_clients_at_once_get_what_they_get_alone(live):
     asyncio.run(check())
 
 
+def test_idle_connections_are_closed(models):
+    listener = run.bind("127.0.0.1", 0)
+    server = run.make_server(make_app(models), 5, idle_timeout=1)
+    assert server.config.timeout_keep_alive == 1
+    listener.close()
+
+
 def test_slow_headers_are_dropped(live, monkeypatch):
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
     for content in (b"", b"GET /health HTTP/1.1\r\nHost: lo"):
