@@ -80,10 +80,10 @@ def chat(client):
 
 
 @contextmanager
-def running(app, shutdown_timeout: int = 5):
+def running(app, shutdown_timeout: int = 5, idle_timeout: int = run.IDLE_TIMEOUT):
     """Run a real server in a thread; yields its address."""
     listener = run.bind("127.0.0.1", 0)
-    server = run.make_server(app, shutdown_timeout)
+    server = run.make_server(app, shutdown_timeout, idle_timeout=idle_timeout)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -174,6 +174,12 @@ def test_errors_dont_repeat_huge_values(client):
     assert len(error.text) < 5000
 
 
+@pytest.mark.parametrize("error", [RuntimeError("[malloc] Unable to allocate 9 bytes."), MemoryError()], ids=repr)
+def test_memory_that_cannot_be_allocated_is_a_503(error):
+    found = to_api_error(error)
+    assert found.status == 503 and found.headers["retry-after"] and found.message.startswith("out of memory")
+
+
 def test_hints_are_for_clients():
     full = GenerationError("there is no memory", "`key_bits=8`", is_operator_hint=True)
     assert to_api_error(full).message == "there is no memory"

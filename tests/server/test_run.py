@@ -115,6 +115,12 @@ def test_many_clients_at_once_get_what_they_get_alone(live):
     asyncio.run(check())
 
 
+def test_idle_connections_are_closed(models):
+    with running(make_app(models), idle_timeout=0) as live:
+        connection = raw_connection(live, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in read_to_end(connection)  # the server closes it, although HTTP/1.1 keeps it
+
+
 def test_slow_headers_are_dropped(live, monkeypatch):
     monkeypatch.setattr(run, "HEADER_TIMEOUT", 0.1)
     for content in (b"", b"GET /health HTTP/1.1\r\nHost: lo"):
