@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -29,8 +29,8 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """Write a Llama with random weights, 26M without its embeddings.
+def make_model(folder: Path, **changes: Any) -> Path:
+    """Write a Llama with random weights, 26M without its embeddings; `changes` are fields of its ModelConfig.
 
     Greedy answers have only words: they don't end by themselves, and none begins with spaces, which a server may hold
     back.
@@ -48,7 +48,7 @@ def make_model(folder: Path) -> Path:
     config = ModelConfig(
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408,
         vocab_size=24_576, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+    ).with_changes(**changes)  # fmt: skip
     letters = random.Random(0)
     words = ["".join(letters.choices(string.ascii_lowercase, k=letters.randint(3, 7))) for _ in range(26_000)]
     tokens = tokenizer.train([" ".join(words)] * 2, config.vocab_size)
@@ -119,9 +119,14 @@ class Server:
         memory: Its resident bytes, 20 times a second while `watch_memory` ran.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen):
-        self.url, self.process = url, psutil.Process(process.pid)
+    def __init__(self, url: str, process: subprocess.Popen, log: IO[bytes]):
+        self.url, self.process, self._log = url, psutil.Process(process.pid), log
         self.memory: list[float] = []
+
+    def log(self) -> str:
+        """What it has printed."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
 
     async def watch_memory(self) -> None:
         """Append to `memory`, until it is cancelled."""
@@ -138,7 +143,7 @@ def serving(command: Callable[[Path, int], list[str]], model: Path) -> Iterator[
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command(model, port), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            server = Server(f"http://127.0.0.1:{port}", process)
+            server = Server(f"http://127.0.0.1:{port}", process, log)
             body = {"prompt": "a", "max_tokens": 1}
             end = time.monotonic() + START_SECONDS
             while True:

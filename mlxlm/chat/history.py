@@ -29,6 +29,7 @@ class Turn:
         seed: Seed that the answer was sampled with.
         finish_reason: As in `GenerationResult`.
         time: When the answer was finished (ISO 8601, UTC).
+        steps: What comes before the answer if tools were called: the messages with calls, and their results.
     """
 
     question: str
@@ -37,11 +38,12 @@ class Turn:
     seed: int | None = None
     finish_reason: FinishReason | None = None
     time: str | None = None
+    steps: tuple[Message, ...] = ()
 
     @property
-    def messages(self) -> tuple[Message, Message]:
-        """The turn as two messages."""
-        return Message("user", self.question), Message("assistant", self.answer, self.ids)
+    def messages(self) -> tuple[Message, ...]:
+        """The turn as messages: two, if no tools were called."""
+        return Message("user", self.question), *self.steps, Message("assistant", self.answer, self.ids)
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,26 @@ def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
         GenerationError: They aren't in turn, or the last one isn't an answer.
         TokenizerError: A text has a lone surrogate.
     """
-    for number, message in enumerate(messages, 1):
-        role = "user" if number % 2 else "assistant"
-        if message.role != role or message.tool_calls:
-            kind = "calls of functions" if message.role == role else f"the role {message.role!r}"
-            problem = f"a message has {kind} where a text of the {role} was expected: {message.content[:40]!r}"
-            raise GenerationError(problem, "messages of the user and the assistant in turn, after the system prompt")
+    turns: list[Turn] = []
+    question: Message | None = None
+    steps: list[Message] = []
+    for message in messages:
+        expected = "user" if question is None else "assistant"
+        if message.role != expected and not (steps and message.role == "tool"):
+            kind = f"the role {message.role!r} where a text of the {expected} was expected"
+            hint = "messages of the user and the assistant in turn, after the system prompt"
+            raise GenerationError(f"a message has {kind}: {message.content[:40]!r}", hint)
         check_unicode(message.content)
-    if len(messages) % 2:
+        if question is None:
+            question = message
+        elif message.tool_calls or message.role == "tool":
+            steps.append(message)
+        else:
+            turns.append(Turn(question.content, message.content, message.ids, steps=tuple(steps)))
+            question, steps = None, []
+    if question is not None:
         raise GenerationError("the last message has no answer", "messages that end with an answer, then `ask`")
-    return tuple(
-        Turn(question.content, answer.content, answer.ids)
-        for question, answer in zip(messages[::2], messages[1::2], strict=True)
-    )
+    return tuple(turns)
 
 
 class Branches:

@@ -8,37 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlxlm.generation.result import ToolCall as ToolCall  # noqa: PLC0414 - a part of messages
 from mlxlm.utils.errors import TokenizerError
-from mlxlm.utils.json_files import parse_json
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}\Z")
 _CALL_HINT = '{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}'
 _TOOL_HINT = '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", ...}}}'
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a function.
-
-    Attributes:
-        id: What the result refers to.
-        name: The function.
-        arguments: JSON object as text; "" for none.
-    """
-
-    id: str
-    name: str
-    arguments: str
-
-    def parsed_arguments(self) -> dict[str, Any]:
-        """Return the arguments as a dict. Raise TokenizerError if they aren't a JSON object."""
-        name = f"the arguments of the call of {self.name}"
-        hint = 'a JSON object, such as {"city": "Paris"}'
-        content = (self.arguments.strip() or "{}").encode("utf-8", "surrogatepass")
-        value = parse_json(content, name, TokenizerError, hint)
-        if not isinstance(value, dict):
-            raise TokenizerError(f"{name} are not a JSON object", hint)
-        return value
 
 
 @dataclass(frozen=True)
@@ -192,7 +167,7 @@ def _parse_tool(value: Any, where: str) -> Tool:
         raise TokenizerError(f"{where} is not a function", _TOOL_HINT)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.match(name):
-        hint = "up to 64 letters, digits, _, - and ."
+        hint = "up to 128 letters, digits, _, - and ."
         raise TokenizerError(f"{where} has {'no name' if name is None else f'the name {name!r}'}"[:100], hint)
     given = {key: function[key] for key in ("description", "parameters", "strict") if function.get(key) is not None}
     kinds = {

@@ -5,20 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.chat.answer import (
-    Answer,
-    Cancellation,
-    ChatChunk,
-    ChatModel,
-    ChatStats,
-    chat_chunks,
-    edited_answer,
-)
+from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel, ChatStats, edited_answer
 from mlxlm.chat.chat_encoder import Messages, parse_messages
 from mlxlm.chat.history import (
     MAIN_BRANCH,
@@ -32,18 +24,40 @@ from mlxlm.chat.history import (
     turns_of,
 )
 from mlxlm.chat.messages import Message
+from mlxlm.chat.reasoning import split
 from mlxlm.chat.session_file import Session, SessionFiles, cache_path, restore
 from mlxlm.config.option import non_default_fields
-from mlxlm.generation import GenerationOptions, GenerationResult, LoadedModel
+from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResult, LoadedModel
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.options import OptionArguments
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
 if TYPE_CHECKING:
+    from mlxlm.chat.tools import AllowCall, CallableTool
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 OnPrefill = Callable[[int], None]
+MAX_ROUNDS = 10  # of calls in one answer: small models tend to repeat them until they are stopped
+
+
+@dataclass
+class _Exchange:
+    """An answer that is being generated.
+
+    Attributes:
+        conversation: The turns before it.
+        question: What it answers.
+        steps: The messages with calls of tools, and their results, so far.
+        answer: The text that it continues, if any.
+        prompt: The tokens of all this.
+    """
+
+    conversation: Conversation
+    question: str
+    steps: list[Message]
+    answer: Message | None
+    prompt: list[int] = field(default_factory=list)
 
 
 class Chat:
@@ -71,6 +85,10 @@ class Chat:
             oldest turns until the conversation with the new message takes at most half of the context; this happens
             when less is left than the answer may take (`max_tokens`, but at most a quarter of the context). The system
             prompt stays. A rotating cache (`kv`) bounds memory by itself and never overflows.
+        tools: Functions with type hints, or `CallableTool`, that an answer may call. The chat runs the calls and lets
+            the model go on with their results, up to ten times; the chunks show them. `max_tokens` limits the text
+            before, between and after calls each.
+        allow_call: Asked before each call; if it returns False, the model is told so.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
@@ -89,6 +107,8 @@ class Chat:
         messages: Messages = (),
         chat_template: str | None = None,
         context_overflow: ContextOverflow = "stop",
+        tools: Sequence[Callable[..., Any] | CallableTool] = (),
+        allow_call: AllowCall | None = None,
         kv: KVOptions | None = None,
         speculation: SpeculativeDecoder | None = None,
         **options: Unpack[OptionArguments],
@@ -102,7 +122,8 @@ class Chat:
         self.system_prompt = system_prompt
         self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(parsed))})
         self._options: GenerationOptions
-        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation)
+        self.allow_call = allow_call
+        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, _by_name(tools))
         self.options = lm.generation_options(**{"max_tokens": self.defaults.max_tokens, **options})
         self.context_overflow = check_context_overflow(context_overflow)
         self._speculation = speculation
@@ -128,7 +149,8 @@ class Chat:
     @lm.setter
     def lm(self, lm: LoadedModel) -> None:
         self._end_answer()
-        chat_model = ChatModel(lm, self._chat_model.requested_chat_template, self.kv, self._speculation)
+        old = self._chat_model
+        chat_model = ChatModel(lm, old.requested_chat_template, self.kv, self._speculation, old.tools)
         options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         if not same_tokenizer:
             options = replace(options, logit_bias={})
@@ -138,6 +160,21 @@ class Chat:
         self._chat_model, self._options = chat_model, options
         if not same_tokenizer:
             self._branches.drop_ids_unless(lambda turn: False)
+
+    @property
+    def tools(self) -> list[CallableTool]:
+        """The tools that the next answers may call. Setting them raises as `Chat` does, and then changes nothing."""
+        return list(self._chat_model.tools.values())
+
+    @tools.setter
+    def tools(self, tools: Sequence[Callable[..., Any] | CallableTool]) -> None:
+        self._end_answer()
+        before, self._chat_model.tools = self._chat_model.tools, _by_name(tools)
+        try:
+            self._chat_model.check(self._options)
+        except MlxlmError:
+            self._chat_model.tools = before
+            raise
 
     @property
     def system_prompt(self) -> str | None:
@@ -157,7 +194,8 @@ class Chat:
     @property
     def dropped(self) -> int:
         """How many of the oldest messages of this branch the model no longer sees."""
-        return 2 * self._branches.current.dropped
+        conversation = self._branches.current
+        return sum(len(turn.messages) for turn in conversation.turns[: conversation.dropped])
 
     @property
     def branch_name(self) -> str:
@@ -213,7 +251,7 @@ class Chat:
         turns = self._branches.current.visible_turns
         if not turns:
             return []
-        return self._chat_model.chat_encoder.encode(self._messages(turns), add_generation_prompt=False)
+        return self._chat_model.encode(self._messages(turns), add_generation_prompt=False)
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the size in bytes of the keys and values of `num_tokens` tokens."""
@@ -288,7 +326,8 @@ class Chat:
             raise GenerationError("the answer is empty", "retry")
         if (constraint := self._options.constraint) is not None:
             raise GenerationError(f"with {constraint}, an answer can't be continued", "retry")
-        return self._ask(shorter, last.question, on_prefill, edited_answer(last.messages[1], text, self.lm.tokenizer))
+        answer = edited_answer(last.messages[-1], text, self.lm.tokenizer)
+        return self._ask(shorter, last.question, on_prefill, last.steps, answer)
 
     def undo(self) -> Turn:
         """Remove the last message and its answer, and return them.
@@ -409,58 +448,110 @@ class Chat:
         system = [Message("system", self._system_prompt)] if self._system_prompt else []
         return system + [message for turn in turns for message in turn.messages]
 
-    def _prompt_with(self, question: str, answer: Message | None = None) -> Callable[[Conversation], list[int]]:
+    def _prompt_with(
+        self, question: str, steps: Sequence[Message] = (), answer: Message | None = None
+    ) -> Callable[[Conversation], list[int]]:
         messages, prompt = self._messages, self._chat_model.prompt
-        return lambda conversation: prompt(messages(conversation.visible_turns), question, answer)
+        return lambda conversation: prompt(messages(conversation.visible_turns), question, steps, answer)
+
+    def _fit(self, exchange: _Exchange) -> None:
+        """Make room for an answer, and encode its prompt."""
+        prompt_of = self._prompt_with(exchange.question, exchange.steps, exchange.answer)
+        limit, max_tokens = self._chat_model.limit, self._options.max_tokens
+        fitting = fit_to_context(exchange.conversation, prompt_of, limit, self.context_overflow, max_tokens)
+        exchange.conversation, exchange.prompt = fitting
+        self._branches.current = replace(self._branches.current, dropped=exchange.conversation.dropped)
+        self.prompt_tokens = len(exchange.prompt)
 
     def _ask(
-        self, conversation: Conversation, question: str, on_prefill: OnPrefill | None, answer: Message | None = None
+        self,
+        conversation: Conversation,
+        question: str,
+        on_prefill: OnPrefill | None,
+        steps: Sequence[Message] = (),
+        answer: Message | None = None,
     ) -> Answer:
-        """Start an answer; `answer` is what it begins with, if the model continues one."""
+        """Start an answer; `steps` and `answer` are what it begins with, if the model continues one."""
         if not question:
             raise GenerationError("the message is empty", "some text")
-        prompt_of, limit = self._prompt_with(question, answer), self._chat_model.limit
-        policy, max_tokens = self.context_overflow, self._options.max_tokens
-        conversation, prompt = fit_to_context(conversation, prompt_of, limit, policy, max_tokens)
-        self._branches.current = replace(self._branches.current, dropped=conversation.dropped)
-        self.prompt_tokens = len(prompt)
-        cancellation, start = Cancellation(), answer or self._chat_model.answer_start
-        chunks = self._answer(conversation, question, prompt, start, on_prefill, cancellation)
-        answering = Answer(chunks, cancellation)
+        exchange = _Exchange(conversation, question, list(steps), answer)
+        self._fit(exchange)
+        cancellation = Cancellation()
+        answering = Answer(self._answer(exchange, on_prefill, cancellation), cancellation)
         self._answering = weakref.ref(answering)
         return answering
 
     def _answer(
-        self,
-        conversation: Conversation,
-        question: str,
-        prompt: Sequence[int],
-        start: Message,
-        on_prefill: OnPrefill | None,
-        cancellation: Cancellation,
-    ) -> Generator[ChatChunk, None, None]:
-        earlier = self._messages(conversation.visible_turns)
-        stream = self._chat_model.answer(earlier, prompt, self._options, on_prefill)
-        cancellation.attach(stream)
+        self, exchange: _Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation
+    ) -> Generator[GenerationChunk, None, None]:
+        """Generate an answer. While the model calls tools, run the calls and let it go on with their results."""
+        tools, before = self._chat_model.tools, self._generated_tokens
         ended = self._ended = threading.Event()
         try:
-            yield from chat_chunks(stream, start.content)
+            for rounds_left in reversed(range(MAX_ROUNDS + 1 if tools and exchange.answer is None else 1)):
+                message = yield from self._generate(exchange, on_prefill, cancellation, may_call=rounds_left > 0)
+                if message is None:
+                    break
+                from mlxlm.chat.tools import run_call
+
+                exchange.steps.append(message)
+                for call in message.tool_calls:
+                    yield GenerationChunk("", tool_call=call)
+                    result = run_call(tools, call, self.allow_call)
+                    yield GenerationChunk("", tool_call=call, tool_result=result)
+                    exchange.steps.append(Message("tool", result, tool_call_id=call.id, name=call.name))
+                self._fit(exchange)
         finally:
-            try:
-                stream.cancel()
-                if (result := stream.partial_result()).tokens:
-                    turn = self._chat_model.turn(question, prompt, start, result)
-                    self._branches.current = replace(conversation, turns=(*conversation.turns, turn))
-                    if self._options.seed == result.seed:  # it was not set during the answer
-                        self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
-                    self._answers += 1
-                    self._generated_tokens += len(result.tokens)
-                    self._last = result
-            finally:
-                ended.set()
+            self._answers += self._generated_tokens > before
+            ended.set()
+
+    def _generate(
+        self, exchange: _Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation, *, may_call: bool
+    ) -> Generator[GenerationChunk, None, Message | None]:
+        """Generate one text of an answer, which becomes the last turn. Return it as a message if it ends with calls."""
+        earlier, start = self._messages(exchange.conversation.visible_turns), exchange.answer
+        start = self._chat_model.answer_start if start is None else start
+        stream = self._chat_model.answer(earlier, exchange.prompt, self._options, on_prefill, may_call)
+        cancellation.attach(stream)
+        parser, reason = AnswerParser(start.content, self._chat_model.tool_format if may_call else None), None
+        try:
+            for generated in stream:
+                chunks, reason = parser.push(generated), generated.finish_reason
+                if parser.calls and reason in ("eos", "stop"):
+                    chunks[-1] = replace(chunks[-1], finish_reason=None)  # the answer goes on
+                yield from chunks
+        finally:
+            stream.cancel()
+            if (result := stream.partial_result()).tokens:
+                turn = self._chat_model.turn(exchange.question, exchange.prompt, start, result)
+                # Calls that have no results yet aren't kept, nor is the beginning of one.
+                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text:
+                    turn = replace(turn, answer=parser.text, ids=())
+                turn, conversation = replace(turn, steps=tuple(exchange.steps)), exchange.conversation
+                self._branches.current = replace(conversation, turns=(*conversation.turns, turn))
+                if self._options.seed == result.seed:  # it was not set during the answer
+                    self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
+                self._generated_tokens += len(result.tokens)
+                self._last = result
+        if not parser.calls or reason not in ("eos", "stop"):
+            return None
+        return Message(
+            "assistant",
+            parser.text,
+            tool_calls=tuple(parser.calls),
+            reasoning_content=parser.reasoning or None,
+        )
 
     def _end_answer(self) -> None:
         """End an answer that is being generated, also one that another thread is iterating."""
         if (answering := self._answering()) is not None:
             answering.close()
         self._ended.wait()
+
+
+def _by_name(tools: Sequence[Callable[..., Any] | CallableTool]) -> dict[str, CallableTool]:
+    if not tools:
+        return {}
+    from mlxlm.chat.tools import callable_tools  # imports pydantic, which takes 0.1 s
+
+    return callable_tools(tools)

@@ -31,6 +31,7 @@ from mlxlm.chat.history import (
     check_context_overflow,
 )
 from mlxlm.chat.messages import Message
+from mlxlm.chat.tool_calls import MessageStyle
 from mlxlm.config.option import non_default_fields
 from mlxlm.generation import FinishReason, GenerationOptions, LoadedModel
 from mlxlm.tokenizer.tokenizer import check_unicode
@@ -43,6 +44,7 @@ VERSION = 1
 _VERSION_KEY = "mlxlm_chat"
 _LINE_HINT = "the line of an answer, or 1"
 _MAX_ID = 2**31
+_STYLE = MessageStyle(text_arguments=True)
 _MAX_BYTES = 32 << 20  # a chat of a million tokens takes 10 MB
 
 
@@ -98,6 +100,7 @@ def encode_session(session: Session) -> bytes:
 def _answer_line(turn: Turn) -> dict[str, Any]:
     line: dict[str, Any] = {"role": "assistant", "content": turn.answer, "seed": turn.seed}
     line |= {"finish_reason": turn.finish_reason, "time": turn.time, "ids": list(turn.ids) or None}
+    line |= {"steps": [_STYLE.to_dict(message) for message in turn.steps] or None}
     return {name: value for name, value in line.items() if value is not None}
 
 
@@ -168,6 +171,8 @@ def _turn(question: _JsonLine, answer: _JsonLine) -> Turn:
     reason = answer.get("finish_reason", str, None)
     if reason not in (None, *get_args(FinishReason)):
         raise answer.error(f"has the finish_reason {reason!r}", "one of " + ", ".join(get_args(FinishReason)))
+    with answer.add_location():
+        steps = tuple(_step(value) for value in answer.get("steps", list, []))
     return Turn(
         question=question.text("content"),
         answer=answer.text("content"),
@@ -175,7 +180,25 @@ def _turn(question: _JsonLine, answer: _JsonLine) -> Turn:
         seed=answer.get("seed", int, None),
         finish_reason=reason,
         time=answer.get("time", str, None),
+        steps=steps,
     )
+
+
+def _step(value: Any) -> Message:
+    """Return a message with calls or a result."""
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise GenerationError(f"{value!r:.60} is not one of the steps of an answer", "a message with a content")
+    message = Message.from_dict({"role": "", "weight": 1, **value})
+    if message.role != "tool" and not (message.role == "assistant" and message.tool_calls):
+        raise GenerationError(f"{value!r:.60} has neither calls nor a result", "the role tool, or tool_calls")
+    for call in message.tool_calls:
+        call.parsed_arguments()
+    return message.map_strings(_checked)
+
+
+def _checked(text: str) -> str:
+    check_unicode(text)
+    return text
 
 
 def _settings(header: _JsonLine, name: str, kind: type) -> dict[str, Any]:

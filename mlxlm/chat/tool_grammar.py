@@ -6,11 +6,14 @@ import json
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from mlxlm.chat.chat_encoder import ChatEncoder
 from mlxlm.chat.messages import Tool
 from mlxlm.chat.reasoning import CLOSE, OPEN
 from mlxlm.chat.tool_calls import PYTHON_TAG, ToolFormat
+from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import check_llguidance_schema
 from mlxlm.generation.json_schema import to_llguidance_schema
 from mlxlm.tokenizer import Tokenizer
@@ -19,6 +22,44 @@ from mlxlm.utils.errors import GenerationError
 MAX_CALLS = 16  # in one answer: small models tend to repeat calls until they are stopped
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
 _CHOICE_HINT = '"none", "auto", "required", or {"type": "function", "function": {"name": NAME}}'
+
+
+def constrain_calls(
+    options: GenerationOptions,
+    tools: Sequence[Tool],
+    encoder: ChatEncoder,
+    tokenizer: Tokenizer,
+    generation_prefix: str,
+    *,
+    tool_choice: Any = "auto",
+    parallel_tool_calls: bool = True,
+) -> GenerationOptions:
+    """Return options with the grammar of an answer that may call tools.
+
+    Args:
+        options: The options. A JSON schema is the only constraint that can be combined with tools.
+        tools: The functions; the options stay as they are without any.
+        encoder: Encodes the conversation.
+        tokenizer: The model's tokenizer.
+        generation_prefix: What the template has put at the start of the answer.
+        tool_choice: See `tool_grammar`.
+        parallel_tool_calls: See `tool_grammar`.
+
+    Raises:
+        GenerationError: For another constraint, and as `tool_grammar`.
+    """
+    if tools and options.constraint not in (None, "json_schema"):
+        raise GenerationError(f"{options.constraint} and tools", "one of them")
+    grammar = tool_grammar(
+        encoder.tool_format,
+        tools,
+        tokenizer,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
+        json_schema=json.loads(options.json_schema) if isinstance(options.json_schema, str) else None,
+        reasoning=generation_prefix if OPEN in getattr(encoder, "source", "") else None,  # it may reason
+    )
+    return options if grammar is None else replace(options, json_schema=None, grammar=grammar)
 
 
 def tool_grammar(

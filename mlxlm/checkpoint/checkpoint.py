@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ class _CheckpointFiles:
     hf_config: Mapping[str, Any]
     tensors: LazyTensors = field(repr=False)
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Checkpoint(_CheckpointFiles):
         path: The folder of the weights, or the file.
         format: "safetensors", "pytorch", "gguf" or "llama2.c".
         hf_config: Hugging Face's configuration: config.json, or the equivalent of another format's metadata.
+        embedding: How it makes embeddings.
         tensors: The decoder's tensors (`model.layers.0.self_attn.q_proj.weight`, ...). With `config.quantization`, a
             quantized module has MLX's packed `.weight`, `.scales` and in affine mode `.biases`.
         load_tokenizer: Raises TokenizerError if there is none or it can't be read.

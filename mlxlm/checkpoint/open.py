@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import dequantize, gguf, llama2c, pytorch, safetensors
+from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorch, safetensors
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.download import resolve
@@ -38,6 +38,10 @@ from mlxlm.utils.json_files import read_json
 _FILE_FORMATS = (gguf.FORMAT, llama2c.FORMAT)
 _FOLDER_TENSORS = {"safetensors": safetensors.folder_tensors, "pytorch": pytorch.folder_tensors}
 _PART_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".json")
+_ENCODERS = (
+    "albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "new", "nomic_bert",
+    "roberta", "xlm-roberta",
+)  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -135,11 +139,26 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     def tokenizer() -> Tokenizer:
         return load_tokenizer(location.root)
 
+    if values.get("model_type") in _ENCODERS:
+        problem = f"{path} is an encoder ({values['model_type']}), and mlxlm runs decoders"
+        raise CheckpointError(problem, "for embeddings, Qwen/Qwen3-Embedding-0.6B")
+    embedding = embedding_config.read_folder(location.root, values)
     reason = families.unsupported_feature(values)
     if reason:
-        return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason)
+        return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason, embedding=embedding)
+    if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
+        values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
-    return Checkpoint(weights, format, values, _decoder_tensors(config, tensors, weights), tokenizer, config)
+    decoder_tensors = _decoder_tensors(config, tensors, weights)
+    return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
+
+
+def _has_no_head(values: Mapping[str, Any], tensors: LazyTensors, folder: Path) -> bool:
+    """Whether the weights are those of an embedding model without an output matrix."""
+    classes = values.get("architectures")
+    is_backbone = isinstance(classes, list) and len(classes) == 1 and str(classes[0]).endswith("Model")
+    is_embedding_model = is_backbone or (folder / embedding_config.MODULES_FILE).exists()
+    return is_embedding_model and not any(name.startswith(("lm_head.", "embed_out.")) for name in tensors)
 
 
 def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

@@ -38,6 +38,7 @@ Examples:
 
 _SYSTEM_PROMPT = "With --chat or --jsonl: system prompt of conversations."
 _CHAT_TEMPLATE = "With --chat or --jsonl: chatml, llama3, ..., or a Jinja file."
+_SUFFIX = "Generate what is between the prompt and TEXT, with a model for code such as Qwen2.5-Coder."
 _BATCH_SIZE = "With --jsonl or --num-samples: texts to generate at once.  [default: 32]"
 _PROMPT_CACHE = "Save the prompt's key-value cache to FILE, and reuse what FILE has of it."
 _input = partial(option, "Input")
@@ -53,6 +54,7 @@ _memory = partial(option, "Memory and speed")
 @_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
 @_input("--system-prompt", str, _SYSTEM_PROMPT, metavar="TEXT", advanced=True)
 @_input("--chat-template", str, _CHAT_TEMPLATE, metavar="NAME", advanced=True)
+@_input("--suffix", str, _SUFFIX, metavar="TEXT", advanced=True)
 @_output("--num-samples", click.IntRange(1, 100_000), "Texts to generate for each prompt.", default=1)
 @_output("--json as_json", bool, "Print one JSON object for each text, instead of the text.")
 @_output("--ordered", bool, "With --jsonl: write results in the order of the requests.", advanced=True)
@@ -89,6 +91,7 @@ def generate(
     _check_flags(flags, prompt, jsonl, options, speculation is not None)
     from mlxlm.chat.chat_encoder import message_encoder
     from mlxlm.generation.request import encode_prompt
+    from mlxlm.tokenizer import FillInTheMiddle
 
     compile_now = flags["chat"] or flags["chat_template"] is not None
     make_encoder = partial(message_encoder, chat_template=flags["chat_template"], compile_now=compile_now)
@@ -106,6 +109,9 @@ def generate(
             raise GenerationError("the message is empty", "some text to answer")
         messages = [{"role": "system", "content": flags["system_prompt"]}] if flags["system_prompt"] else []
         ids, eos_token_ids = make_encoder(lm)([*messages, {"role": "user", "content": text}])
+    elif flags["suffix"]:
+        middle = FillInTheMiddle(lm.tokenizer)
+        ids, eos_token_ids = middle.encode(text, flags["suffix"]), lm.eos_token_ids | middle.end_token_ids
     else:
         ids, eos_token_ids = encode_prompt(lm, text), lm.eos_token_ids
     options, cache_file = lm.generation_options(**given_options(options)), flags["prompt_cache_file"]
@@ -145,6 +151,7 @@ def _check_flags(
         (("ordered", "resume"), "--jsonl", jsonl is not None),
         (("system_prompt", "chat_template"), "--chat or --jsonl", flags["chat"] or jsonl is not None),
         (("batch_size",), "--jsonl or --num-samples", not one_text),
+        (("suffix",), "a prompt, not --chat or --jsonl", jsonl is None and not flags["chat"]),
         (("prompt_cache_file",), "a single text, not --jsonl or --num-samples", one_text),
     ):
         for name in names:

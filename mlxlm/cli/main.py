@@ -29,6 +29,8 @@ GROUPS = {
         "chat": "Chat with a model in the terminal.",
         "generate": "Continue a prompt, or answer a file of requests.",
         "serve": "Serve OpenAI's and Anthropic's APIs and a chat page.",
+        "connect": "Configure an editor or agent for a running server.",
+        "launch": "Start a server, and an editor or agent that uses it.",
         "models": "List, download and remove models; list presets.",
     },
     "Train": {

@@ -10,7 +10,7 @@ import click
 
 from mlxlm import train
 from mlxlm.cli import training_options
-from mlxlm.cli.launch import finish_before_sigterm, launch, strip_options
+from mlxlm.cli.distributed import finish_before_sigterm, launch, strip_options
 from mlxlm.cli.options import PATH, SectionedCommand, given_flags, option
 from mlxlm.cli.run_options import (
     command_start_time,

@@ -119,7 +119,7 @@ def serve(
                 served.add(load_model(name, path, settings))
         log_to_stderr(server.log_level, server.log_format)
         _greet(run.address_of(listener, server.host), served.names, bool(keys))
-        app = make_app(served, rules, strict=server.strict)
+        app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
         run.make_server(app, server.shutdown_timeout, _on_signal, server.idle_timeout).run([listener])
 
 

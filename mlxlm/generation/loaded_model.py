@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from mlxlm import checkpoint, tokenizer
 from mlxlm.backend import device
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint.download import find_catalog_entry
+from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.config import ModelConfig
@@ -27,6 +29,8 @@ _MAX_BYTES = 1 << 20
 # The fields of Hugging Face's GenerationConfig that mean the same here, and that every text can use.
 _FIELDS = [name for name, field in options_of(GenerationOptions).items() if declaration(field).generation_config]
 _FLOAT16_MARGIN = 16
+_named: dict[str, LoadedModel] = {}
+_named_lock = threading.Lock()
 _SAMPLE = "The answer is 42: def f(x): return [x, 2 * x]\n\nEs ist so. Il pleut. こんにちは, мир!\n"
 
 
@@ -102,6 +106,7 @@ class LoadedModel:
         config: The configuration, ours or that of an mlx_lm model.
         path: Where it was loaded from.
         generation_config: Its generation_config.json.
+        embedding: How it makes embeddings.
         engines: Its engines by their settings; see `get_engine`.
     """
 
@@ -110,6 +115,7 @@ class LoadedModel:
     config: ModelConfig | MlxLmConfig
     path: Path
     generation_config: GenerationConfig = field(default_factory=GenerationConfig, repr=False)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig, repr=False)
     engines: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -173,7 +179,21 @@ def load(path: Path | str) -> LoadedModel:
     if converts and not convert_to_float16(model, text_tokenizer.encode(_SAMPLE)):
         model, config = checkpoint.load_checkpoint(source)
     eval_weights(model)
-    return LoadedModel(model, text_tokenizer, config, Path(path), read_generation_config(source, str(path)))
+    generation_config = read_generation_config(source, str(path))
+    return LoadedModel(model, text_tokenizer, config, Path(path), generation_config, source.embedding)
+
+
+def loaded(lm: LoadedModel | Path | str) -> LoadedModel:
+    """Return the model; load one that is given by its name, path or hub id, unless it was the last such one."""
+    if isinstance(lm, LoadedModel):
+        return lm
+    if not isinstance(lm, str | Path):
+        raise GenerationError(f"{lm!r:.60} is not a model", 'mlxlm.load("small-world"), or a name')
+    with _named_lock:
+        if str(lm) not in _named:
+            _named.clear()  # frees its memory before the next one is loaded
+            _named[str(lm)] = load(lm)
+        return _named[str(lm)]
 
 
 def convert_to_float16(model: Decoder, tokens: Sequence[int]) -> bool:

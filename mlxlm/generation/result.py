@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import log_softmax
+from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.json_files import parse_json
 
 
 class TokenLogprob(NamedTuple):
@@ -90,20 +92,51 @@ FinishReason = Literal["stop", "eos", "length", "context", "constraint"]
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a function.
+
+    Attributes:
+        id: What the result refers to.
+        name: The function.
+        arguments: JSON object as text; "" for none.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def parsed_arguments(self) -> dict[str, Any]:
+        """Return the arguments as a dict. Raise TokenizerError if they aren't a JSON object."""
+        name = f"the arguments of the call of {self.name}"
+        hint = 'a JSON object, such as {"city": "Paris"}'
+        content = (self.arguments.strip() or "{}").encode("utf-8", "surrogatepass")
+        value = parse_json(content, name, TokenizerError, hint)
+        if not isinstance(value, dict):
+            raise TokenizerError(f"{name} are not a JSON object", hint)
+        return value
+
+
+@dataclass(frozen=True)
 class GenerationChunk:
-    """What one token adds to the text.
+    """A piece of a text: what one token adds. In a chat, also a part of that, or a call of a function.
 
     Attributes:
         text: The added text; "" while a character or a stop string is incomplete.
-        token: The token's id.
+        token: The token's id; None for a piece that no token ends.
         finish_reason: Set on the last chunk only.
         logprob: The log-probabilities, if requested.
+        reasoning: Whether the text is reasoning before an answer. Only a chat separates it.
+        tool_call: A call that the chat runs next or, with a `tool_result`, has run.
+        tool_result: The result of the call.
     """
 
     text: str
-    token: int
+    token: int | None = None
     finish_reason: FinishReason | None = None
     logprob: TokenLogprobs | None = None
+    reasoning: bool = False
+    tool_call: ToolCall | None = None
+    tool_result: str | None = None
 
 
 @dataclass(frozen=True)

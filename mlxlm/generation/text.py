@@ -471,7 +471,7 @@ class TextStream(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
         return replace(
             whole,
             text="".join(chunk.text for chunk in taken),
-            tokens=[chunk.token for chunk in taken],
+            tokens=whole.tokens[: len(taken)],
             finish_reason=None,
             logprobs=None if whole.logprobs is None else [chunk.logprob for chunk in taken if chunk.logprob],
             constraint_error=None,

@@ -23,6 +23,7 @@ from mlxlm.server.models import Models
 from mlxlm.server.options import OLLAMA_PORT
 from mlxlm.server.schemas import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
+from mlxlm.server.stored_responses import StoredResponses
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 
@@ -52,13 +53,16 @@ _MEDIA_TYPES = {
 }
 
 
-def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool = False) -> Starlette:
+def make_app(
+    models: Models, rules: AccessRules | None = None, *, strict: bool = False, responses_dir: Path | None = None
+) -> Starlette:
     """The application that serves `models`.
 
     Args:
         models: The models.
         rules: Who may use it; by default anyone who can reach it.
         strict: Whether a request with an unknown field is refused.
+        responses_dir: Where answers of the Responses API are kept besides memory; None for memory only.
     """
     rules = rules or AccessRules()
     all_routes = [
@@ -79,7 +83,7 @@ def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool =
             allow_origins=rules.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "request-id"],
         )
         middleware.insert(1, cors)  # error responses need its headers, too
 
@@ -92,7 +96,8 @@ def make_app(models: Models, rules: AccessRules | None = None, *, strict: bool =
         routes=all_routes, middleware=middleware, exception_handlers={HTTPException: error_response}, lifespan=lifespan
     )
     app.router.redirect_slashes = False
-    app.state.models, app.state.metrics, app.state.unknown_fields = models, metrics, UnknownFields(strict)
+    app.state.models, app.state.metrics = models, metrics
+    app.state.unknown_fields, app.state.stored_responses = UnknownFields(strict), StoredResponses(responses_dir)
     return app
 
 
@@ -117,12 +122,9 @@ def _route(path: Path) -> Route:
     headers = {**_HEADERS, "ETag": etag}
 
     async def serve(request: Request) -> Response:
-        # Clients of ollama ask for this text at its port. Browsers ask for HTML.
-        if (
-            name == "index.html"
-            and request.url.port == OLLAMA_PORT
-            and "text/html" not in request.headers.get("accept", "")
-        ):
+        # Clients of ollama look for this text at its port. Browsers ask for HTML.
+        wants_html = "text/html" in request.headers.get("accept", "")
+        if name == "index.html" and request.url.port == OLLAMA_PORT and not wants_html:
             return PlainTextResponse("Ollama is running")
         if etag in request.headers.get("If-None-Match", ""):
             return Response(status_code=304, headers=headers)

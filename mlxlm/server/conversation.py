@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxlm.chat.messages import Message, parse_tools
-from mlxlm.chat.reasoning import CLOSE, OPEN
-from mlxlm.chat.tool_grammar import tool_grammar
+from mlxlm.chat.reasoning import CLOSE
+from mlxlm.chat.tool_grammar import constrain_calls
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.constraint import Grammar
-from mlxlm.server.errors import invalid
+from mlxlm.generation.request import context_limit
+from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
 from mlxlm.server.text import Text, sample_requests
 from mlxlm.utils.errors import GenerationError, TokenizerError
@@ -79,26 +79,20 @@ class ToolUse:
         Raises:
             ApiError: For tools that can't be used with this model or these options.
         """
-        if self.tools and options.constraint not in (None, "json_schema"):
-            raise invalid(f"{options.constraint} and tools (try: one of them)", "tools")
+        tools = [tool for tool in parse_tools(self.tools) if self.allowed is None or tool.name in self.allowed]
         try:
-            grammar = await asyncio.to_thread(self._grammar, model, options, generation_prefix)
+            return await asyncio.to_thread(
+                constrain_calls,
+                options,
+                tools,
+                model.encoder,
+                model.lm.tokenizer,
+                generation_prefix,
+                tool_choice=self.choice,
+                parallel_tool_calls=self.parallel,
+            )
         except GenerationError as error:
             raise invalid(str(error), "tool_choice" if error.message.startswith("tool_choice") else "tools") from None
-        return options if grammar is None else replace(options, json_schema=None, grammar=grammar)
-
-    def _grammar(self, model: ServedModel, options: GenerationOptions, generation_prefix: str) -> str | None:
-        tools = [tool for tool in parse_tools(self.tools) if self.allowed is None or tool.name in self.allowed]
-        schema = options.json_schema
-        return tool_grammar(
-            model.encoder.tool_format,
-            tools,
-            model.lm.tokenizer,
-            tool_choice=self.choice,
-            parallel_tool_calls=self.parallel,
-            json_schema=json.loads(schema) if isinstance(schema, str) else None,
-            reasoning=generation_prefix if OPEN in getattr(model.encoder, "source", "") else None,  # it may reason
-        )
 
 
 def named_tool(name: Any) -> dict[str, Any]:
@@ -135,6 +129,35 @@ class Conversation:
             template_kwargs=self.template_kwargs,
             count_only=count_only,
         )
+
+    async def truncate(self, model: ServedModel, room: int) -> Conversation:
+        """Drop the oldest turns, as few as possible, so that the prompt and `room` more tokens fit into the context.
+
+        A turn is a user's message with what follows it. System messages at the beginning stay, and so does the last
+        turn, even if it is too long. At most half of the context is left free.
+        """
+        limit = context_limit(model.lm, model.settings.kv)
+        room = min(room, limit // 2)
+        roles = [message.role for message in self.messages]
+        head = next((n for n, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        starts = [head, *(n for n, role in enumerate(roles) if role == "user" and n > head)]
+
+        def truncated(start: int) -> Conversation:
+            return replace(self, messages=[*self.messages[:head], *self.messages[start:]])
+
+        async def fits(start: int) -> bool:
+            try:
+                return len(await truncated(start).encode(model)) + room <= limit
+            except ApiError:  # far too long
+                return False
+
+        if await fits(head):
+            return self
+        low, high = 1, len(starts) - 1  # a prompt gets shorter with each turn
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if await fits(starts[middle]) else (middle + 1, high)
+        return truncated(starts[min(low, high)])
 
     async def answers(
         self, model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int], n: int = 1

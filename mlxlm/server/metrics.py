@@ -108,7 +108,8 @@ class RequestCounter:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = id  # the name of OpenAI, and that of Anthropic
             await send(message)
 
         try:

@@ -17,7 +17,6 @@ _NUMBER, _DURATION = re.compile(r"-?\d+(\.\d+)?", re.ASCII), re.compile(rf"-?({_
 _FOR_EVER = 1e9  # seconds; timers of asyncio have no more
 DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
 LOG_FORMATS = ("text", "json")
-DEFAULT_PORT, OLLAMA_PORT = 8080, 11434
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _network = partial(option, section="Network")
 _memory = partial(option, section="Memory and speed")
@@ -152,6 +151,11 @@ class ServerOptions(ModelOptions):
         "Let pages of this website use the API, such as https://example.org; * for any.",
         names="--cors-origin",
         metavar="ORIGIN",
+    )
+    responses_dir: Path | None = _other(
+        None,
+        "Keep answers of the Responses API in FOLDER, too, so that clients can continue them after a restart.",
+        metavar="FOLDER",
     )
     strict: bool = _other(False, "Refuse requests with unknown parameters instead of ignoring these.")
     log_level: str = _other("info", "What to log to standard error.", choices=LOG_LEVELS)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -42,7 +43,7 @@ _MAX_STOP_STRINGS = 64
 _MAX_STOP_TOKENS = 1024
 _MAX_LOGGED = 1000  # names of unknown fields
 
-# Names that other servers, or other APIs of this one, have for our fields.
+# Names that other servers, or other APIs of this one, have for our fields, wherever an object has such a field.
 NAMES = {
     "max_completion_tokens": "max_tokens",  # chat completions
     "max_output_tokens": "max_tokens",  # the Responses API
@@ -58,6 +59,9 @@ NAMES = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "reasoning": "reasoning_content",  # of a message: OpenRouter, vLLM
+    "thinking": "reasoning_content",  # of a message: ollama
+    "tool_name": "name",  # of a result: ollama
 }
 
 # Values that other servers have for ours. None: as if the field were missing.
@@ -97,7 +101,7 @@ WITHOUT_EFFECT = frozenset(
     # Prompts are always cached, arguments always streamed, and all tools are in the prompt.
     + ["cache_control", "cache_prompt", "eager_input_streaming", "defer_loading", "input_examples", "inference_geo"]
     # The context is always the model's.
-    + ["num_ctx", "keep_alive", "timings_per_token", "guided_decoding_backend"]
+    + ["num_ctx", "timings_per_token", "guided_decoding_backend"]
 )
 
 
@@ -111,6 +115,11 @@ class Fields(BaseModel):
         strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
     )
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it has a `type` that this server has no use for, such as a tool that only another server runs."""
+        return False
+
     @model_validator(mode="before")
     @classmethod
     def _translate(cls, value: Any) -> Any:
@@ -119,8 +128,9 @@ class Fields(BaseModel):
             return value
         translated: dict[str, Any] = {}
         given_as: dict[str, str] = {}
+        renamed = _renamed(cls)
         for given, item in _flattened(value):
-            name = NAMES.get(given, given) if NAMES.get(given) in cls.model_fields else given
+            name = renamed.get(given, given)
             if type(item) in (int, float):
                 item = VALUES.get(name, {}).get(item, item)
             if type(item) is float and item.is_integer() and abs(item) < 2**53:
@@ -131,6 +141,12 @@ class Fields(BaseModel):
                 raise invalid(f"{given_as[name]} and {given} differ (try: one of them)", given)
             given_as[name] = given
         return translated
+
+
+@cache
+def _renamed(model: type[Fields]) -> dict[str, str]:
+    """The entries of `NAMES` for fields that a model has."""
+    return {given: name for given, name in NAMES.items() if name in model.model_fields}
 
 
 def _flattened(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -163,22 +179,26 @@ class UnknownFields:
                 if item and item != UNSUPPORTED[name]:
                     raise invalid(f"{path} isn't supported (try: without it)", path, "unsupported_parameter")
                 continue
+            if not self._strict and (path in self._logged or len(self._logged) >= _MAX_LOGGED):
+                continue
             names = [*type(owner).model_fields, *NAMES]
-            similar = difflib.get_close_matches(name[:100].lower(), names, n=1, cutoff=0.8)
+            similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
             hint = f" (did you mean {similar[0]}?)" if similar else ""
             if self._strict:
                 raise invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
-            self.log(path, f"ignoring the parameter {path} of {endpoint}{hint}")
-
-    def log(self, name: str, message: str) -> None:
-        """Log what is ignored, once for each name."""
-        if name not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add(name)
-            logger.info("%s", one_line(message))
+            self._logged.add(path)
+            logger.info("ignoring the parameter %s of %s%s", one_line(path), endpoint, hint)
 
 
 def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]:
-    """The unknown fields of an object and those inside it: their object, path without indices, and value."""
+    """The unknown fields of an object and those inside it: their object, path without indices, and value.
+
+    An object that is left out counts as a field, type=TYPE.
+    """
+    if value.is_left_out:
+        kind = vars(value)["type"]
+        yield value, f"{path}type={kind[:100]}", kind
+        return
     for name, item in (value.model_extra or {}).items():
         yield value, f"{path}{name[:100]}", item
     for name, item in vars(value).items():
@@ -195,32 +215,56 @@ def _without_empty(value: Any) -> Any:
     return [text for text in value if text != ""] if isinstance(value := _as_list(value), list) else value
 
 
-_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal", None)
+_TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", None)
 
 
-def _join_text_parts(content: Any) -> Any:
+def text_of_part(part: Any, n: int) -> str:
+    """The text of a part of some content.
+
+    Args:
+        part: A text, a refusal, a document in plain text, a search result, or the name of a tool.
+        n: Its number, for the error.
+
+    Raises:
+        PydanticCustomError: It isn't text.
+    """
+    fields: dict[str, Any] = part if isinstance(part, dict) else {}
+    kind, source = fields.get("type"), fields.get("source")
+    texts: list[Any] = [None]
+    if kind in _TEXT_PARTS:
+        texts = [fields.get("text")]
+    elif kind in ("refusal", "tool_reference"):
+        texts = [fields.get("refusal" if kind == "refusal" else "tool_name")]
+    elif kind == "search_result":
+        texts = [fields.get("title") or "", source or "", join_text_parts(fields.get("content"))]
+    elif kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content"):
+        content = source.get("data") if source["type"] == "text" else join_text_parts(source.get("content"))
+        texts = [fields.get("title") or "", fields.get("context") or "", content]
+    elif isinstance(part, dict):
+        shown = kind[:40] if isinstance(kind, str) else "unknown"
+        problem = "part {n} is of the type {kind}, and this server only reads text"
+        raise PydanticCustomError("text_part", problem, {"n": n, "kind": shown})
+    if not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("text_part", "part {n} has no text", {"n": n})
+    return "\n".join(text for text in texts if text or len(texts) == 1)
+
+
+def join_text_parts(content: Any) -> Any:
     """Join content that is a list of text parts to one text, with line breaks."""
     if not isinstance(content, list):
         return content
-    texts = []
-    for n, part in enumerate(content):
-        fields = part if isinstance(part, dict) else {}
-        kind = fields.get("type")
-        if kind not in _TEXT_PARTS:
-            shown = kind[:40] if isinstance(kind, str) else "unknown"
-            problem = "part {n} is of the type {kind}, and this server only reads text"
-            raise PydanticCustomError("text_part", problem, {"n": n, "kind": shown})
-        text = fields.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise PydanticCustomError("text_part", "part {n} has no text", {"n": n})
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(text_of_part(part, n) for n, part in enumerate(content))
+
+
+def _as_json(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
 Schema = dict[str, Any] | bool | str | None
 Strings = Annotated[list[str], BeforeValidator(_without_empty), Field(max_length=_MAX_STOP_STRINGS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MAX_STOP_TOKENS)]
-TextContent = Annotated[str, BeforeValidator(_join_text_parts)]
+JsonText = Annotated[str, BeforeValidator(_as_json)]  # an object as text; some clients send it as it is
+TextContent = Annotated[str, BeforeValidator(join_text_parts)]
 
 
 def _type_of(field: DataclassField[Any]) -> Any:
@@ -358,12 +402,24 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class ChoicesRequest(SamplingFields):
-    """The fields that chat completions and completions share."""
+class TextRequest(SamplingFields):
+    """The fields of every request for text.
+
+    Attributes:
+        model: The name of the model.
+        keep_alive: How long it stays loaded, see `Models.use`.
+        stream: Whether to stream the answer.
+    """
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MAX_N)
+    keep_alive: float | str | None = None
     stream: bool | None = None
+
+
+class ChoicesRequest(TextRequest):
+    """The fields that chat completions and completions share."""
+
+    n: int = Field(1, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
 
     @property

@@ -13,7 +13,9 @@ from mlxlm import batch, generate, load
 from mlxlm.backend.mlx import mx
 from mlxlm.cli.main import _run
 from mlxlm.families import config_to_hf
+from mlxlm.tokenizer import FillInTheMiddle, train
 from tests.run_command import run_command
+from tests.tokenizer.test_fill_in_the_middle import QWEN, with_tokens
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,19 @@ def test_statistics_on_standard_error(run, folder):
     assert "answer 5 tokens" in err and "finish reason length" in err
 
 
+def test_suffix(run, lm, tmp_path):
+    tokens = with_tokens(train(["The quick brown fox jumps over the lazy dog."], 264), QWEN)
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_to_hf(lm.config)))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(lm.model.parameters())))
+    tokens.save(folder)
+    middle = FillInTheMiddle(tokens)
+    code = load(folder)
+    wanted = generate(code, middle.encode("The", "dog"), temperature=0, max_tokens=8).text
+    assert run(folder, "-p", "The", "--suffix", "dog", "-t", "0", "-n", "8")[:2] == (0, wanted + "\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -120,6 +135,8 @@ def test_statistics_on_standard_error(run, folder):
         (["-p", "x", "--prompt-cache-file", "y", "--deterministic"], 2, "--deterministic excludes"),
         (["-p", "x", "--logprobs", "1"], 2, "--logprobs needs --json or --jsonl"),
         (["-p", "x", "--system-prompt", "y"], 2, "--system-prompt needs --chat"),
+        (["-p", "x", "--suffix", "y", "--chat"], 2, "--suffix needs a prompt, not --chat or --jsonl"),
+        (["-p", "x", "--suffix", "y"], 1, "this model can't fill in the middle"),
         (["-p", "x", "-t", "warm"], 2, "not a valid float"),
     ],
 )

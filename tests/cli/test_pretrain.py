@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from mlxlm.backend.mlx import ON_CPU
-from mlxlm.cli.launch import strip_options
+from mlxlm.cli.distributed import strip_options
 from mlxlm.cli.main import _run
 from tests.cli.helpers import MLXLM, QUICK, dying_compiler, error_line
 

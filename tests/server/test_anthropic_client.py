@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
@@ -82,3 +83,85 @@ def test_errors(api):
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     with pytest.raises(anthropic.BadRequestError, match="only reads text"):
         api.messages.create(**{**OPTIONS, "messages": [{"role": "user", "content": [image]}]})
+
+
+def test_requests_and_models_have_anthropics_form(api):
+    answer = api.messages.create(**OPTIONS)
+    assert answer._request_id and answer._request_id.startswith("req_")
+    [model] = api.models.list()
+    assert model.id == model.display_name == "tiny" and model.type == "model" and model.created_at.tzinfo is not None
+    assert api.models.retrieve("tiny") == model
+
+
+def test_what_anthropics_servers_would_do_is_left_out(api, caplog):
+    caplog.set_level("INFO", "mlxlm.server")
+    schema = {"type": "object", "properties": {}}
+    cached = {"cache_control": {"type": "ephemeral"}}
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    tool = {"name": "f", "input_schema": schema, "defer_loading": True, "input_examples": [{}], **cached}
+    results = [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}]
+    turns = [{"role": "assistant", "content": results}, {"role": "user", "content": "And?"}]
+    system = [{"type": "text", "text": "Be brief.", **cached}]
+    body = {"messages": [*OPTIONS["messages"], *turns], "system": system, "model": "tiny"}
+    extra = {"mcp_servers": [], **cached}
+    counts = [
+        api.messages.count_tokens(**body, tools=tools, extra_body=extra).input_tokens
+        for tools in ([tool], [tool, search], [{"name": "f", "input_schema": schema}])
+    ]
+    assert len(set(counts)) == 1 and counts[0] > api.messages.count_tokens(**body).input_tokens
+    assert api.messages.create(**body, tools=[tool, search], max_tokens=1, extra_body=extra).content
+    ignored = [message.partition(" of ")[0] for message in caplog.messages if "ignoring" in message]
+    assert ignored == [
+        "ignoring the parameter messages.content.type=web_search_tool_result",
+        "ignoring the parameter tools.type=web_search_20250305",
+    ]
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers isn't supported"):
+        api.messages.create(**OPTIONS | {"extra_body": {"mcp_servers": [{"url": "https://example.org"}]}})
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a\nb"}}, "a\nb"),
+        (
+            {
+                "type": "document",
+                "title": "T",
+                "context": "C",
+                "source": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+                "citations": {"enabled": True},
+            },
+            "T\nC\na",
+        ),
+        (
+            {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "a"}]},
+            "T\nS\na",
+        ),
+    ],
+)
+def test_documents_in_plain_text(api, block, text):
+    def count(content):
+        return api.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": content}]).input_tokens
+
+    assert count([block]) == count(text) > count("")
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    assert count([{**result, "content": [block]}]) == count([{**result, "content": text}])
+
+
+def test_other_documents_are_refused(api):
+    source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    for content in ([{"type": "document", "source": source}], [{"type": "text"}], [{"type": "tool_use", "id": "a"}]):
+        with pytest.raises(anthropic.BadRequestError, match="only reads text|has no"):
+            api.messages.create(**{**OPTIONS, "messages": [{"role": "user", "content": content}]})
+
+
+def test_the_former_name_of_a_format(api):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    extra = {"output_format": {"type": "json_schema", "schema": schema}}
+    assert api.messages.create(**OPTIONS | {"extra_body": extra, "max_tokens": 60}).content[0].text == '{"a": "x"}'
+
+
+def test_only_an_answer_needs_max_tokens(live):
+    body = {"model": "tiny", "messages": OPTIONS["messages"], "temperature": 0.5, "stop_sequences": ["a"]}
+    assert httpx.post(f"{live}/v1/messages/count_tokens", json=body).json()["input_tokens"] > 0
+    assert "max_tokens is missing" in httpx.post(f"{live}/v1/messages", json=body).json()["error"]["message"]

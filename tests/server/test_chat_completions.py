@@ -161,3 +161,16 @@ def test_second_question_uses_the_prefix_cache(chat):
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
     usage = chat(messages=messages)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
+def test_top_logprobs_need_no_logprobs(chat):
+    [entry] = chat(top_logprobs=2, max_tokens=1)["choices"][0]["logprobs"]["content"]
+    assert len(entry["top_logprobs"]) == 2
+    for fields in ({"top_logprobs": 0}, {"top_logprobs": 2, "logprobs": False}):
+        assert chat(**fields, max_tokens=1)["choices"][0]["logprobs"] is None
+
+
+def test_the_schema_of_a_format_can_be_next_to_its_type(chat):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    for form in ({"type": "json_object", "schema": schema}, {"type": "json_schema", "schema": schema}):
+        assert chat(response_format=form, max_tokens=60)["choices"][0]["message"]["content"] == '{"a": "x"}'

@@ -106,6 +106,14 @@ def test_a_request_that_only_fills_the_cache(code):
     assert answer["content"] == "" and answer["tokens_predicted"] == 0
 
 
+def test_a_time_limit_ends_the_text_after_a_line(complete, lm):
+    fields = {"n_predict": 1000, "t_max_predict_ms": 1}
+    [line_break], [letter] = (lm.tokenizer.encode(text, continues=True) for text in ("\n", "a"))
+    answer = complete(logit_bias={str(line_break): 1000}, **fields)
+    assert 0 < answer["tokens_predicted"] < 1000 and answer["stop_type"] == "limit" and answer["content"]
+    assert complete(logit_bias={str(letter): 1000}, **{**fields, "n_predict": 50})["tokens_predicted"] == 50
+
+
 def test_suffix(code, code_lm):
     body = {"prompt": "The quick", "suffix": " fox", "temperature": 0, "max_tokens": 8}
     answer = code.post("/v1/completions", json=body).json()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.server.conftest import HELLO
@@ -89,6 +91,7 @@ def test_results_go_back_to_the_model(chat, client):
         ({"tools": [WEATHER], "tool_choice": 5}, "tool_choice"),
         ({"tools": [{**WEATHER, "function": {"name": "a", "parameters": {"type": 5}}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "functions": [NOTHING["function"]]}, "functions"),
         ({"tools": [WEATHER], "regex": "a"}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls.0.function"),
     ],
@@ -96,3 +99,54 @@ def test_results_go_back_to_the_model(chat, client):
 def test_invalid_tools(chat, fields, param):
     error = chat(**fields)["error"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_as_before_tools(chat, stream):
+    functions = [WEATHER["function"], NOTHING["function"]]
+    fields = {"functions": functions, "temperature": 1.0, "seed": 1, "max_tokens": 400, "stream": stream}
+    answer = chat(**fields, function_call={"name": "get_weather"})
+    if stream:
+        choices = [chunk["choices"][0] for chunk in answer[:-1]]
+        calls = [choice["delta"].get("function_call", {}) for choice in choices]
+        made = {key: "".join(call.get(key, "") for call in calls) for key in ("name", "arguments")}
+        assert not any("tool_calls" in choice["delta"] for choice in choices)
+    else:
+        choices = answer["choices"]
+        made = choices[0]["message"]["function_call"]
+        assert "tool_calls" not in choices[0]["message"]
+    assert made["name"] == "get_weather" and choices[-1]["finish_reason"] == "function_call"
+    check_arguments(json.loads(made["arguments"]))
+    call = {"name": "get_weather", "arguments": made["arguments"]}
+    turns = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "get_weather", "content": "Rain"},
+    ]
+    assert "choices" in chat(messages=HELLO["messages"] + turns, functions=functions, function_call="none")
+
+
+def test_a_function_call_is_like_a_tool_call_in_the_prompt(client):
+    def tokens(*turns):
+        return client.post("/tokenize", json={"messages": [*HELLO["messages"], *turns, *HELLO["messages"]]}).json()[
+            "tokens"
+        ]
+
+    assert tokens({"role": "assistant", "function_call": CALL["function"]}) == tokens(
+        {"role": "assistant", "tool_calls": [CALL]}
+    )
+    result = {"role": "function", "name": "get_weather", "content": "Rain"}
+    assert tokens(result) == tokens({**result, "role": "tool"})
+
+
+def test_messages_that_are_sent_back_may_have_more_fields(client):
+    def tokens(**fields):
+        messages = [*HELLO["messages"], {"role": "assistant", "content": "Hi", **fields}, *HELLO["messages"]]
+        response = client.post("/tokenize", json={"messages": messages})
+        assert response.status_code == 200, response.text
+        return response.json()["tokens"]
+
+    more = {"id": "a", "annotations": [], "reasoning_details": [{"type": "reasoning.text"}], "audio": None}
+    assert tokens(**more, mood="good") == tokens()
+    assert tokens(reasoning="r") == tokens(reasoning_content="r") == tokens(thinking="r")
+    arguments = {"tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": {"city": "Ulm", "days": 2}}}]}
+    assert tokens(**arguments) == tokens(tool_calls=[CALL])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.app import make_app
-from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest
+from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, ChatMessage
 from mlxlm.server.schemas import NAMES, UNSUPPORTED, WITHOUT_EFFECT, SamplingFields, TemplateFields
 from tests.server.apis import PATHS, body_for
 from tests.server.conftest import HELLO
@@ -51,8 +52,14 @@ def test_names_and_values_of_other_servers(given, ours):
 
 
 def test_every_other_name_is_of_one_of_our_fields():
-    assert set(NAMES.values()) <= set(SamplingFields.model_fields) and not set(NAMES) & set(SamplingFields.model_fields)
+    ours = {*SamplingFields.model_fields, *ChatMessage.model_fields}
+    assert set(NAMES.values()) <= ours and not set(NAMES) & ours
     assert not WITHOUT_EFFECT & {*NAMES, *UNSUPPORTED, *SamplingFields.model_fields, *TemplateFields.model_fields}
+
+
+def test_other_names_are_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    assert all(f"`{name}`" in page for name in NAMES)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +148,19 @@ def test_tokens_that_end_the_text(chat, served):
     other = chat(logit_bias={"70": 1000}, stop_token_ids=[70])
     assert other["usage"]["completion_tokens"] == 1 and other["choices"][0]["finish_reason"] == "stop"
     assert other["choices"][0]["message"]["content"] == ""
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_keep_alive_is_for_the_model(client, models, monkeypatch, api):
+    given, use = [], models.use
+
+    def recorded(name, keep_alive=None):
+        given.append(keep_alive)
+        return use(name, keep_alive)
+
+    monkeypatch.setattr(models, "use", recorded)
+    assert client.post(PATHS[api], json={**body_for(api), "keep_alive": "5m"}).status_code == 200
+    assert given == ["5m"]
+    assert (
+        "keep_alive" in client.post(PATHS[api], json={**body_for(api), "keep_alive": "soon"}).json()["error"]["message"]
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
+from tokenizers import normalizers
 
 from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
 from mlxlm.utils.errors import TextTooLongError, TokenizerError
@@ -42,9 +43,12 @@ def test_codestral_has_the_suffix_first(byte_level):
     assert FillInTheMiddle(tokenizer).encode("a", "b") == [bos, after, suffix, before, prefix]
 
 
-def test_a_suffix_has_no_dummy_prefix(llama2):
+def test_a_suffix_has_no_dummy_prefix(sentencepiece_bpe):
     tokens = ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"]
-    tokenizer = with_tokens(llama2, tokens)
+    runtime = tokenizers.Tokenizer.from_str(sentencepiece_bpe.to_json())
+    runtime.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = with_tokens(Tokenizer(runtime, sentencepiece_bpe.special_token_names), tokens)
+    assert tokenizer.adds_dummy_prefix
     before, after, middle, end = map(tokenizer.token_id, tokens)
     prefix, suffix = tokenizer.encode("def"), tokenizer.encode("return", continues=True)
     assert prefix[0] == tokenizer.bos_token_id

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, FileFormat, MlxLmCheckpoint
+from mlxlm.checkpoint.embedding_config import from_gguf
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
@@ -15,6 +16,7 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.families import FAMILIES, config_from_hf, family_config, unsupported_feature
+from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_PARTS = 1000
@@ -38,9 +40,14 @@ def open_gguf(path: Path | str) -> AnyCheckpoint:
     described = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
     tensors = architecture.with_norm_offset(described, -1)
     tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
+    embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
+
+    def tokenizer() -> Tokenizer:
+        return read_tokenizer(header)
+
     if reason:
-        return MlxLmCheckpoint(header.path, "gguf", values, tensors, lambda: read_tokenizer(header), reason)
-    return Checkpoint(header.path, "gguf", family_config(config), tensors, lambda: read_tokenizer(header), config)
+        return MlxLmCheckpoint(header.path, "gguf", values, tensors, tokenizer, reason, embedding=embedding)
+    return Checkpoint(header.path, "gguf", family_config(config), tensors, tokenizer, config, embedding=embedding)
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)

@@ -14,16 +14,17 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse
+from mlxlm.server.conversation import Conversation, ToolUse, named_tool
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import new_id
+from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
-from mlxlm.server.reply import ChoicesReply, respond
+from mlxlm.server.reply import ChoicesReply, Event, respond
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChoicesRequest,
     Fields,
+    JsonText,
     TemplateFields,
     TextContent,
     read_body,
@@ -56,7 +57,7 @@ class ResponseFormat(Fields):
 class ToolFunction(Fields):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -73,7 +74,7 @@ class CalledFunction(Fields):
     """The function of a tool call in an assistant's message; its arguments are JSON text."""
 
     name: str
-    arguments: str
+    arguments: JsonText
 
 
 class MessageToolCall(Fields):
@@ -87,11 +88,12 @@ class MessageToolCall(Fields):
 class ChatMessage(Fields):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: TextContent | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -104,8 +106,10 @@ class ChatMessage(Fields):
     def to_chat(self) -> Message:
         """The message for the chat template."""
         calls = [ToolCall(c.id or "", c.function.name, c.function.arguments) for c in self.tool_calls or ()]
+        if self.function_call is not None:
+            calls.append(ToolCall("", self.function_call.name, self.function_call.arguments))
         return Message(
-            self.role,
+            "tool" if self.role == "function" else self.role,
             self.content or self.refusal or "",
             tool_calls=tuple(calls),
             tool_call_id=self.tool_call_id,
@@ -124,17 +128,30 @@ class ChatCompletionRequest(ChoicesRequest, TemplateFields):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    functions: list[ToolFunction] | None = Field(None, max_length=MAX_TOOLS)
+    function_call: Any = None
     modalities: list[Literal["text"]] | None = None
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     body = await read_body(request, ChatCompletionRequest)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
     messages = [message.to_chat() for message in body.messages]
-    conversation = Conversation(messages, body.template_kwargs(), tool_use)
-    return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
+    conversation = Conversation(messages, body.template_kwargs(), _tool_use(body))
+    return await respond(
+        request, body.model, body.stream, partial(_make_reply, body, conversation), keep_alive=body.keep_alive
+    )
+
+
+def _tool_use(body: ChatCompletionRequest) -> ToolUse:
+    if not body.functions:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        return ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    if body.tools:
+        raise invalid("functions and tools (try: tools)", "functions")
+    tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in body.functions]
+    named = body.function_call
+    return ToolUse.from_openai(tools, named_tool(named.get("name")) if isinstance(named, dict) else named, False)
 
 
 async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, model: ServedModel) -> _ChatCompletion:
@@ -156,6 +173,8 @@ def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> Genera
 
 
 class _ChatCompletion(ChoicesReply):
+    body: ChatCompletionRequest
+
     def start_choice(self, text: Text) -> dict[str, Any]:
         return self._choice(text, {"role": "assistant", "content": ""})
 
@@ -180,7 +199,20 @@ class _ChatCompletion(ChoicesReply):
         if reasoning:
             message["reasoning_content"] = reasoning
         logprobs = self.describe_logprobs(text, text.logprobs) if text.request.options.logprobs is not None else None
-        return {"index": text.index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
+        choice = {"index": text.index, "message": message, "logprobs": logprobs, "finish_reason": text.finish_reason}
+        return self._in_legacy_form(choice, message)
+
+    def _event(self, choice: dict[str, Any]) -> Event:
+        return super()._event(self._in_legacy_form(choice, choice["delta"]))
+
+    def _in_legacy_form(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+        """A request with `functions` has an answer with `function_call`."""
+        if self.body.functions:
+            if calls := message.pop("tool_calls", None):
+                message["function_call"] = calls[0]["function"]
+            if choice["finish_reason"] == "tool_calls":
+                choice["finish_reason"] = "function_call"
+        return choice
 
     def _choice(self, text: Text, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": text.index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -13,17 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxlm.generation import device_thread
-from mlxlm.generation.request import encode_prompt
-from mlxlm.generation.scoring import embed
+from mlxlm.generation.embedding import embed_batch, encode_for_embedding, similar_lengths
 from mlxlm.server.endpoints import routes
-from mlxlm.server.errors import invalid
+from mlxlm.server.errors import client_message, invalid
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import json_response
 from mlxlm.server.schemas import Fields, Prompts, read_body
+from mlxlm.utils.errors import GenerationError
 
 
 class EmbeddingRequest(Fields):
-    """The body of /v1/embeddings."""
+    """The body of /v1/embeddings.
+
+    Attributes:
+        dimensions: How many of the first values of each vector to keep.
+    """
 
     model: str | None = None
     input: Prompts
@@ -60,18 +64,23 @@ async def embed_texts(
     Raises:
         ApiError: For an empty text, one that is too long, and dimensions that the model doesn't have.
     """
-    lm, vectors, num_tokens = model.lm, [], 0
+    lm, encoded = model.lm, []
     for index, text in enumerate(texts):
-        if not text:
-            raise invalid("a text is empty", f"{param}.{index}")
-        ids = await model.encode(encode_prompt, lm, text)
-        # One text at a time, so that requests for text needn't wait for all of them.
-        vector = await asyncio.to_thread(device_thread.run, partial(embed, lm, ids))
-        if dimensions not in (None, len(vector)):
-            raise invalid(f"the embeddings of this model have {len(vector)} dimensions", "dimensions")
-        vectors.append(vector)
-        num_tokens += len(ids)
-    return vectors, num_tokens
+        try:
+            encoded.append(await model.encode(encode_for_embedding, lm, text))
+        except GenerationError as error:
+            raise invalid(client_message(error), f"{param}.{index}") from None
+    vectors: list[list[float]] = [[]] * len(encoded)
+    # A few texts at a time, so that requests for text needn't wait for all of them.
+    for rows, batch in similar_lengths(lm, encoded):
+        embed = partial(device_thread.run, partial(embed_batch, lm, batch, dimensions))
+        try:
+            found = await asyncio.to_thread(embed)
+        except GenerationError as error:
+            raise invalid(client_message(error), "dimensions" if "dimensions" in error.message else None) from None
+        for row, vector in zip(rows, found.tolist(), strict=True):
+            vectors[row] = vector
+    return vectors, sum(map(len, encoded))
 
 
 def _to_base64(vector: list[float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from time import monotonic
 from typing import Any
 
 from pydantic import Field
@@ -19,20 +20,25 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
-from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, SamplingFields, read_body
+from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest, read_body
 from mlxlm.server.text import Piece, Text, sample_requests
 
 
-class GenerationFields(SamplingFields):
-    """The fields that /completion and /infill share."""
+class LlamaCppRequest(TextRequest):
+    """The fields that /completion and /infill share.
 
-    model: str | None = None
-    stream: bool | None = None
+    Attributes:
+        response_fields: Names of the fields to return, see `_select`.
+        return_tokens: Whether to return token ids.
+        t_max_predict_ms: After so many milliseconds, the text ends if it has a line break; 0 for no limit.
+    """
+
     response_fields: list[str] | None = Field(None, max_length=64)
     return_tokens: bool | None = None
+    t_max_predict_ms: float = Field(0, ge=0)
 
 
-class CompletionRequest(GenerationFields):
+class LlamaCppCompletionRequest(LlamaCppRequest):
     """The body of /completion. Special tokens in the prompt are parsed: it is a template that the client has filled."""
 
     prompt: Prompt
@@ -45,7 +51,7 @@ class ExtraFile(Fields):
     filename: str = ""
 
 
-class InfillRequest(GenerationFields):
+class InfillRequest(LlamaCppRequest):
     """The body of /infill."""
 
     input_prefix: str = ""
@@ -56,7 +62,7 @@ class InfillRequest(GenerationFields):
 
 async def completion(request: Request) -> Response:
     """Continue a prompt."""
-    body = await read_body(request, CompletionRequest)
+    body = await read_body(request, LlamaCppCompletionRequest)
 
     async def make_reply(model: ServedModel) -> _Completion:
         if isinstance(body.prompt, str) and body.prompt:
@@ -65,7 +71,7 @@ async def completion(request: Request) -> Response:
             ids = await model.encode(encode_prompt, model.lm, body.prompt)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids))
 
-    return await respond(request, body.model, body.stream, make_reply)
+    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
 
 
 async def infill(request: Request) -> Response:
@@ -78,11 +84,11 @@ async def infill(request: Request) -> Response:
         ids = await model.encode(middle.encode, body.input_prefix, body.input_suffix, body.prompt, files)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids) | middle.end_token_ids)
 
-    return await respond(request, body.model, body.stream, make_reply)
+    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
 
 
 async def _make_reply(
-    body: GenerationFields, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
+    body: LlamaCppRequest, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
 ) -> _Completion:
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
     options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
@@ -92,14 +98,18 @@ async def _make_reply(
 
 
 class _Completion(Reply):
-    def __init__(self, model: ServedModel, text: Text, body: GenerationFields):
+    def __init__(self, model: ServedModel, text: Text, body: LlamaCppRequest):
         super().__init__(model, [text])
-        self._text, self._body = text, body
+        self._text, self._body, self._first_time = text, body, 0.0
 
     def start(self) -> Sequence[Event]:
         return ()
 
     def push(self, text: Text, pieces: Sequence[Piece]) -> list[Event]:
+        self._first_time = self._first_time or monotonic()
+        limit, seconds = self._body.t_max_predict_ms / 1000, monotonic() - self._first_time
+        if limit and seconds > limit and any("\n" in part.text for part in text.parts):
+            text.stream.cancel()
         content = "".join(piece.text for piece in pieces)
         return [{"index": 0, "content": content, "tokens": [], "stop": False}] if content and self._returned else []
 
@@ -108,7 +118,7 @@ class _Completion(Reply):
 
     def complete(self) -> dict[str, Any]:
         result, options = self._text.result, self._text.request.options
-        assert result is not None and result.finish_reason is not None
+        assert result is not None
         values = {
             "index": 0,
             "content": result.text if self._returned else "",
@@ -116,7 +126,7 @@ class _Completion(Reply):
             "stop": True,
             "model": self.model.name,
             "generation_settings": {**asdict(options), "n_ctx": self.model.context_length},
-            "stop_type": _STOP_TYPES[result.finish_reason],
+            "stop_type": _STOP_TYPES[result.finish_reason or "length"],
             "truncated": result.finish_reason == "context",
             "has_new_line": "\n" in result.text,
             "tokens_predicted": len(result.tokens) if self._returned else 0,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,11 +23,12 @@ from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
-    SamplingFields,
     Schema,
     TemplateFields,
     TextContent,
+    TextRequest,
     read_body,
+    text_of_part,
 )
 from mlxlm.server.text import Part, Piece, Text
 from mlxlm.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ from mlxlm.tokenizer import Tokenizer
 class Block(Fields):
     """A content block of a message. Its type decides which fields it needs."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    type: str
     text: str | None = None
     id: str | None = None
     name: str | None = None
@@ -46,23 +47,30 @@ class Block(Fields):
     is_error: bool | None = None
     thinking: str | None = None
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is a result of Anthropic's own tools, for example."""
+        return self.type not in ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
 
 _NEEDED = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 
 
 def _as_blocks(value: Any) -> Any:
-    """Convert text to a block, and check what each type of block needs."""
+    """Convert text and documents to blocks of text, and check what each type of block needs."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    for n, block in enumerate(value if isinstance(value, list) else ()):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind in ("image", "document"):
-            problem = "block {n} is of the type {kind}, and this server only reads text"
-            raise PydanticCustomError("block", problem, {"n": n, "kind": kind})
-        for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
-            if block.get(name) is None:
-                raise PydanticCustomError("block", "block {n} has no {name}", {"n": n, "name": name})
-    return value
+    return [_as_block(block, n) for n, block in enumerate(value)] if isinstance(value, list) else value
+
+
+def _as_block(block: Any, n: int) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind in ("image", "document", "search_result"):
+        return {"type": "text", "text": text_of_part(block, n)}
+    for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
+        if block.get(name) is None:
+            raise PydanticCustomError("block", "block {n} has no {name}", {"n": n, "name": name})
+    return block
 
 
 Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
@@ -78,11 +86,22 @@ class AnthropicMessage(Fields):
 class AnthropicTool(Fields):
     """A function that the model may call."""
 
-    type: Literal["custom"] | None = None
-    name: str
+    type: str = "custom"
+    name: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is one of Anthropic's own tools."""
+        return self.type != "custom"
+
+    @model_validator(mode="after")
+    def _check(self) -> AnthropicTool:
+        if not self.is_left_out and (self.name is None or self.input_schema is None):
+            raise ValueError("a tool needs name and input_schema")
+        return self
 
     def to_chat(self) -> dict[str, Any]:
         """The tool as in chat completions."""
@@ -117,17 +136,16 @@ class ContextManagement(Fields):
     edits: list[Annotated[dict[str, Any], BeforeValidator(_check_edit)]] | None = None
 
 
-class MessagesRequest(SamplingFields, TemplateFields):
+class MessagesRequest(TextRequest, TemplateFields):
     """The body of /v1/messages, and of /v1/messages/count_tokens, which doesn't need max_tokens."""
 
-    model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its earlier name for output_config.format
     context_management: ContextManagement | None = None
-    stream: bool | None = None
 
 
 async def messages(request: Request) -> Response:
@@ -135,10 +153,16 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     if body.max_tokens is None:
         raise invalid("max_tokens is missing", "max_tokens", "missing_required_parameter")
-    form, schema = body.output_config.format if body.output_config else None, body.json_schema
+    form, schema = (body.output_config or OutputConfig()).format or body.output_format, body.json_schema
     if form is not None:
         schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
-    return await respond(request, body.model, body.stream, partial(_make_reply, body, schema, _conversation(body)))
+    return await respond(
+        request,
+        body.model,
+        body.stream,
+        partial(_make_reply, body, schema, _conversation(body)),
+        keep_alive=body.keep_alive,
+    )
 
 
 async def count_tokens(request: Request) -> Response:
@@ -179,7 +203,8 @@ def _to_message(message: AnthropicMessage) -> Message:
 
 
 def _tool_use(body: MessagesRequest) -> ToolUse:
-    tools, choice = [tool.to_chat() for tool in body.tools or ()], body.tool_choice or {"type": "auto"}
+    tools = [tool.to_chat() for tool in body.tools or () if not tool.is_left_out]
+    choice = body.tool_choice or {"type": "auto"}
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named_tool(choice.get("name"))}
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in choices:

@@ -1,7 +1,7 @@
 """The models: what they are, loading and unloading them, and downloads.
 
-The list has OpenAI's fields and more. The paths to load and unload models are those of llama.cpp's server and of
-LM Studio's.
+The list has the fields of OpenAI and of Anthropic, and more. The paths to load and unload models are those of
+llama.cpp's server and of LM Studio's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ async def list_models(request: Request) -> JSONResponse:
     """List the models that requests can name, without those that can't be opened."""
     models: Models = request.app.state.models
     listed = [await describe(models, name) for name in models.names]
-    return JSONResponse({"object": "list", "data": [values for values in listed if values["problem"] is None]})
+    data = [values for values in listed if values["problem"] is None]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
 
 async def get_model(request: Request) -> JSONResponse:
@@ -49,12 +51,16 @@ async def get_model(request: Request) -> JSONResponse:
 
 
 async def describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields, and what is known of a model without loading it."""
+    """OpenAI's fields and Anthropic's, and what is known of a model without loading it."""
     description = await models.describe(name)
+    shown = name if name in models.library.names else description.name
     return {
-        "id": name if name in models.library.names else description.name,
+        "id": shown,
         "object": "model",
+        "type": "model",
+        "display_name": shown,
         "created": int(description.modified.timestamp()),
+        "created_at": description.modified.isoformat(),
         "owned_by": description.location,
         "loaded": description.loaded,
         "context_length": description.context_length,

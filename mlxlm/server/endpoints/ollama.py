@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -15,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlxlm.chat.messages import Message, ToolCall
+from mlxlm.chat.messages import Message
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.conversation import Conversation, ToolUse, check_constraint
-from mlxlm.server.endpoints.chat_completions import Tool
+from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
 from mlxlm.server.errors import invalid
@@ -40,21 +41,22 @@ from mlxlm.server.schemas import (
     Fields,
     SamplingFields,
     TemplateFields,
-    TextContent,
     read_body,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
 from mlxlm.utils.errors import ConfigError
 
+_ROOM = 64  # tokens
 
-class ModelRequest(Fields):
+
+class OllamaRequest(Fields):
     """What all requests have. Older clients say `name`."""
 
     model: str | None = Field(None, validation_alias=AliasChoices("model", "name"))
     keep_alive: float | str | None = None
 
 
-class GenerationRequest(ModelRequest, TemplateFields):
+class OllamaTextRequest(OllamaRequest, TemplateFields):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None
@@ -74,39 +76,14 @@ class GenerationRequest(ModelRequest, TemplateFields):
         )
 
 
-class CalledFunction(Fields):
-    """The function of a tool call; its arguments are an object."""
-
-    name: str
-    arguments: dict[str, Any] = {}
-
-
-class MessageToolCall(Fields):
-    """A tool call in an assistant's message."""
-
-    id: str | None = None
-    function: CalledFunction
-
-
-class ChatMessage(Fields):
-    """A message of a conversation."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: TextContent = ""
-    thinking: str | None = None
-    tool_calls: list[MessageToolCall] = []
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(OllamaTextRequest):
     """The body of /api/chat. Without messages, it loads the model."""
 
     messages: list[ChatMessage] = Field([], max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
 
 
-class GenerateRequest(GenerationRequest):
+class GenerateRequest(OllamaTextRequest):
     """The body of /api/generate. Without a prompt, it loads the model."""
 
     prompt: str = ""
@@ -121,8 +98,9 @@ async def chat(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
     if not body.messages:
         return await _load(request, body, is_chat=True)
+    messages = list(_with_ids(message.to_chat() for message in body.messages))
     tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools])
-    conversation = Conversation(_to_messages(body.messages), body.template_kwargs(), tools)
+    conversation = Conversation(messages, body.template_kwargs(), tools)
 
     async def make_reply(model: ServedModel) -> _Answer:
         eos_token_ids = body.options.eos_token_ids(model.eos_token_ids)
@@ -132,30 +110,14 @@ async def chat(request: Request) -> Response:
     return await _respond(request, body, make_reply)
 
 
-def _to_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages for the chat template. Calls without ids get some, in the order in which results answer them."""
-    converted: list[Message] = []
+def _with_ids(messages: Iterable[Message]) -> Iterator[Message]:
+    """Give calls without ids some, and results the ids of the calls, which they answer in their order."""
     unanswered: list[str] = []
     for n, message in enumerate(messages):
-        calls = [
-            ToolCall(call.id or f"call_{n}_{k}", call.function.name, json.dumps(call.function.arguments))
-            for k, call in enumerate(message.tool_calls)
-        ]
+        calls = tuple(replace(call, id=call.id or f"call_{n}_{k}") for k, call in enumerate(message.tool_calls))
         unanswered += [call.id for call in calls]
-        call_id = message.tool_call_id
-        if message.role == "tool" and call_id is None and unanswered:
-            call_id = unanswered.pop(0)
-        converted.append(
-            Message(
-                message.role,
-                message.content,
-                tool_calls=tuple(calls),
-                tool_call_id=call_id,
-                name=message.tool_name,
-                reasoning_content=message.thinking,
-            )
-        )
-    return converted
+        answers = message.role == "tool" and message.tool_call_id is None and unanswered
+        yield replace(message, tool_calls=calls, tool_call_id=unanswered.pop(0) if answers else message.tool_call_id)
 
 
 async def generate(request: Request) -> Response:
@@ -190,16 +152,14 @@ async def generate(request: Request) -> Response:
     return await _respond(request, body, make_reply)
 
 
-async def _respond(request: Request, body: GenerationRequest, make_reply: MakeReply) -> Response:
-    stream = body.stream is not False
-    return await respond(request, body.model, stream, make_reply, NDJSON, body.keep_alive)
+async def _respond(request: Request, body: OllamaTextRequest, make_reply: MakeReply) -> Response:
+    return await respond(request, body.model, body.stream is not False, make_reply, NDJSON, body.keep_alive)
 
 
 class _Answer(Reply):
-    def __init__(self, model: ServedModel, text: Text, body: GenerationRequest, is_chat: bool):
+    def __init__(self, model: ServedModel, text: Text, body: OllamaTextRequest, is_chat: bool):
         super().__init__(model, [text])
-        self._text, self._is_chat = text, is_chat
-        self._name = body.model or model.name
+        self._text, self._event = text, partial(_event, body.model or model.name, is_chat)
         self._has_context = isinstance(body, GenerateRequest) and not body.raw and not body.suffix
         self._num_calls = 0
 
@@ -231,9 +191,6 @@ class _Answer(Reply):
     def progress(self) -> bytes:
         """An event without text: NDJSON has no comments."""
         return self.encode(self._event())
-
-    def _event(self, content: str = "", thinking: str = "", calls: Sequence[Part] = ()) -> Event:
-        return _event(self._name, self._is_chat, content, thinking, calls)
 
     def _statistics(self) -> dict[str, Any]:
         result = self._text.result
@@ -285,7 +242,7 @@ def timestamp(time: datetime) -> str:
     return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
-async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSONResponse:
+async def _load(request: Request, body: OllamaTextRequest, is_chat: bool) -> JSONResponse:
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
     name = models.find(body.model)
@@ -301,7 +258,7 @@ async def _load(request: Request, body: GenerationRequest, is_chat: bool) -> JSO
     return JSONResponse({**event, "done": True, "done_reason": "unload" if unloads else "load"})
 
 
-class EmbedRequest(ModelRequest):
+class EmbedRequest(OllamaRequest):
     """The body of /api/embed, and of /api/embeddings, its older form with a single text."""
 
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] = []
@@ -343,10 +300,15 @@ async def _embed(models: Models, body: EmbedRequest, texts: Sequence[str]) -> di
         }
 
 
-def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str | list[int]]:
-    """The ids of the beginning of each text that fits into the context; short texts unchanged."""
-    length, encode = model.context_length, model.lm.tokenizer.encode
-    return [text if len(text) < length else encode(text[: 16 * length])[:length] for text in texts]
+def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str]:
+    """The beginning of each text that fits into the context, with room for special tokens and the model's prompt."""
+    size, tokenizer = max(1, model.context_length - _ROOM), model.lm.tokenizer
+
+    def begin(text: str) -> str:
+        ids = tokenizer.encode(text[: 16 * model.context_length], add_special_tokens=False)
+        return tokenizer.decode(ids[:size]) if len(ids) > size else text
+
+    return [begin(text) if len(text) > size else text for text in texts]
 
 
 ROUTES = [

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from mlxlm.chat.reasoning import OPEN
 from mlxlm.checkpoint import open_checkpoint
 from mlxlm.checkpoint.local_models import HUB, OWN, find_removable, remove
-from mlxlm.server.endpoints.ollama import ModelRequest, timestamp
+from mlxlm.server.endpoints.ollama import OllamaRequest, timestamp
 from mlxlm.server.errors import ApiError, invalid, to_api_error
 from mlxlm.server.model_library import ModelDescription
 from mlxlm.server.models import Models
@@ -79,7 +79,7 @@ def _details(model: ModelDescription) -> dict[str, Any]:
         "parent_model": "",
         "format": model.format,
         "family": model.family,
-        "families": [model.family],
+        "families": [model.family] if model.family else [],
         "parameter_size": human_count(model.parameters or 0),
         "quantization_level": model.quantization,
     }
@@ -87,7 +87,7 @@ def _details(model: ModelDescription) -> dict[str, Any]:
 
 async def show(request: Request) -> JSONResponse:
     """Describe a model: its size, its chat template, and what it can do."""
-    body = await read_body(request, ModelRequest)
+    body = await read_body(request, OllamaRequest)
     models: Models = request.app.state.models
     model = await models.describe(body.model)
     tokenizer = await asyncio.to_thread(_tokenizer_of, models, model)
@@ -126,7 +126,7 @@ def _tokenizer_of(models: Models, description: ModelDescription) -> Tokenizer | 
     return None
 
 
-class PullRequest(ModelRequest):
+class PullRequest(OllamaRequest):
     """The body of /api/pull."""
 
     stream: bool | None = None
@@ -167,7 +167,7 @@ async def _encode(events: AsyncGenerator[Event], path: str) -> AsyncGenerator[by
 
 async def delete(request: Request) -> Response:
     """Remove a downloaded model, by the rules of mlxlm models rm; or an alias that /api/copy has made."""
-    body = await read_body(request, ModelRequest)
+    body = await read_body(request, OllamaRequest)
     models: Models = request.app.state.models
     if models.library.remove_alias(body.model or ""):
         return Response()
@@ -204,7 +204,7 @@ async def copy(request: Request) -> Response:
 
 async def refuse(request: Request) -> Response:
     """Refuse to make or upload a model."""
-    await read_body(request, ModelRequest)
+    await read_body(request, OllamaRequest)
     action = request.url.path.rpartition("/")[2]
     raise invalid(f"this server can't {action} models (try: mlxlm convert, quantize or finetune)")
 

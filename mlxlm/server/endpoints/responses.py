@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
@@ -23,28 +24,62 @@ from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
-    SamplingFields,
+    JsonText,
     StreamOptions,
     TemplateFields,
     TextContent,
+    TextRequest,
+    join_text_parts,
     read_body,
 )
+from mlxlm.server.stored_responses import StoredResponses
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 
-_INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_LOGPROBS = "message.output_text.logprobs"  # the only `include` that has an effect
+
+
+def _as_output(value: Any) -> Any:
+    """The result of a call as text: that of its parts, or else JSON."""
+    parts = value if isinstance(value, list) else [value]
+    if isinstance(value, str) or all(isinstance(part, dict) and "type" in part for part in parts):
+        return join_text_parts([value] if isinstance(value, dict) else value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 class InputItem(Fields):
-    """An item of the input. Its type decides which fields it needs."""
+    """An item of the input. Its type decides which fields it needs.
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    Calls and outputs of tools that the client runs, such as `custom_tool_call` and `local_shell_call_output`, are like
+    those of functions; their arguments are in `input`, `action` or `operation`.
+    """
+
+    type: str = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: TextContent | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: TextContent | None = None
+    arguments: JsonText | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    output: Annotated[str, BeforeValidator(_as_output)] | None = None
     summary: TextContent | None = None
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call of a tool that the client runs."""
+        return self.type == "function_call" or self.type.endswith("_call") and self.call_id is not None
+
+    @property
+    def is_output(self) -> bool:
+        """Whether it is the result of such a call."""
+        return self.type == "function_call_output" or self.type.endswith("_output") and self.output is not None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is of a type without text, such as `web_search_call`."""
+        return not (self.type in ("message", "reasoning", "item_reference") or self.is_call or self.is_output)
 
 
 def _as_items(value: Any) -> Any:
@@ -67,62 +102,102 @@ class TextSettings(Fields):
 class ResponseTool(Fields):
     """An entry of `tools`."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it isn't a function: OpenAI runs it, or a client knows it by its type."""
+        return self.type != "function"
+
     def to_chat(self) -> dict[str, Any]:
         """The tool as in chat completions."""
-        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
         return {"type": "function", "function": function}
 
 
-class ResponseRequest(SamplingFields, TemplateFields):
+class ResponseRequest(TextRequest, TemplateFields):
     """The body of /v1/responses."""
 
     metadata: dict[str, Any] | None = None
-    model: str | None = None
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextSettings | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[_INCLUDES] | None = None
-    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    store: bool | None = None
     previous_response_id: str | None = None
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether the request asks for log-probabilities."""
-        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+        return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
     @property
     def format(self) -> TextFormat:
         """The format of the text."""
         return self.text.format if self.text and self.text.format else TextFormat(type="text")
 
-    @model_validator(mode="after")
-    def _check(self) -> ResponseRequest:
-        if self.previous_response_id is not None:
-            problem = "this server doesn't keep responses (try: the earlier items in input)"
-            raise invalid(problem, "previous_response_id", "previous_response_not_found")
-        return self
-
 
 async def responses(request: Request) -> Response:
     """Answer the input."""
     body = await read_body(request, ResponseRequest)
-    kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
-    tools = [tool.to_chat() for tool in body.tools or ()]
+    stored: StoredResponses = request.app.state.stored_responses
+    if body.previous_response_id is not None:
+        earlier = await stored.get(body.previous_response_id, "previous_response_id")
+        items = [*earlier["input"], *earlier["response"]["output"]]
+        body.input = [*map(InputItem.model_validate, items), *body.input]
+    for index, item in enumerate(body.input):
+        if item.type == "item_reference":
+            found = stored.find_item(item.id or "")
+            if found is None:
+                raise invalid(f"there is no item {(item.id or '')[:100]!r} (try: the item itself)", f"input.{index}.id")
+            body.input[index] = InputItem.model_validate(found)
+    tools = [tool.to_chat() for tool in body.tools or () if not tool.is_left_out]
     tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
     conversation = Conversation(_messages(body), kwargs, tool_use)
-    return await respond(request, body.model, body.stream, partial(_make_reply, body, conversation))
+    keep = None if body.store is False else stored
+    return await respond(
+        request, body.model, body.stream, partial(_make_reply, body, conversation, keep), keep_alive=body.keep_alive
+    )
+
+
+async def get_response(request: Request) -> JSONResponse:
+    """Return a response that was kept."""
+    stored: StoredResponses = request.app.state.stored_responses
+    return JSONResponse((await stored.get(request.path_params["id"]))["response"])
+
+
+async def delete_response(request: Request) -> JSONResponse:
+    """Delete a response that was kept."""
+    id = request.path_params["id"]
+    await request.app.state.stored_responses.delete(id)
+    return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: Request) -> JSONResponse:
+    """Return the input of a response that was kept, the last item first unless the query says `order=asc`."""
+    stored: StoredResponses = request.app.state.stored_responses
+    items = [_listed(item) for item in (await stored.get(request.path_params["id"]))["input"]]
+    items = items if request.query_params.get("order") == "asc" else items[::-1]
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(item.get("content"), str):
+        return item
+    kind = "reasoning" if item["type"] == "reasoning" else "output" if item["role"] == "assistant" else "input"
+    return {**item, "content": [{"type": f"{kind}_text", "text": item["content"]}]}
 
 
 def _messages(body: ResponseRequest) -> list[Message]:
@@ -139,14 +214,15 @@ def _messages(body: ResponseRequest) -> list[Message]:
         where = f"input.{index}"
         if item.type == "reasoning":
             reasoning = item.content or item.summary or None
-        elif item.type == "function_call_output":
-            if item.call_id is None or item.output is None:
+        elif item.is_output:
+            call_id = item.call_id or item.id
+            if call_id is None or item.output is None:
                 raise invalid("an output needs call_id and output", where)
-            messages.append(Message("tool", item.output, tool_call_id=item.call_id))
-        elif item.type == "function_call":
+            messages.append(Message("tool", item.output, tool_call_id=call_id))
+        elif item.is_call:
             _add_call(messages, item, reasoning, where)
             reasoning = None
-        else:
+        elif item.type == "message":
             if item.role is None or item.content is None:
                 raise invalid("a message needs role and content", where)
             kept = reasoning if item.role == "assistant" else None
@@ -157,9 +233,13 @@ def _messages(body: ResponseRequest) -> list[Message]:
 
 def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, where: str) -> None:
     """Add a call to the answer that it belongs to."""
-    if item.call_id is None or item.name is None or item.arguments is None:
+    arguments, name = item.arguments, item.name
+    if item.type != "function_call":
+        value = {"input": item.input} if item.input is not None else item.action or item.operation or {}
+        arguments, name = arguments or json.dumps(value, ensure_ascii=False), name or item.type.removesuffix("_call")
+    if item.call_id is None or name is None or arguments is None:
         raise invalid("a call needs call_id, name and arguments", where)
-    call = ToolCall(item.call_id, item.name, item.arguments)
+    call = ToolCall(item.call_id, name, arguments)
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if last is None:
         messages.append(Message("assistant", "", tool_calls=(call,), reasoning_content=reasoning))
@@ -168,20 +248,26 @@ def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, w
         messages[-1] = Message("assistant", last.content, tool_calls=(*last.tool_calls, call), reasoning_content=kept)
 
 
-async def _make_reply(body: ResponseRequest, conversation: Conversation, model: ServedModel) -> _Response:
+async def _make_reply(
+    body: ResponseRequest, conversation: Conversation, stored: StoredResponses | None, model: ServedModel
+) -> _Response:
     schema = body.schema_of_format(body.format.type, body.format.json_schema, "text.format")
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     options = body.options(model.defaults, logprobs=logprobs, json_schema=schema)
+    if body.truncation == "auto":
+        conversation = await conversation.truncate(model, options.max_tokens or 1)
     texts = await conversation.answers(model, options, body.eos_token_ids(model.eos_token_ids))
-    return _Response(model, texts, body)
+    return _Response(model, texts, body, stored)
 
 
 class _Response(Reply):
     """A response, whose output has an item for each part of the text: reasoning, a message, or a tool call."""
 
-    def __init__(self, model: ServedModel, texts: Sequence[Text], body: ResponseRequest):
+    def __init__(
+        self, model: ServedModel, texts: Sequence[Text], body: ResponseRequest, stored: StoredResponses | None = None
+    ):
         super().__init__(model, texts)
-        self._body, self._text = body, texts[0]
+        self._body, self._text, self._stored = body, texts[0], stored
         self._items: list[dict[str, Any]] = []  # the last one is unfinished until the text has ended
         self._sequence_number = 0
         self._head = {"id": new_id("resp_"), "object": "response", "created_at": int(time.time()), "model": model.name}
@@ -210,7 +296,7 @@ class _Response(Reply):
         text, result = self._text, self._text.result
         assert result is not None
         output_tokens = len(result.tokens)
-        return {
+        response = {
             **self._fields(self._status),
             "output": self._items,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
@@ -222,6 +308,10 @@ class _Response(Reply):
                 "total_tokens": result.prompt_tokens + output_tokens,
             },
         }
+        if self._stored is not None:
+            items = [item.model_dump(exclude_none=True) for item in self._body.input]
+            self._stored.put(response, [{"id": new_id("msg_"), **item} for item in items])
+        return response
 
     def encode(self, event: Event) -> bytes:
         self._sequence_number += 1
@@ -289,15 +379,15 @@ class _Response(Reply):
             "metadata": body.metadata or {},
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self._stored is not None,
             "temperature": options.temperature,
             "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": options.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
         }
 
@@ -314,4 +404,9 @@ def _new_item(part: Part) -> dict[str, Any]:
     return {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": [], "status": "in_progress"}
 
 
-ROUTES = routes("/responses", responses)
+ROUTES = [
+    *routes("/responses", responses),
+    *routes("/responses/{id}", get_response, "GET"),
+    *routes("/responses/{id}", delete_response, "DELETE"),
+    *routes("/responses/{id}/input_items", list_input_items, "GET"),
+]
