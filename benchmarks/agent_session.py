@@ -4,7 +4,7 @@
 
 Prints which share of the reusable prompt tokens came from the prefix cache. Reusable is what a prompt shares with the
 longest earlier text of any client that had ended by then: its prompt, if the model has read it, and its answer but for
-the last token. Also the memory of weights, keys and values compared with --max-memory, and whether greedy answers are
+the last token. Also the memory of the process compared with --max-memory, and whether greedy answers are
 those of the same prompts alone, without a prefix cache. Exits with 1 if one of the three is not as promised.
 
 The server runs in this process, so that token ids can be compared; the clients use it over HTTP. Without MODEL, a Llama
@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import peak_memory, report
+from common import report
 from serving import Texts, make_model
 
+from mlxlm.backend import platform
 from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation import Engine, Request, load
 from mlxlm.server import run
@@ -94,7 +95,7 @@ def main() -> None:
         model = load_model("model", str(path), settings)
         turns = record(model)
         with serving(model, settings) as url:
-            memory, counts = asyncio.run(work(url, model, Texts(path, options.seed), options))
+            memory, counts = asyncio.run(work(url, Texts(path, options.seed), options))
         ended = [turn for turn in turns if turn.known]
         reused = sum(min(turn.stream.result().cached_tokens, turn.reusable) for turn in ended)
         reusable = sum(turn.reusable for turn in ended)
@@ -107,8 +108,7 @@ def main() -> None:
         ("requests", f"{len(turns)}: {', '.join(f'{n} {name}' for name, n in sorted(counts.items()))}"),
         ("prompt tokens; reusable; cached", f"{total:,}; {reusable:,}; {reused:,}"),
         ("share of the reusable tokens", f"{reused / reusable:.2%}"),
-        ("weights, keys and values, at most", f"{human_bytes(memory)} of {human_bytes(limit)}"),
-        ("peak memory of the process", human_bytes(peak_memory())),
+        ("memory of the process, at most", f"{human_bytes(memory)} of {human_bytes(limit)}"),
         ("answers that differ from those alone", f"{different} of {checked}"),
     ]
     result = {"benchmark": "agent_session", "share": reused / reusable, "reusable": reusable, "prompt_tokens": total}
@@ -155,14 +155,14 @@ def serving(model: ServedModel, settings: ModelSettings) -> Iterator[str]:
         thread.join()
 
 
-async def work(url: str, model: ServedModel, texts: Texts, options: argparse.Namespace) -> tuple[int, Counter[str]]:
-    """Run the clients. Returns the largest memory of the model, and what the clients did."""
+async def work(url: str, texts: Texts, options: argparse.Namespace) -> tuple[int, Counter[str]]:
+    """Run the clients. Returns the largest memory of the process, and what the clients did."""
     memory, counts = 0, Counter[str]()
 
     async def watch() -> None:
         nonlocal memory
         while True:
-            memory = max(memory, model.memory)
+            memory = max(memory, platform.process_memory())
             await asyncio.sleep(0.02)
 
     watching = asyncio.create_task(watch())

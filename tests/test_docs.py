@@ -43,6 +43,7 @@ from tests.stand_ins import make_stand_ins, serve
 DOCS = ROOT / "docs"
 PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
 OTHER_OPTIONS = {"--backend", "--over", "--strict"}  # of mlx.launch, mlx.distributed_config, mypy
+OTHER_OPTIONS |= {"--config", "--model", "--profile", "--settings"}  # of the clients in docs/clients.md
 OTHER_OPTIONS |= {"--help", "--help-all", "--quickstart", "--sizes", "--device"}  # of click, benchmarks, tests
 OTHER_OPTIONS |= {"--repeat-penalty", "--grammar-file", "--slot-save-path", "--max-new-tokens"}  # of llama.cpp, ...
 OTHER_PROGRAMS = re.compile(r"`(?:ollama|uv|llama-|mlx_lm\.|convert_hf_to_gguf)[^`]*`")
