@@ -85,7 +85,7 @@ def _same_file(entry: CatalogEntry, sha256: str) -> LocalModel | None:
 
 
 @functools.cache
-def _sha256(path: Path, _modified: int) -> str:
+def _sha256(path: Path, _modified: int) -> str | None:
     """The digest of a file, which is read again when its modification time changes."""
     return file_sha256(path, CheckpointError)
 
