@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -78,9 +79,15 @@ def _same_file(entry: CatalogEntry, sha256: str) -> LocalModel | None:
         if isinstance(source, HubSource) and source.file is not None:
             for folder in _lm_studio_folders():
                 path = folder / source.repository / source.file
-                if _has_size(path, entry.bytes) and file_sha256(path, CheckpointError) == sha256:
+                if _has_size(path, entry.bytes) and _sha256(path, path.stat().st_mtime_ns) == sha256:
                     return LocalModel(entry.name, path, entry.bytes, LM_STUDIO)
     return None
+
+
+@functools.cache
+def _sha256(path: Path, _modified: int) -> str | None:
+    """The digest of a file, which is read again when its modification time changes."""
+    return file_sha256(path, CheckpointError)
 
 
 def find_ollama(name: str) -> Path | None:
