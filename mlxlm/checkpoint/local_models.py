@@ -103,7 +103,7 @@ def local_models() -> list[LocalModel]:
 
 
 def all_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
-    """List all models on this machine whose files are complete, each once.
+    """List all models on this machine whose files are complete. One can have several names.
 
     Args:
         folders: Additional folders. Their models come first, see `folder_models`.
@@ -112,11 +112,7 @@ def all_models(folders: Sequence[Path] = ()) -> list[LocalModel]:
     models += filter(None, map(find_entry, catalog().values()))
     models += local_models()
     models += [LocalModel(name, path, folder_size(path), OWN) for name, path in bundled_models().items()]
-    by_path: dict[Path, LocalModel] = {}
-    for model in models:
-        if not model.location.endswith(INCOMPLETE):
-            by_path.setdefault(model.path.resolve(), model)
-    return list(by_path.values())
+    return [model for model in models if not model.location.endswith(INCOMPLETE)]
 
 
 def folder_models(root: Path) -> Iterator[LocalModel]:

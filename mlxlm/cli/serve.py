@@ -34,7 +34,6 @@ from mlxlm.utils.errors import ConfigError, one_line
 _EPILOG = """\b
 Examples:
   mlxlm serve
-  mlxlm serve my-model
   mlxlm serve small=runs/stories large=org/name --max-memory 24GB
   MLXLM_API_KEY=$(cat key) mlxlm serve my-model --host 0.0.0.0
 """
@@ -78,6 +77,9 @@ def serve(
     paths = _named(models)
     if paths and server.models_dirs:
         raise click.UsageError("either MODEL or --models-dir, which serves all models on this machine")
+    for folder in server.models_dirs:
+        if not os.path.isdir(folder):
+            raise click.UsageError(f"--models-dir {folder} is not a folder")
     keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
     if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")

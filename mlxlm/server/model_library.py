@@ -82,7 +82,7 @@ class ModelLibrary:
         self._models = {name: _given(name, source) for name, source in given.items()}
         self._ids: dict[str, str] = {}  # lower case, with all ways to write a name -> name
         self._descriptions: dict[str, ModelDescription] = {}
-        self._index()
+        self._index({})
 
     @property
     def names(self) -> list[str]:
@@ -92,10 +92,20 @@ class ModelLibrary:
 
     def refresh(self) -> None:
         """Look for models that came or went, unless the command line names the models."""
-        if self.serves_all:
-            self._models = {model.id or model.name: model for model in reversed(all_models(self._folders))}
-            self._models = dict(reversed(self._models.items()))  # of two with the same name, the first
-            self._index()
+        if not self.serves_all:
+            return
+        names: dict[Path, str] = {}
+        others: dict[str, str] = {}
+        models: dict[str, LocalModel] = {}
+        for model in all_models(self._folders):
+            name = model.id or model.name
+            first = names.setdefault(model.path.resolve(), name)
+            if first == name:
+                models.setdefault(name, model)  # of two with the same name, the first
+            else:
+                others[name] = first
+        self._models = models  # at once: `describe` may run in another thread
+        self._index(others)
 
     def find(self, name: str) -> str | None:
         """The model that a name stands for, in upper or lower case, with or without its owner or `:latest`; or None."""
@@ -143,12 +153,14 @@ class ModelLibrary:
             self._descriptions[name] = known
         return known
 
-    def _index(self) -> None:
-        self._ids = {name.lower(): name for name in self._models}
-        for name, model in self._models.items():
-            for other in (name.removesuffix(":latest"), f"{name}:latest", model.name, name.rpartition("/")[2]):
-                self._ids.setdefault(other.lower(), name)
-                self._ids.setdefault(f"{other}:latest".lower(), name)
+    def _index(self, others: Mapping[str, str]) -> None:
+        """Collect the ways to write the names. `others` are additional names of models."""
+        ids = {name.lower(): name for name in self._models}
+        for other, name in [*others.items(), *((name, name) for name in self._models)]:
+            for form in (other.removesuffix(":latest"), self._models[name].name, other.rpartition("/")[2]):
+                ids.setdefault(form.lower(), name)
+                ids.setdefault(f"{form}:latest".lower(), name)
+        self._ids = ids
 
 
 def _key(alias: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.error_text import describe_error
@@ -176,7 +177,8 @@ class Models:
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
         self.settings = settings
-        self.library = ModelLibrary(paths, settings.models_dirs, dict(map(parse_alias, settings.aliases)))
+        folders = [Path(folder) for folder in settings.models_dirs]
+        self.library = ModelLibrary(paths, folders, dict(map(parse_alias, settings.aliases)))
         self._default_keep_alive = parse_keep_alive(settings.keep_alive or ("30m" if self.library.serves_all else -1))
         self._entries: dict[str, _Entry] = {}
         self._load_lock = asyncio.Lock()
@@ -347,7 +349,7 @@ class Models:
     def add(self, model: ServedModel) -> None:
         """Add a model that is loaded already. Raises ConfigError if there is no memory for it."""
         try:
-            self._share_memory(model)
+            self._share_memory([*self.loaded, model])
         except MemoryLimitError as error:
             limit = human_bytes(self.settings.max_memory or 0)
             problem = f"the model {model.name} takes {human_bytes(model.num_bytes)}, and --max-memory is {limit}"
@@ -381,7 +383,7 @@ class Models:
                 except Exception as error:  # whatever is wrong with its files, the other models go on
                     logger.error("%s can't be loaded: %s", name, describe_error(error))
                     raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-                logger.info("loaded %s in %.1f s", name, model.load_seconds)
+                logger.info("loaded %s in %.2f s", name, model.load_seconds)
                 try:
                     await self._fit(model)
                 except ApiError:
@@ -408,8 +410,9 @@ class Models:
         """Unload idle models until there is memory for the caches of all others and of a new one."""
         while True:
             try:
-                return await asyncio.to_thread(self._share_memory, model)
+                return await asyncio.to_thread(self._share_memory, [*self.loaded, model])
             except MemoryLimitError as error:
+                await asyncio.to_thread(self._share_memory, self.loaded)  # as it was before
                 if not self.loaded:
                     problem = f"there is no memory for the model {model.name}: {error.message}"
                     logger.error("%s (--max-memory)", problem)
@@ -423,23 +426,13 @@ class Models:
             raise unavailable(f"there is no memory for the model {name} while others are in use; try again")
         await self._unload(min(idle, key=lambda entry: entry.last_used))
 
-    def _share_memory(self, *new: ServedModel) -> None:
-        """Divide the memory among the loaded models and `new` ones.
-
-        Raises:
-            MemoryLimitError: It isn't enough for the caches of one of them.
-        """
-        models = [*self.loaded, *new]
+    def _share_memory(self, models: Sequence[ServedModel]) -> None:
+        """Divide the memory among models. Raises MemoryLimitError if it isn't enough for the caches of one of them."""
         if self.settings.max_memory is None or not models:
             return
         size = share(self.settings.max_memory, self.settings.process_bytes, [model.num_bytes for model in models])
-        try:
-            for model in models:
-                model.engine.limit_memory(size)
-        except MemoryLimitError:
-            if new:
-                self._share_memory()  # as it was before
-            raise
+        for model in models:
+            model.engine.limit_memory(size)
 
     def _unload_when_idle(self, entry: _Entry) -> None:
         """Unload a model after its `keep_alive`, unless it is used until then."""
@@ -461,7 +454,7 @@ class Models:
             del model
             gc.collect()
             await asyncio.to_thread(device_thread.run, mx.clear_cache)
-            await asyncio.to_thread(self._share_memory)
+            await asyncio.to_thread(self._share_memory, self.loaded)
 
 
 def _ignore_error(task: asyncio.Future[Any]) -> None:

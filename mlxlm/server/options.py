@@ -53,22 +53,22 @@ class ModelOptions:
     prefix_cache_dir: Path | None = _memory(
         None, "Keep them in FOLDER too, for the next start of the server.", metavar="FOLDER"
     )
-    models_dirs: Sequence[Path] = _models(
-        (), "Without MODEL: also serve the models in FOLDER.", common=True, names="--models-dir", metavar="FOLDER"
+    models_dirs: Sequence[str] = _models(
+        (), "Without MODEL, serve those in FOLDER, too.", common=True, names="--models-dir", metavar="FOLDER"
     )
     aliases: Sequence[str] = _models(
         (),
-        "Another name of a model, such as gpt-4o=small-world; *=small-world for all unknown names.",
+        "Another name of a model; *=MODEL for all unknown names.",
         common=True,
         names="--alias",
         metavar="NAME=MODEL",
     )
     keep_alive: str | None = _models(
         None,
-        "How long a model stays loaded after its last request: 5m, 3600 (seconds), 0, or -1 for ever.",
+        "Unload a model this long after its last request: 5m, 0 for at once, -1 for never.",
         common=True,
         metavar="TIME",
-        default_text="-1 for a MODEL, otherwise 30m",
+        default_text="30m; -1 for MODEL",
     )
     chat_template: str | None = _other(
         None, "Chat template: chatml, llama3, plain, ... or a Jinja file.", metavar="NAME", default_text="the model's"
@@ -137,15 +137,12 @@ class ServerOptions(ModelOptions):
     ollama: bool = _network(False, f"Listen on ollama's port, {OLLAMA_PORT}, where its clients look.", common=True)
     api_keys: Sequence[str] = _network(
         (),
-        "Accept only requests with this key. Others can see it in a list of processes; the environment variable "
-        "MLXLM_API_KEY has the same effect.",
+        "Accept only requests with this key. MLXLM_API_KEY does the same, without showing it in the list of processes.",
         common=True,
         names="--api-key",
         metavar="KEY",
     )
-    no_auth: bool = _network(
-        False, "With --host: let everybody who can reach it use the server, without a key.", common=True
-    )
+    no_auth: bool = _network(False, "With --host: let everybody who can reach it use the server, without a key.")
     allowed_hosts: Sequence[str] = _network(
         (), "Also accept requests for this name of the machine.", names="--allowed-host", metavar="NAME"
     )

@@ -171,14 +171,15 @@ class UnknownFields:
                 if item and item != UNSUPPORTED[name]:
                     raise invalid(f"{path} isn't supported (try: without it)", path, "unsupported_parameter")
                 continue
+            if not self._strict and (path in self._logged or len(self._logged) >= _MAX_LOGGED):
+                continue
             names = [*type(owner).model_fields, *NAMES]
-            similar = difflib.get_close_matches(name[:100].lower(), names, n=1, cutoff=0.8)
+            similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
             hint = f" (did you mean {similar[0]}?)" if similar else ""
             if self._strict:
                 raise invalid(f"there is no parameter {path}{hint}", path, "unknown_parameter")
-            if path not in self._logged and len(self._logged) < _MAX_LOGGED:
-                self._logged.add(path)
-                logger.info("ignoring the parameter %s of %s%s", one_line(path), endpoint, hint)
+            self._logged.add(path)
+            logger.info("ignoring the parameter %s of %s%s", one_line(path), endpoint, hint)
 
 
 def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]:

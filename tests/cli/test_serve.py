@@ -18,7 +18,8 @@ def no_key(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["m", "--models-dir", "x"], "either MODEL or --models-dir"),
+        (["--models-dir", "none"], "--models-dir none is not a folder"),
+        (["m", "--models-dir", "."], "either MODEL or --models-dir"),
         (["--draft-model", "c"], "needs a single MODEL"),
         (["m", "--keep-alive", "soon"], "keep_alive is 'soon'"),
         (["m", "--alias", "gpt"], "NAME=MODEL"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
@@ -158,3 +159,9 @@ def test_the_former_name_of_a_format(api):
     schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
     extra = {"output_format": {"type": "json_schema", "schema": schema}}
     assert api.messages.create(**OPTIONS | {"extra_body": extra, "max_tokens": 60}).content[0].text == '{"a": "x"}'
+
+
+def test_only_an_answer_needs_max_tokens(live):
+    body = {"model": "tiny", "messages": OPTIONS["messages"], "temperature": 0.5, "stop_sequences": ["a"]}
+    assert httpx.post(f"{live}/v1/messages/count_tokens", json=body).json()["input_tokens"] > 0
+    assert "max_tokens is missing" in httpx.post(f"{live}/v1/messages", json=body).json()["error"]["message"]

@@ -35,7 +35,7 @@ class FakeEngine:
 class FakeModel:
     """A model of 90 bytes."""
 
-    num_bytes, context_length = 90, 64
+    num_bytes, context_length, load_seconds = 90, 64, 0.1
 
     def __init__(self, name):
         self.name, self.engine = name, FakeEngine()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import datetime
 from functools import partial
 
 import pytest
 from starlette.testclient import TestClient
 
+from mlxlm.checkpoint.local_models import HUB, LocalModel
 from mlxlm.server import reply
 from mlxlm.server.app import make_app
 from mlxlm.server.conversation import ToolUse
@@ -296,6 +298,18 @@ def test_only_downloads_are_deleted(model_folder):
         assert response.status_code == 403 and "isn't a model that mlxlm has downloaded" in response.json()["error"]
         assert client.request("DELETE", "/api/delete", json={"model": "other"}).status_code == 404
         assert (model_folder / "model.safetensors").exists()
+
+
+def test_a_deleted_model_is_unloaded_and_removed(model_folder, tmp_path, monkeypatch):
+    downloaded = LocalModel("tiny", shutil.copytree(model_folder, tmp_path / "tiny"), 0, HUB, "tiny")
+    monkeypatch.setattr("mlxlm.server.endpoints.ollama_models.find_removable", lambda name: downloaded)
+    models = Models({"tiny": str(downloaded.path)}, ModelSettings())
+    models.library._models["tiny"] = downloaded
+    with TestClient(make_app(models)) as client:
+        client.post("/api/generate", json={"model": "tiny"})
+        assert models.loaded
+        assert client.request("DELETE", "/api/delete", json={"name": "tiny"}).status_code == 200
+        assert not downloaded.path.exists() and not models.loaded and model_folder.exists()
 
 
 def test_pull(client, models, monkeypatch):

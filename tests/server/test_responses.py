@@ -106,7 +106,8 @@ def test_a_folder_outlives_the_server(models, ask, tmp_path):
         assert client.get(f"/v1/responses/{first['id']}").json() == first
         assert ask(client, previous_response_id=first["id"])["status"] == "incomplete"
         assert client.get(f"/v1/responses/{deleted['id']}").status_code == 404
-        assert client.get("/v1/responses/..%2Fresponses").status_code == 404
+        (tmp_path / "secret.json").write_text(json.dumps({"input": [], "response": {"output": []}}))
+        assert ask(client, previous_response_id="../../secret")["error"]["code"] == "previous_response_not_found"
 
 
 def test_a_folder_that_cannot_be_written_to_is_logged(models, ask, tmp_path, caplog):
@@ -212,5 +213,9 @@ def test_truncation_drops_the_oldest_turns(client, ask):
     first = min(n for n, size in sizes.items() if size + 40 <= CONTEXT)
     assert auto["usage"]["input_tokens"] == sizes[first] and auto["usage"]["output_tokens"] == 40
     assert ask(truncation="auto")["usage"] == ask()["usage"]
+    room = CONTEXT - sizes[first] + 1
+    assert (
+        ask(input=sent(turns), truncation="auto", max_output_tokens=room)["usage"]["input_tokens"] == sizes[first + 1]
+    )
     error = ask(input=[system, user("fox " * CONTEXT)], truncation="auto")["error"]
     assert error["code"] == "context_length_exceeded"
