@@ -36,6 +36,7 @@ from mlxlm.cache.prefix_cache import common_prefix_length
 from mlxlm.generation import Engine, Request, load
 from mlxlm.server import run
 from mlxlm.server.app import make_app
+from mlxlm.server.memory import limit_process
 from mlxlm.server.models import Models, ModelSettings, ServedModel, load_model
 from mlxlm.utils.formatting import human_bytes
 
@@ -91,7 +92,7 @@ def main() -> None:
         sizes = {**SIZES, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
         path = options.model or make_model(Path(folder, "model"), **sizes)
         limit = int(options.max_memory * 1e9)
-        settings = ModelSettings(max_memory=limit)
+        settings = ModelSettings(max_memory=limit, process_bytes=limit_process(limit))
         model = load_model("model", str(path), settings)
         turns = record(model)
         with serving(model, settings) as url:
