@@ -1,4 +1,4 @@
-"""`mlxlm launch`: starts a server and an editor or agent that uses it; the server ends with the client."""
+"""`mlxlm launch`: starts a server, and an editor or agent connected to it; the server ends with the client."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class _LaunchCommand(SectionedCommand):
 @click.command(cls=_LaunchCommand, options_metavar="")
 @click.argument("client", type=click.Choice(list(CLIENTS)))
 @click.argument("model", required=False, type=MODEL)
-@click.pass_context
-def launch(ctx: click.Context, client: str, model: str | None) -> None:
-    """Start a server of MODEL and CLIENT, which uses it: mlxlm launch CLIENT MODEL -- ARGUMENTS OF CLIENT.
+def launch(client: str, model: str | None) -> None:
+    """Start a server for MODEL, and CLIENT connected to it: mlxlm launch CLIENT MODEL -- ARGUMENTS OF CLIENT.
 
     The server ends with the client. Its messages go to a file, whose last line is shown if it fails.
     """
@@ -56,7 +55,10 @@ def launch(ctx: click.Context, client: str, model: str | None) -> None:
             else:
                 arguments = settings.arguments(endpoint)
             render.say(f"{client} uses {endpoint.model} at {endpoint.url}")
-            code = _run([command, *arguments, *ctx.obj], {**os.environ, **settings.environment(endpoint)})
+            code = _run(
+                [command, *arguments, *click.get_current_context().obj],
+                {**os.environ, **settings.environment(endpoint)},
+            )
     raise click.exceptions.Exit(code)
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mlxlm.chat import files
 from tests.server.page.actions import answers, ask, expect, finished
 
 NOTES = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"\xef\xbb\xbfBuy apples.\r\nEat them.\r\n"}
@@ -52,7 +53,6 @@ def test_files_are_sent_before_the_question_as_the_terminal_does(page, server):
 
 
 def test_the_prompt_is_that_of_the_terminal(tmp_path):
-    files = pytest.importorskip("mlxlm.chat.files")
     read = []
     for file in (NOTES, CODE):
         (tmp_path / file["name"]).write_bytes(file["buffer"])
