@@ -187,8 +187,8 @@ def test_usage(folder):
     from mlxlm.cli.evaluate import evaluate
 
     for arguments, message in (
-        ([], "give TEXT files"),
-        (["a.txt", "--multiple-choice", "q.jsonl"], "give TEXT files"),
+        ([], "give one of TEXT files"),
+        (["a.txt", "--multiple-choice", "q.jsonl"], "give one of TEXT files"),
         (["a.txt", "--out", "x"], "--out would have no effect"),
         (
             ["--multiple-choice", "q.jsonl", "--stride", "3", "--context-length", "4"],

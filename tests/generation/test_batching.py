@@ -299,7 +299,7 @@ def test_after_a_failed_step_the_next_texts_are_generated(lm):
         ({"kv": "8"}, "kv is '8' .*KVOptions.of"),
         (
             {"kv_bits": 8},
-            "no option kv_bits .*one of messages, chat_template, num_samples, kv, batch_size",
+            "no option kv_bits .*try: logit_bias or kv or",
         ),
         ({"temperature": -1}, "temperature is -1"),
         ({"kv": KVOptions(size=129)}, "more than the model's context"),

@@ -194,7 +194,8 @@ class TerminalChat:
             print_status(_UNFINISHED[reason])
         if self.settings.stats:
             print_status(f"({about.summary_line(result, self.bytes_per_token)})")
-        if constraint_error := result.constraint_error:
+        # The grammar of tool calls, which isn't the user's, may end anywhere.
+        if self.chat.options.constraint is not None and (constraint_error := result.constraint_error):
             raise GenerationError(constraint_error, "a larger max_tokens" if reason == "length" else None)
 
     def replace_chat(self, chat: Chat, path: Path, named: bool = True) -> None:

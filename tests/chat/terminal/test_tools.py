@@ -132,7 +132,8 @@ def test_tools_on_the_command_line(model_folder, tmp_path):
     assert refused.returncode == 2 and b"need --yes where nobody can be asked" in refused.stderr
     listed = run_mlxlm(*arguments, "--yes", stdin=b"/tools\n")
     assert (listed.returncode, listed.stderr) == (0, b"get_weather(city, days)  Return the weather.\n")
-    assert run_mlxlm(*arguments, "--yes", "-p", "Hi").returncode == 0
+    for seed in range(3):  # most of these texts end within a character
+        assert run_mlxlm(*arguments, "--yes", "--seed", seed, "-p", "Hi").returncode == 0
 
 
 def test_what_a_model_wrote_can_not_control_the_terminal(capsys):
