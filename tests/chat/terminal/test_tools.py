@@ -132,8 +132,8 @@ def test_tools_on_the_command_line(model_folder, tmp_path):
     assert refused.returncode == 2 and b"need --yes where nobody can be asked" in refused.stderr
     listed = run_mlxlm(*arguments, "--yes", stdin=b"/tools\n")
     assert (listed.returncode, listed.stderr) == (0, b"get_weather(city, days)  Return the weather.\n")
-    for seed in range(3):  # most of these texts end within a character
-        assert run_mlxlm(*arguments, "--yes", "--seed", seed, "-p", "Hi").returncode == 0
+    cut_off = run_mlxlm(*arguments, "--yes", "--seed", 5, "-p", "Hi")  # within a character
+    assert cut_off.returncode == 0 and cut_off.stdout.endswith("�\n".encode())
 
 
 def test_what_a_model_wrote_can_not_control_the_terminal(capsys):
