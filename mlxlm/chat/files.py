@@ -16,7 +16,7 @@ from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import GenerationError
 
 MAX_BYTES = 32 << 20  # of a file; a text of this size has millions of tokens
-_PDF_HEADER_BYTES = 1024  # readers look for the signature of a PDF in so many
+_PDF_HEADER_BYTES = 1024  # the signature %PDF- must be within these
 _MEDIA = {"image": "an image", "audio": "a sound", "video": "a video"}
 _HTML = {"text/html", "application/xhtml+xml"}
 _BLOCK = re.compile(r"File: (?P<name>[^\n]+)\n(?P<fence>`{3,})\n(?P<text>.*?)\n(?P=fence)(?:\n\n|\Z)", re.DOTALL)

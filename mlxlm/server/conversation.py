@@ -188,6 +188,15 @@ class Conversation:
         return [Text(index, request, prefix, tool_format) for index, request in enumerate(requests)]
 
 
+async def continuation(
+    model: ServedModel, prompt: Sequence[int], options: GenerationOptions, eos_token_ids: frozenset[int]
+) -> Text:
+    """The text that continues a prompt, to be submitted. Raises as `check_constraint`."""
+    await check_constraint(model, options, eos_token_ids)
+    [request] = sample_requests([prompt], options, eos_token_ids, 1)
+    return Text(0, request)
+
+
 async def check_constraint(model: ServedModel, options: GenerationOptions, eos_token_ids: frozenset[int]) -> None:
     """Raise GenerationError for a constraint that isn't supported. The compiled grammar is cached for the engine."""
     if options.constraint is not None:

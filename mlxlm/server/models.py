@@ -234,6 +234,11 @@ class Models:
             return description
         return replace(description, loaded=True, context_length=entry.model.context_length, problem=None)
 
+    async def describe_all(self) -> list[tuple[str, ModelDescription]]:
+        """The names that requests can use and what is known of their models, without those that can't be opened."""
+        described = [(name, await self.describe(name)) for name in self.names]
+        return [(name, description) for name, description in described if description.problem is None]
+
     def expires_at(self, name: str) -> float | None:
         """The time (as of `time.time`) when a loaded model is unloaded; None if it stays."""
         entry = self._entries.get(self.find(name), _Entry())

@@ -25,7 +25,7 @@ from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
 from mlxlm.server.metrics import MODEL, Metrics
 from mlxlm.server.models import ServedModel
-from mlxlm.server.schemas import ChoicesRequest
+from mlxlm.server.schemas import ChoicesRequest, ReplyFields
 from mlxlm.server.text import Piece, Text
 
 KEEP_ALIVE_SECONDS = 1.0  # after so long without a chunk, a stream gets a comment
@@ -187,26 +187,17 @@ def timings_of(result: GenerationResult) -> dict[str, Any]:
 MakeReply = Callable[[ServedModel], Awaitable[Reply]]
 
 
-async def respond(
-    request: Request,
-    name: str | None,
-    stream: bool | None,
-    make_reply: MakeReply,
-    media_type: str = SSE,
-    keep_alive: float | str | None = None,
-) -> Response:
+async def respond(request: Request, body: ReplyFields, make_reply: MakeReply, media_type: str = SSE) -> Response:
     """Load a model, generate the texts of the reply that `make_reply` makes for it, and send the reply.
 
     Args:
         request: The request.
-        name: The model that it names, if it does.
-        stream: Whether to send events instead of one JSON object.
+        body: Its body.
         make_reply: Encodes the prompts. Errors up to the first event are raised.
         media_type: That of a stream, `SSE` or `NDJSON`.
-        keep_alive: How long the model stays loaded, see `Models.use`.
     """
-    replying = _replying(request, name, make_reply, media_type, keep_alive)
-    if not stream:
+    replying = _replying(request, body, make_reply, media_type)
+    if not body.stream:
         return await json_response(request, _complete(replying, request.app.state.metrics))
     return await stream_response(request, _stream(replying, request.app.state.metrics, request.url.path), media_type)
 
@@ -232,7 +223,7 @@ async def json_response(request: Request, work: Coroutine[Any, Any, dict[str, An
 
 @asynccontextmanager
 async def _replying(
-    request: Request, name: str | None, make_reply: MakeReply, media_type: str, keep_alive: float | str | None
+    request: Request, body: ReplyFields, make_reply: MakeReply, media_type: str
 ) -> AsyncIterator[Reply]:
     """Generate the texts of a reply. At the end of the block, unfinished ones are cancelled.
 
@@ -240,7 +231,7 @@ async def _replying(
         ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
     """
     start = monotonic()
-    async with request.app.state.models.use(name, keep_alive) as model:
+    async with request.app.state.models.use(body.model, body.keep_alive) as model:
         load_seconds = monotonic() - start
         request.scope[MODEL] = model.name
         reply = await make_reply(model)

@@ -402,8 +402,8 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class TextRequest(SamplingFields):
-    """The fields of every request for text.
+class ReplyFields(Fields):
+    """The fields of a request for text that `respond` reads.
 
     Attributes:
         model: The name of the model.
@@ -414,6 +414,10 @@ class TextRequest(SamplingFields):
     model: str | None = None
     keep_alive: float | str | None = None
     stream: bool | None = None
+
+
+class TextRequest(SamplingFields, ReplyFields):
+    """The fields of every request for text whose options aren't in an object of their own."""
 
 
 class ChoicesRequest(TextRequest):

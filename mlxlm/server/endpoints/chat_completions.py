@@ -138,9 +138,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest)
     messages = [message.to_chat() for message in body.messages]
     conversation = Conversation(messages, body.template_kwargs(), _tool_use(body))
-    return await respond(
-        request, body.model, body.stream, partial(_make_reply, body, conversation), keep_alive=body.keep_alive
-    )
+    return await respond(request, body, partial(_make_reply, body, conversation))
 
 
 def _tool_use(body: ChatCompletionRequest) -> ToolUse:

@@ -60,7 +60,7 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     if body.max_tokens == 0:
         return await json_response(request, _echo_only(request.app.state.models, body))
-    return await respond(request, body.model, body.stream, partial(_make_reply, body), keep_alive=body.keep_alive)
+    return await respond(request, body, partial(_make_reply, body))
 
 
 async def _echo_only(models: Models, body: CompletionRequest) -> dict[str, Any]:

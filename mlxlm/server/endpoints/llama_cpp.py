@@ -15,13 +15,13 @@ from starlette.routing import Route
 
 from mlxlm.generation import FinishReason
 from mlxlm.generation.request import encode_prompt
-from mlxlm.server.conversation import check_constraint
+from mlxlm.server.conversation import continuation
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
 from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest, read_body
-from mlxlm.server.text import Piece, Text, sample_requests
+from mlxlm.server.text import Piece, Text
 
 
 class LlamaCppRequest(TextRequest):
@@ -71,7 +71,7 @@ async def completion(request: Request) -> Response:
             ids = await model.encode(encode_prompt, model.lm, body.prompt)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids))
 
-    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
+    return await respond(request, body, make_reply)
 
 
 async def infill(request: Request) -> Response:
@@ -84,7 +84,7 @@ async def infill(request: Request) -> Response:
         ids = await model.encode(middle.encode, body.input_prefix, body.input_suffix, body.prompt, files)
         return await _make_reply(body, model, ids, body.eos_token_ids(model.eos_token_ids) | middle.end_token_ids)
 
-    return await respond(request, body.model, body.stream, make_reply, keep_alive=body.keep_alive)
+    return await respond(request, body, make_reply)
 
 
 async def _make_reply(
@@ -92,9 +92,7 @@ async def _make_reply(
 ) -> _Completion:
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
     options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
-    await check_constraint(model, options, eos_token_ids)
-    [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
-    return _Completion(model, text, body)
+    return _Completion(model, await continuation(model, prompt, options, eos_token_ids), body)
 
 
 class _Completion(Reply):

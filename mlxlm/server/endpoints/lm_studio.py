@@ -12,13 +12,14 @@ from mlxlm.server.endpoints.chat_completions import chat_completions
 from mlxlm.server.endpoints.completions import completions
 from mlxlm.server.endpoints.embeddings import embeddings
 from mlxlm.server.model_library import ModelDescription
-from mlxlm.server.models import Models
 from mlxlm.utils.formatting import human_count
 
 
 async def list_models_v0(request: Request) -> JSONResponse:
     """List the models."""
-    return JSONResponse({"object": "list", "data": [_describe_v0(*model) for model in await _models(request)]})
+    return JSONResponse(
+        {"object": "list", "data": [_describe_v0(*model) for model in await request.app.state.models.describe_all()]}
+    )
 
 
 async def get_model_v0(request: Request) -> JSONResponse:
@@ -29,13 +30,7 @@ async def get_model_v0(request: Request) -> JSONResponse:
 
 async def list_models_v1(request: Request) -> JSONResponse:
     """List the models, and which of them are loaded."""
-    return JSONResponse({"models": [_describe_v1(*model) for model in await _models(request)]})
-
-
-async def _models(request: Request) -> list[tuple[str, ModelDescription]]:
-    models: Models = request.app.state.models
-    listed = [(name, await models.describe(name)) for name in models.names]
-    return [(name, model) for name, model in listed if model.problem is None]
+    return JSONResponse({"models": [_describe_v1(*model) for model in await request.app.state.models.describe_all()]})
 
 
 def _describe_v0(name: str, model: ModelDescription) -> dict[str, Any]:

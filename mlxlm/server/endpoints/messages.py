@@ -156,13 +156,7 @@ async def messages(request: Request) -> Response:
     form, schema = (body.output_config or OutputConfig()).format or body.output_format, body.json_schema
     if form is not None:
         schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
-    return await respond(
-        request,
-        body.model,
-        body.stream,
-        partial(_make_reply, body, schema, _conversation(body)),
-        keep_alive=body.keep_alive,
-    )
+    return await respond(request, body, partial(_make_reply, body, schema, _conversation(body)))
 
 
 async def count_tokens(request: Request) -> Response:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
+from mlxlm.server.model_library import ModelDescription
 from mlxlm.server.models import Models
 from mlxlm.server.schemas import Fields, read_body
 
@@ -39,26 +40,26 @@ class ModelRequest(Fields):
 async def list_models(request: Request) -> JSONResponse:
     """List the models that requests can name, without those that can't be opened."""
     models: Models = request.app.state.models
-    listed = [await describe(models, name) for name in models.names]
-    data = [values for values in listed if values["problem"] is None]
+    data = [_describe(*listed) for listed in await models.describe_all()]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
 
 
 async def get_model(request: Request) -> JSONResponse:
     """Describe one model."""
-    return JSONResponse(await describe(request.app.state.models, request.path_params["id"]))
-
-
-async def describe(models: Models, name: str) -> dict[str, Any]:
-    """OpenAI's fields and Anthropic's, and what is known of a model without loading it."""
+    models: Models = request.app.state.models
+    name = request.path_params["id"]
     description = await models.describe(name)
-    shown = name if name in models.library.names else description.name
+    return JSONResponse(_describe(name if name in models.library.names else description.name, description))
+
+
+def _describe(name: str, description: ModelDescription) -> dict[str, Any]:
+    """OpenAI's fields and Anthropic's, and what is known of a model without loading it."""
     return {
-        "id": shown,
+        "id": name,
         "object": "model",
         "type": "model",
-        "display_name": shown,
+        "display_name": name,
         "created": int(description.modified.timestamp()),
         "created_at": description.modified.isoformat(),
         "owned_by": description.location,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mlxlm.chat.messages import Message
 from mlxlm.generation import GenerationOptions
-from mlxlm.server.conversation import Conversation, ToolUse, check_constraint
+from mlxlm.server.conversation import Conversation, ToolUse, continuation
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
@@ -28,7 +28,6 @@ from mlxlm.server.options import parse_keep_alive
 from mlxlm.server.reply import (
     NDJSON,
     Event,
-    MakeReply,
     Reply,
     json_response,
     respond,
@@ -39,11 +38,12 @@ from mlxlm.server.schemas import (
     MAX_PROMPTS,
     MAX_TOOLS,
     Fields,
+    ReplyFields,
     SamplingFields,
     TemplateFields,
     read_body,
 )
-from mlxlm.server.text import Part, Piece, Text, describe_logprobs, sample_requests
+from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 from mlxlm.utils.errors import ConfigError
 
 _ROOM = 64  # tokens
@@ -56,10 +56,10 @@ class OllamaRequest(Fields):
     keep_alive: float | str | None = None
 
 
-class OllamaTextRequest(OllamaRequest, TemplateFields):
+class OllamaTextRequest(OllamaRequest, ReplyFields, TemplateFields):
     """The fields that /api/chat and /api/generate share."""
 
-    stream: bool | None = None
+    stream: bool | None = True
     options: SamplingFields = SamplingFields()
     format: dict[str, Any] | Literal["", "json"] | None = None
     logprobs: bool | None = None
@@ -107,7 +107,7 @@ async def chat(request: Request) -> Response:
         [text] = await conversation.answers(model, body.generation_options(model.defaults), eos_token_ids)
         return _Answer(model, text, body, is_chat=True)
 
-    return await _respond(request, body, make_reply)
+    return await respond(request, body, make_reply, NDJSON)
 
 
 def _with_ids(messages: Iterable[Message]) -> Iterator[Message]:
@@ -145,15 +145,10 @@ async def generate(request: Request) -> Response:
             prompt = await model.encode(middle.encode, body.prompt, body.suffix)
         else:  # a template that the client has filled
             prompt = await model.encode(model.lm.tokenizer.encode, body.prompt, parse_special=True)
-        await check_constraint(model, options, eos_token_ids)
-        [text] = [Text(0, one) for one in sample_requests([prompt], options, eos_token_ids, 1)]
+        text = await continuation(model, prompt, options, eos_token_ids)
         return _Answer(model, text, body, is_chat=False)
 
-    return await _respond(request, body, make_reply)
-
-
-async def _respond(request: Request, body: OllamaTextRequest, make_reply: MakeReply) -> Response:
-    return await respond(request, body.model, body.stream is not False, make_reply, NDJSON, body.keep_alive)
+    return await respond(request, body, make_reply, NDJSON)
 
 
 class _Answer(Reply):

@@ -37,8 +37,7 @@ async def version(_request: Request) -> JSONResponse:
 async def tags(request: Request) -> JSONResponse:
     """List the models."""
     models: Models = request.app.state.models
-    listed = [(name, await models.describe(name)) for name in models.names]
-    return JSONResponse({"models": [_describe(name, model) for name, model in listed if model.problem is None]})
+    return JSONResponse({"models": [_describe(*listed) for listed in await models.describe_all()]})
 
 
 async def ps(request: Request) -> JSONResponse:

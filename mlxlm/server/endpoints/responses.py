@@ -166,9 +166,7 @@ async def responses(request: Request) -> Response:
     kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
     conversation = Conversation(_messages(body), kwargs, tool_use)
     keep = None if body.store is False else stored
-    return await respond(
-        request, body.model, body.stream, partial(_make_reply, body, conversation, keep), keep_alive=body.keep_alive
-    )
+    return await respond(request, body, partial(_make_reply, body, conversation, keep))
 
 
 async def get_response(request: Request) -> JSONResponse:
