@@ -21,7 +21,7 @@ from mlxlm.server.errors import ErrorMiddleware, error_response
 from mlxlm.server.metrics import Metrics, RequestCounter
 from mlxlm.server.models import Models
 from mlxlm.server.options import OLLAMA_PORT
-from mlxlm.server.schemas import UnknownFields
+from mlxlm.server.request_body import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 from mlxlm.server.stored_responses import StoredResponses
 

@@ -45,8 +45,9 @@ class Metrics:
         )
         self.first_token = seconds("mlxlm_time_to_first_token_seconds", "Time to the first token", ["model"])
         self.queue = seconds("mlxlm_queue_seconds", "Time until the engine began to read the prompt", ["model"])
-        text = "Mean time between two tokens of a text"
-        self.inter_token = seconds("mlxlm_inter_token_seconds", text, ["model"], buckets=_TOKEN_SECONDS)
+        self.inter_token = seconds(
+            "mlxlm_inter_token_seconds", "Time between two tokens of a text", ["model"], buckets=_TOKEN_SECONDS
+        )
         self.registry.register(_Gauges(models))
 
     def add_result(self, model: str, result: GenerationResult) -> None:
@@ -56,8 +57,6 @@ class Metrics:
         self.generated_tokens.labels(model).inc(len(result.tokens))
         if result.timings.queue_seconds is not None:
             self.queue.labels(model).observe(result.timings.queue_seconds)
-        if result.timings.tokens_per_second:
-            self.inter_token.labels(model).observe(1 / result.timings.tokens_per_second)
 
 
 class _Gauges(Collector):
@@ -93,7 +92,8 @@ class RequestCounter:
     """Counts requests by endpoint and status, gives them an ID, and logs one line per request, without its content."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
-        self._app, self._metrics, self._endpoints = app, metrics, frozenset(endpoints)
+        self._app, self._metrics = app, metrics
+        self._endpoints = {path.replace(":path", "") for path in endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -115,8 +115,11 @@ class RequestCounter:
         try:
             await self._app(scope, receive, counting_send)
         finally:
-            path, known = scope["path"], scope["path"] in self._endpoints
-            endpoint, model, seconds = path if known else "other", scope.get(MODEL, ""), time.monotonic() - start
+            path = endpoint = scope["path"]
+            for name, value in scope.get("path_params", {}).items():
+                endpoint = endpoint.replace(value, f"{{{name}}}")
+            endpoint = endpoint if endpoint in self._endpoints else "other"
+            model, seconds = scope.get(MODEL, ""), time.monotonic() - start
             self._metrics.requests.labels(endpoint, str(status)).inc()
             self._metrics.duration.labels(endpoint, model).observe(seconds)
             level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.generation.kv_memory import KVMemory, StepMemory
-from mlxlm.server import schemas
+from mlxlm.server import request_body
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import to_api_error
 from mlxlm.server.models import Models, ModelSettings, ServedModel
@@ -55,6 +55,7 @@ MALFORMED = {
     "null": b"null",
     "twice": b'{"a": 1, "a": 2}',
     "nan": b'{"n": NaN}',
+    "infinite": b'{"metadata": {"a": 1e999}}',
     "bytes": b"\xff",
     "brackets": b"[" * 100_000,
     "deep": b'{"a": ' * 70 + b"1" + b"}" * 70,
@@ -103,7 +104,7 @@ def test_lone_surrogates(client, path):
 
 
 def test_large_body(client, monkeypatch):
-    monkeypatch.setattr(schemas, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(request_body, "MAX_BODY_BYTES", 1000)
     check_error(client.post("/tokenize", json={"prompt": "x" * 2000}), 413)
 
     def parts():

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from mlxlm.server import run, schemas
+from mlxlm.server import request_body, run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
@@ -142,7 +142,7 @@ def test_a_second_request_on_a_connection_is_dropped_too(live, monkeypatch):
 
 
 def test_slow_bodies_are_dropped(live, monkeypatch):
-    monkeypatch.setattr(schemas, "BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.1)
     connection = raw_connection(live, post(b"{" + b" " * 100)[:-50])
     assert b" 408 " in read_to_end(connection)
 

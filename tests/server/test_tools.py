@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from starlette.testclient import TestClient
 
+from mlxlm.server.app import make_app
+from tests.server.apis import PATHS, body_for
 from tests.server.conftest import HELLO
 
 PARAMETERS = {
@@ -77,7 +80,7 @@ def test_results_go_back_to_the_model(chat, client):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
@@ -99,6 +102,46 @@ def test_results_go_back_to_the_model(chat, client):
 def test_invalid_tools(chat, fields, param):
     error = chat(**fields)["error"]
     assert error["param"] == param
+
+
+LEFT_OUT = {
+    "chat": ([{"type": "custom", "custom": {"name": "f"}}], {"type": "custom", "custom": {"name": "f"}}),
+    "responses": (
+        [{"type": kind, "name": "f"} for kind in ("web_search", "local_shell", "custom", "namespace")],
+        {"type": "custom", "name": "f"},
+    ),
+    "messages": ([{"type": "web_search_20250305", "name": "web_search"}], {"type": "tool", "name": "web_search"}),
+}
+
+
+@pytest.mark.parametrize("api", LEFT_OUT)
+def test_tools_that_the_server_does_not_run_are_left_out(client, models, caplog, api):
+    caplog.set_level("INFO", "mlxlm.server")
+    others, choice = LEFT_OUT[api]
+    body = body_for(api, tools=[WEATHER], max_tokens=5)
+
+    def ask(client=client, **fields):
+        return client.post(PATHS[api], json={**body, **fields})
+
+    def num_tokens(*tools):
+        usage = ask(tools=list(tools)).json()["usage"]
+        return usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+
+    assert num_tokens(*others, *body["tools"]) == num_tokens(*body["tools"]) > num_tokens(*others) == num_tokens()
+    ignored = [message for message in caplog.messages if "ignoring" in message]
+    kinds = [tool["type"] for tool in others]
+    assert ignored == [f"ignoring the parameter tools.type={kind} of {PATHS[api]}" for kind in kinds]
+    refused = ask(tools=[*others, *body["tools"]], tool_choice=choice)
+    assert refused.status_code == 400 and "a tool that this server doesn't run" in refused.json()["error"]["message"]
+    with TestClient(make_app(models, strict=True)) as strict:
+        assert ask(strict).status_code == 200 and ask(strict, tools=others).status_code == 400
+
+
+def test_allowed_tools_that_are_left_out(call):
+    names = [NAMED, {"type": "custom", "custom": {"name": "f"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
+    [made] = call(tool_choice=choice)["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["name"] == "get_weather"
 
 
 @pytest.mark.parametrize("stream", [False, True])

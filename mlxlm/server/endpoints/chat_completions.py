@@ -14,11 +14,12 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse, named_tool
+from mlxlm.server.conversation import Conversation, ToolFields, ToolUse, named_tool
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import ChoicesReply, Event, respond
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -27,7 +28,6 @@ from mlxlm.server.schemas import (
     JsonText,
     TemplateFields,
     TextContent,
-    read_body,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 
@@ -63,11 +63,16 @@ class ToolFunction(Fields):
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(ToolFields):
     """An entry of `tools`."""
 
-    type: Literal["function"]
-    function: ToolFunction
+    function: ToolFunction | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Tool:
+        if self.function is None and not self.is_left_out:
+            raise ValueError("a tool of the type function needs function")
+        return self
 
 
 class CalledFunction(Fields):
@@ -143,11 +148,10 @@ async def chat_completions(request: Request) -> Response:
 
 def _tool_use(body: ChatCompletionRequest) -> ToolUse:
     if not body.functions:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        return ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+        return ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.tools:
         raise invalid("functions and tools (try: tools)", "functions")
-    tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in body.functions]
+    tools = [Tool(type="function", function=each) for each in body.functions]
     named = body.function_call
     return ToolUse.from_openai(tools, named_tool(named.get("name")) if isinstance(named, dict) else named, False)
 

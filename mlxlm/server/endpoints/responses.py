@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse
+from mlxlm.server.conversation import Conversation, ToolFields, ToolUse
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import JsonSchema
 from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import Event, Reply, respond
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -30,7 +31,6 @@ from mlxlm.server.schemas import (
     TextContent,
     TextRequest,
     join_text_parts,
-    read_body,
 )
 from mlxlm.server.stored_responses import StoredResponses
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
@@ -99,22 +99,16 @@ class TextSettings(Fields):
     verbosity: str | None = None
 
 
-class ResponseTool(Fields):
+class ResponseTool(ToolFields):
     """An entry of `tools`."""
 
-    type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
-    def is_left_out(self) -> bool:
-        """Whether it isn't a function: OpenAI runs it, or a client knows it by its type."""
-        return self.type != "function"
-
     def to_chat(self) -> dict[str, Any]:
-        """The tool as in chat completions."""
+        """The function as in chat completions."""
         function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -161,10 +155,11 @@ async def responses(request: Request) -> Response:
             if found is None:
                 raise invalid(f"there is no item {(item.id or '')[:100]!r} (try: the item itself)", f"input.{index}.id")
             body.input[index] = InputItem.model_validate(found)
-    tools = [tool.to_chat() for tool in body.tools or () if not tool.is_left_out]
-    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+    tool_use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
     kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
-    conversation = Conversation(_messages(body), kwargs, tool_use)
+    if not (messages := _messages(body)):
+        raise invalid("input has no message, call or output", "input")
+    conversation = Conversation(messages, kwargs, tool_use)
     keep = None if body.store is False else stored
     return await respond(request, body, partial(_make_reply, body, conversation, keep))
 
