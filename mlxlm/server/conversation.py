@@ -83,7 +83,8 @@ class ToolUse:
         Raises:
             ApiError: For an invalid `tool_choice`.
         """
-        use = cls(functions_of(tools), "auto" if choice is None else choice, parallel is not False)
+        choice = {None: "auto", "any": "required"}.get(choice, choice) if isinstance(choice, str | None) else choice
+        use = cls(functions_of(tools), choice, parallel is not False)
         kind = choice.get("type") if isinstance(choice, dict) else None
         if kind not in ("function", "allowed_tools"):
             check_offered(kind, tools)

@@ -92,13 +92,20 @@ def join_text_parts(content: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or "{}"
+
+
+def _as_bias(value: Any) -> Any:
+    """llama.cpp has pairs, such as [[5, 1.0], [6, false]]. false: never this token."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return value
+    return {str(token): -100.0 if bias is False else bias for token, bias in value}
 
 
 Schema = dict[str, Any] | bool | str | None
 Strings = Annotated[list[str], BeforeValidator(_without_empty), Field(max_length=_MAX_STOP_STRINGS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MAX_STOP_TOKENS)]
-JsonText = Annotated[str, BeforeValidator(_as_json)]  # an object as text; some clients send it as it is
+JsonText = Annotated[str, BeforeValidator(_as_json)]  # an object as text, or as it is; "" for an empty one
 TextContent = Annotated[str, BeforeValidator(join_text_parts)]
 
 
@@ -109,7 +116,7 @@ def _type_of(field: DataclassField[Any]) -> Any:
         case "tuple[str, ...]":
             return Annotated[list[str], BeforeValidator(_as_list), limit] | None
         case "Mapping[int, float]":
-            return Annotated[dict[str, float], limit] | None
+            return Annotated[dict[str, float], BeforeValidator(_as_bias), limit] | None
         case kind:
             return Schema if field.name == "json_schema" else _TYPES[kind] | None
 
@@ -123,6 +130,7 @@ _definitions: dict[str, Any] = {
 _OptionFields = create_model("_OptionFields", __base__=Fields, **_definitions)
 
 
+_MIN_TEMPERATURE = declaration(options_of(GenerationOptions)["temperature"]).low or 0  # 1e-8 means greedy
 # With a window of no tokens, a penalty is off (llama.cpp).
 _WINDOWS = (("repetition_context_size", "repetition_penalty", 1.0), ("dry_penalty_last_n", "dry_multiplier", 0.0))
 
@@ -158,6 +166,8 @@ class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made f
         values = {name: value for name, value in values.items() if value is not None}
         if values.get("max_tokens") == -1:
             values["max_tokens"] = None
+        if 0 < values.get("temperature", 1) < _MIN_TEMPERATURE:
+            values["temperature"] = 0.0
         for window, penalty, off in _WINDOWS:
             if values.get(window) == 0:
                 del values[window]

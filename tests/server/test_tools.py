@@ -54,6 +54,7 @@ def test_a_call_has_openais_form(call):
 def test_required_and_allowed_tools(call):
     for choice, names in (
         ("required", {"get_weather", "nothing"}),
+        ("any", {"get_weather", "nothing"}),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, {"get_weather"}),
     ):
         [made] = call(tool_choice=choice)["choices"][0]["message"]["tool_calls"]
@@ -193,3 +194,5 @@ def test_messages_that_are_sent_back_may_have_more_fields(client):
     assert tokens(reasoning="r") == tokens(reasoning_content="r") == tokens(thinking="r")
     arguments = {"tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": {"city": "Ulm", "days": 2}}}]}
     assert tokens(**arguments) == tokens(tool_calls=[CALL])
+    calls = [[{**CALL, "function": {"name": "get_weather", "arguments": text}}] for text in ("", "{}")]
+    assert tokens(tool_calls=calls[0]) == tokens(tool_calls=calls[1])
