@@ -92,7 +92,7 @@ def join_text_parts(content: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or "{}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value if value != "" else "{}"
 
 
 def _as_bias(value: Any) -> Any:
@@ -107,6 +107,25 @@ Strings = Annotated[list[str], BeforeValidator(_without_empty), Field(max_length
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MAX_STOP_TOKENS)]
 JsonText = Annotated[str, BeforeValidator(_as_json)]  # an object as text, or as it is; "" for an empty one
 TextContent = Annotated[str, BeforeValidator(join_text_parts)]
+
+
+def _flat_format(value: Any) -> Any:
+    """Chat completions have the schema in an object `json_schema`."""
+    inner = value.get("json_schema") if isinstance(value, dict) else None
+    return {**inner, **value, "json_schema": None} if isinstance(inner, dict) else value
+
+
+class TextFormat(Fields):
+    """`response_format`, `text.format` or `output_config.format`. A schema is enforced with or without `strict`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+Format = Annotated[TextFormat, BeforeValidator(_flat_format)]
 
 
 def _type_of(field: DataclassField[Any]) -> Any:
@@ -174,24 +193,19 @@ class SamplingFields(_OptionFields):  # type: ignore[valid-type, misc]  # made f
                 values[penalty] = off
         return replace(defaults, **values)
 
-    def schema_of_format(self, type: str, schema: Schema, field: str) -> Schema:
+    def schema_of_format(self, form: TextFormat, field: str) -> Schema:
         """The JSON schema of the text: that of the API's own `field`, or else `json_schema`.
-
-        Args:
-            type: The field's type, "text", "json_object" or "json_schema".
-            schema: The field's schema, if any.
-            field: Its path in the request.
 
         Raises:
             ApiError: If the field lacks its schema, or the request has another constraint, too.
         """
-        if type == "text":
+        if form.type == "text":
             return self.json_schema
         if any(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)):
             raise invalid(f"{field} and another constraint (try: one of them)", field)
-        if type == "json_schema" and schema is None:
+        if form.type == "json_schema" and form.json_schema is None:
             raise invalid(f"{field} has no schema", field)
-        return {"type": "object"} if schema is None else schema
+        return {"type": "object"} if form.json_schema is None else form.json_schema
 
 
 class Reasoning(Fields):

@@ -25,33 +25,13 @@ from mlxlm.server.schemas import (
     MAX_TOOLS,
     ChoicesRequest,
     Fields,
+    Format,
     JsonText,
     TemplateFields,
     TextContent,
+    TextFormat,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
-
-
-class JsonSchema(Fields):
-    """The schema of `response_format`."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # no effect: the schema is always enforced
-
-
-class ResponseFormat(Fields):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    llama_cpp_schema: dict[str, Any] | None = Field(None, alias="schema")
-
-    @property
-    def given_schema(self) -> dict[str, Any] | None:
-        """The schema, if it has one."""
-        return self.json_schema.json_schema if self.json_schema else self.llama_cpp_schema
 
 
 class ToolFunction(Fields):
@@ -129,7 +109,7 @@ class ChatCompletionRequest(ChoicesRequest, TemplateFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
+    response_format: Format = TextFormat()
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -165,12 +145,11 @@ async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, m
 
 
 def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
-    form = body.response_format or ResponseFormat.model_validate({"type": "text"})
     wants_logprobs = bool(body.top_logprobs) if body.logprobs is None else body.logprobs
     return body.options(
         defaults,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        json_schema=body.schema_of_format(form.type, form.given_schema, "response_format"),
+        json_schema=body.schema_of_format(body.response_format, "response_format"),
     )
 
 

@@ -27,6 +27,7 @@ from mlxlm.server.schemas import (
     Schema,
     TemplateFields,
     TextContent,
+    TextFormat,
     TextRequest,
     text_of_part,
 )
@@ -106,18 +107,11 @@ class AnthropicTool(ToolFields):
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
 
 
-class OutputFormat(Fields):
-    """`output_config.format`."""
-
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(Fields):
     """`output_config`."""
 
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: TextFormat | None = None
 
 
 def _check_edit(value: Any) -> Any:
@@ -139,8 +133,8 @@ class MessagesRequest(TextRequest, TemplateFields):
     system: TextContent | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # its earlier name for output_config.format
+    output_config: OutputConfig = OutputConfig()
+    output_format: TextFormat | None = None  # its earlier name for output_config.format
     context_management: ContextManagement | None = None
 
 
@@ -149,9 +143,8 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     if body.max_tokens is None:
         raise invalid("max_tokens is missing", "max_tokens", "missing_required_parameter")
-    form, schema = (body.output_config or OutputConfig()).format or body.output_format, body.json_schema
-    if form is not None:
-        schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
+    form = body.output_config.format or body.output_format or TextFormat()
+    schema = body.schema_of_format(form, "output_config.format")
     return await respond(request, body, partial(_make_reply, body, schema, _conversation(body)))
 
 
@@ -163,7 +156,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _conversation(body: MessagesRequest) -> Conversation:
-    kwargs = body.template_kwargs(body.output_config.effort if body.output_config else None)
+    kwargs = body.template_kwargs(body.output_config.effort)
     return Conversation(_messages(body), kwargs, _tool_use(body))
 
 

@@ -42,6 +42,7 @@ from mlxlm.server.schemas import (
     ReplyFields,
     SamplingFields,
     TemplateFields,
+    TextFormat,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 from mlxlm.utils.errors import ConfigError
@@ -69,9 +70,10 @@ class OllamaTextRequest(OllamaRequest, ReplyFields, TemplateFields):
         """The generation options of the request. Raises ApiError for an invalid value."""
         schema = self.format if isinstance(self.format, dict) else None
         kind = "json_schema" if schema is not None else "json_object" if self.format else "text"
+        form = TextFormat.model_validate({"type": kind, "schema": schema})
         return self.options.options(
             defaults,
-            json_schema=self.options.schema_of_format(kind, schema, "format"),
+            json_schema=self.options.schema_of_format(form, "format"),
             logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
         )
 

@@ -16,7 +16,6 @@ from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolFields, ToolUse
 from mlxlm.server.endpoints import routes
-from mlxlm.server.endpoints.chat_completions import JsonSchema
 from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import Event, Reply, respond
@@ -29,6 +28,7 @@ from mlxlm.server.schemas import (
     StreamOptions,
     TemplateFields,
     TextContent,
+    TextFormat,
     TextRequest,
     join_text_parts,
 )
@@ -86,16 +86,10 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextFormat(JsonSchema):
-    """`text.format`."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
 class TextSettings(Fields):
     """`text`."""
 
-    format: TextFormat | None = None
+    format: TextFormat = TextFormat()
     verbosity: str | None = None
 
 
@@ -120,7 +114,7 @@ class ResponseRequest(TextRequest, TemplateFields):
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream_options: StreamOptions | None = None
-    text: TextSettings | None = None
+    text: TextSettings = TextSettings()
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -134,11 +128,6 @@ class ResponseRequest(TextRequest, TemplateFields):
     def wants_logprobs(self) -> bool:
         """Whether the request asks for log-probabilities."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
-
-    @property
-    def format(self) -> TextFormat:
-        """The format of the text."""
-        return self.text.format if self.text and self.text.format else TextFormat(type="text")
 
 
 async def responses(request: Request) -> Response:
@@ -156,7 +145,7 @@ async def responses(request: Request) -> Response:
                 raise invalid(f"there is no item {(item.id or '')[:100]!r} (try: the item itself)", f"input.{index}.id")
             body.input[index] = InputItem.model_validate(found)
     tool_use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
-    kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
+    kwargs = body.template_kwargs(verbosity=body.text.verbosity)
     if not (messages := _messages(body)):
         raise invalid("input has no message, call or output", "input")
     conversation = Conversation(messages, kwargs, tool_use)
@@ -244,7 +233,7 @@ def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, w
 async def _make_reply(
     body: ResponseRequest, conversation: Conversation, stored: StoredResponses | None, model: ServedModel
 ) -> _Response:
-    schema = body.schema_of_format(body.format.type, body.format.json_schema, "text.format")
+    schema = body.schema_of_format(body.text.format, "text.format")
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     options = body.options(model.defaults, logprobs=logprobs, json_schema=schema)
     if body.truncation == "auto":
@@ -376,7 +365,7 @@ class _Response(Reply):
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self._stored is not None,
             "temperature": options.temperature,
-            "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": options.top_p,
