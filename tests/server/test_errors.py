@@ -53,13 +53,13 @@ MALFORMED = {
     "cut": b"{",
     "list": b"[]",
     "null": b"null",
-    "twice": b'{"a": 1, "a": 2}',
-    "nan": b'{"n": NaN}',
-    "infinite": b'{"metadata": {"a": 1e999}}',
+    "twice": b'{"prompt": "a", "prompt": "b"}',
+    "nan": b'{"prompt": "a", "n": NaN}',
+    "infinite": b'{"prompt": "a", "metadata": {"a": 1e999}}',
     "bytes": b"\xff",
-    "surrogates": b'{"prompt": "\\ud800", "\\udfff": 1}',
+    "surrogates": b'{"prompt": "\\ud800"}',
     "brackets": b"[" * 100_000,
-    "deep": b'{"a": ' * 70 + b"1" + b"}" * 70,
+    "deep": b'{"prompt": "a", "n": ' + b"[" * 70 + b"]" * 70 + b"}",
 }
 
 
