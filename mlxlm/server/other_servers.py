@@ -122,8 +122,8 @@ def given_path(body: Any, path: Iterable[int | str]) -> str:
     found: list[str] = []
     for part in path:
         if isinstance(body, dict):
-            fields = {ours: (given, item) for given, ours, item in _with_our_names(body)}
-            fields |= {given: (given, item) for given, item in body.items()}
+            fields = {ours: (given, item) for given, ours, item in _with_our_names(body) if item is not None}
+            fields |= {given: (given, item) for given, item in body.items() if item is not None}
             given, body = fields.get(str(part), ("", body))
             found += [given[:100]] if given else []
         elif isinstance(body, list) and isinstance(part, int) and part < len(body):

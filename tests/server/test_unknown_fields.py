@@ -96,7 +96,7 @@ def test_what_would_change_the_text_is_refused(chat, fields, named):
     ("path", "fields", "param"),
     [
         ("chat", {"max_completion_tokens": 0}, "max_completion_tokens"),
-        ("chat", {"n_predict": 1.5}, "n_predict"),
+        ("chat", {"max_tokens": None, "n_predict": 1.5}, "n_predict"),
         ("chat", {"repeat_last_n": -5}, "repeat_last_n"),
         ("chat", {"guided_choice": []}, "guided_choice"),
         ("chat", {"guided_regex": "("}, "guided_regex"),
