@@ -92,7 +92,8 @@ class Reply(ABC):
     def progress(self) -> bytes:
         """What keeps a stream without chunks open: a comment, which clients ignore."""
         of = sum(len(text.request.prompt) for text in self.texts)
-        read = sum(text.stream.num_read for text in self.texts)
+        # The last token of a prompt is read with the first new one.
+        read = sum(len(t.request.prompt) if t.stream.num_generated else t.stream.num_read for t in self.texts)
         return f": reading the prompt, {read} of {of} tokens\n\n".encode() if read < of else b": generating\n\n"
 
 
