@@ -1,4 +1,4 @@
-import { $, remember } from "./dom.js";
+import { $, openDialog, recall, remember } from "./dom.js";
 
 const DEFAULTS = "mlxlm.settings";
 const isText = (value) => typeof value === "string";
@@ -15,9 +15,9 @@ for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalt
 /** @returns {object} The settings of new conversations. */
 export function defaultSettings() {
   try {
-    return validSettings(JSON.parse(localStorage.getItem(DEFAULTS)));
+    return validSettings(JSON.parse(recall(DEFAULTS)));
   } catch {
-    return {};
+    return {}; // not JSON
   }
 }
 
@@ -29,24 +29,19 @@ export function validSettings(value) {
 /**
  * Opens the dialog with the settings of a conversation: the fields of its form by name, without those left empty.
  * @param {object} settings
- * @param {(settings: object) => void} onSave
+ * @returns {Promise<?object>} the new ones; null if they are not saved
  */
-export function editSettings(settings, onSave) {
+export async function editSettings(settings) {
   const dialog = $("#settings");
-  const form = $("form", dialog);
-  const fields = [...form.elements].filter(({ name }) => name);
+  const fields = [...$("form", dialog).elements].filter(({ name }) => name);
   const fill = (values) => fields.forEach((field) => setField(field, values[field.name]));
   fill(settings);
   $("#as-default").checked = false;
   $("#clear-settings").onclick = () => fill({});
-  form.onsubmit = (event) => {
-    event.preventDefault();
-    const saved = validSettings(Object.fromEntries(fields.map((field) => [field.name, valueOf(field)])));
-    if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
-    dialog.close();
-    onSave(saved);
-  };
-  dialog.showModal();
+  if (!(await openDialog(dialog))) return null;
+  const saved = validSettings(Object.fromEntries(fields.map((field) => [field.name, valueOf(field)])));
+  if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
+  return saved;
 }
 
 function setField(field, value) {

@@ -41,7 +41,7 @@ def test_every_control_has_a_name(page, server):
     ask(page, "Code")
     finished(page)
     server.answers = [Answer(["Again."])]
-    answers(page).get_by_role("button", name="Try again").click()
+    answers(page).get_by_role("button", name="Regenerate").click()
     finished(page)
 
     def nameless():

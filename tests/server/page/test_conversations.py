@@ -18,7 +18,7 @@ def test_a_reload_keeps_conversations_settings_and_branches(page, server):
     page.get_by_role("button", name="Save").click()
     ask(page, "A question")
     finished(page)
-    answers(page).get_by_role("button", name="Try again").click()
+    answers(page).get_by_role("button", name="Regenerate").click()
     finished(page)
     assert server.requests[1]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert {k: server.requests[1][k] for k in ("temperature", "min_p", "seed")} == {
@@ -63,7 +63,7 @@ def test_export_and_import(page, server, tmp_path):
     server.answers = [Answer(["First."]), Answer(["Second."])]
     ask(page, "A question")
     finished(page)
-    answers(page).get_by_role("button", name="Try again").click()
+    answers(page).get_by_role("button", name="Regenerate").click()
     finished(page)
     page.click("#settings-button")
     files = {}
@@ -85,7 +85,7 @@ def test_export_and_import(page, server, tmp_path):
     exported["conversations"][0]["messages"]["m1"]["next"] = "m1"  # would never end
     files["JSON"].write_text(json.dumps(exported))
     page.set_input_files("#import-file", files["JSON"])
-    expect(page.locator("#toast")).to_contain_text("message m1 is in no valid place")
+    expect(page.locator("#toast")).to_contain_text("message m1 has an invalid position")
     files["JSON"].write_text("{")
     page.set_input_files("#import-file", files["JSON"])
     expect(page.locator("#toast")).to_contain_text("isn't JSON")
@@ -109,7 +109,7 @@ def test_other_tabs_see_what_changes(page, server):
 def test_a_browser_without_storage_says_so(page, server):
     page.add_init_script("indexedDB.open = () => { throw new DOMException('no', 'SecurityError'); }")
     page.reload()
-    expect(page.get_by_role("alert")).to_contain_text("doesn't let this page keep conversations")
+    expect(page.get_by_role("alert")).to_contain_text("doesn't let this page store conversations")
     ask(page, "A question")
     finished(page)
     expect(answers(page).locator("> .text")).to_have_text("Fine.")
@@ -119,5 +119,5 @@ def test_a_full_browser_says_so(page, server):
     page.add_init_script("IDBObjectStore.prototype.put = () => { throw new DOMException('', 'QuotaExceededError'); }")
     page.reload()
     ask(page, "A question")
-    expect(page.get_by_role("alert")).to_contain_text("no room for more")
+    expect(page.get_by_role("alert")).to_contain_text("storage is full")
     expect(answers(page).locator("> .text")).to_have_text("Fine.")

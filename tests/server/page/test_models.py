@@ -23,7 +23,7 @@ def compare(page):
 
 def test_another_model_answers(page, server):
     page.click("#model")
-    page.get_by_role("button", name="other-model 2.67M parameters · 4bit · 4,096 tokens of context · 1.58 MB").click()
+    page.get_by_role("button", name="other-model 2.67M parameters · 4bit · context 4,096 · 1.58 MB").click()
     expect(page.locator("#model")).to_have_text("other-model")
     ask(page, "Hi")
     finished(page)
@@ -58,7 +58,7 @@ def test_a_model_is_downloaded(page, server):
     expect(page.get_by_role("alert").filter(has_text="no such model")).to_be_visible()
     server.pull = [{"status": "success"}]
     form.get_by_role("button", name="Download").click()
-    expect(form.locator("output")).to_have_text("smollm2-135m is here.")
+    expect(form.locator("output")).to_have_text("Downloaded smollm2-135m.")
     expect(page.get_by_role("button", name="Load smollm2-135m")).to_be_visible()
 
 
