@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from mlxlm.chat import files
 from tests.server.page.actions import answers, ask, expect, finished
 
@@ -70,28 +68,6 @@ def test_files_without_a_question_and_edits_of_a_question_with_files(page, serve
     finished(page)
     content = server.requests[1]["messages"][0]["content"]
     assert content.startswith("File: notes.txt\n") and content.endswith("\n\nWhich fruit?")
-
-
-def test_files_are_kept_exported_and_imported(page, server, tmp_path):
-    page.set_input_files("#file", [NOTES, CODE])
-    expect(chips(page).last).to_contain_text("7 tokens")
-    ask(page, "What is this?")
-    finished(page)
-    page.reload()
-    expect(page.locator(".message.user .file")).to_have_count(2)
-    page.click("#settings-button")
-    exported = {}
-    for kind in ("Markdown", "JSON"):
-        with page.expect_download() as download:
-            page.get_by_role("button", name=f"Export {kind}").click()
-        download.value.save_as(exported.setdefault(kind, tmp_path / kind))
-    page.keyboard.press("Escape")
-    assert PROMPT in exported["Markdown"].read_text()
-    message = json.loads(exported["JSON"].read_text())["conversations"][0]["messages"]["m1"]
-    assert message["files"][0] == {"name": "notes.txt", "text": "Buy apples.\nEat them.", "tokens": 8}
-    page.set_input_files("#import-file", exported["JSON"])
-    expect(page.locator("#toast")).to_contain_text("Imported one")
-    expect(page.locator(".message.user .file")).to_have_count(2)
 
 
 NOT_TEXT = [

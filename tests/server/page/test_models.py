@@ -31,6 +31,21 @@ def test_another_model_answers(page, server):
     expect(page.get_by_role("article", name="other-model")).to_be_visible()
 
 
+def test_a_conversation_keeps_its_model_while_the_server_has_it(page, server):
+    ask(page, "Hi")
+    finished(page)
+    server.loaded = {"other-model"}
+    page.reload()
+    expect(page.locator("#model")).to_have_text("tiny-model")
+    server.models[:] = ["new-model"]
+    server.answers = [Answer(status=404, error="there is no model 'tiny-model'"), Answer()]
+    ask(page, "More")
+    expect(page.locator("#model")).to_have_text("new-model")
+    page.get_by_role("button", name="Try again").click()
+    finished(page)
+    assert server.requests[-1]["model"] == "new-model"
+
+
 def test_models_are_loaded_and_unloaded(page, server):
     page.click("#model")
     page.get_by_role("button", name="Load other-model").click()
@@ -56,6 +71,9 @@ def test_a_model_is_downloaded(page, server):
     assert form.get_by_role("progressbar").get_attribute("value") == "0.5"
     server.go_on()
     expect(page.get_by_role("alert").filter(has_text="no such model")).to_be_visible()
+    server.pull = [{"status": "pulling"}]  # and the connection ends
+    form.get_by_role("button", name="Download").click()
+    expect(page.get_by_role("alert").filter(has_text="lost during the download")).to_be_visible()
     server.pull = [{"status": "success"}]
     form.get_by_role("button", name="Download").click()
     expect(form.locator("output")).to_have_text("Downloaded smollm2-135m.")
