@@ -3,9 +3,6 @@ import { promptOf } from "./conversation.js";
 
 const PAUSE = 40; // milliseconds between two drawings, at least
 
-/** Why an answer can be continued: it was cut off. */
-export const CUT_OFF = { length: "The answer reached its maximum length.", stopped: "Stopped." };
-
 /**
  * Streams an answer into `message`, after the text that it already has. How it ended is in its `finish` or `error`.
  * @param {import("./conversation.js").Conversation} conversation

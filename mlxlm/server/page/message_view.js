@@ -1,4 +1,3 @@
-import { CUT_OFF } from "./answer.js";
 import { alternatives, contentOf } from "./conversation.js";
 import { $, copy, h, icon, iconButton } from "./dom.js";
 import { describeTokens } from "./files.js";
@@ -7,6 +6,7 @@ import { contextLengthOf } from "./models.js";
 import { TokensView } from "./tokens_view.js";
 
 const LONG_QUESTION = 1500; // characters; the rest is shown on demand
+const CUT_OFF = { length: "The answer reached its maximum length.", stopped: "Stopped." }; // it can be continued
 const NEARLY_FULL = 0.5; // of the model's context, from where on it is said
 
 /**
@@ -112,9 +112,9 @@ export class MessageView {
   }
 
   #noticeText() {
-    const { error, finish, text, reasoning } = this.message;
+    const { error, finish = "stopped", text, reasoning } = this.message; // a reload leaves no `finish`
     if (error) return error;
-    if (CUT_OFF[finish ?? "stopped"]) return this.last ? CUT_OFF[finish ?? "stopped"] : "";
+    if (CUT_OFF[finish]) return this.last ? CUT_OFF[finish] : "";
     return text || reasoning ? "" : "The answer is empty.";
   }
 
