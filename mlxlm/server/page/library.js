@@ -68,9 +68,14 @@ export async function importFiles(files) {
   return imported;
 }
 
-/** Stops the answer that another tab is writing. If that tab is gone, this one may go on. */
+/**
+ * Stops the answer that another tab is writing. From then on this tab may answer: the other one may have crashed.
+ * @returns {boolean} whether there was one
+ */
 export function stopElsewhere(id) {
-  if (elsewhere.delete(id)) channel.postMessage({ id, stop: true });
+  const found = elsewhere.delete(id);
+  if (found) channel.postMessage({ id, stop: true });
+  return found;
 }
 
 function tellTabs(id) {

@@ -134,7 +134,7 @@ function announceEnd({ text, error }) {
 
 function stop(id = current.id) {
   for (const { conversation, controller } of running.values()) if (conversation.id === id) controller.abort();
-  library.stopElsewhere(id);
+  if (library.stopElsewhere(id)) redraw();
 }
 
 /** Deletes a message and what follows it. */
@@ -251,10 +251,9 @@ enableControls({
     composer.focus();
   },
   "settings-button": async () => {
-    const settings = await editSettings(current.settings);
-    if (!settings) return;
-    current.settings = settings;
-    library.save(current);
+    const conversation = current;
+    conversation.settings = (await editSettings(conversation.settings)) ?? conversation.settings;
+    library.save(conversation);
     redraw();
   },
   "export-markdown": () => download(fileName("md"), "text/markdown", toMarkdown(current)),

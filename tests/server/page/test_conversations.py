@@ -149,6 +149,11 @@ def test_tabs_share_conversations_and_one_of_them_answers(page, server):
     other.close()
     expect(page.locator("#conversations .pulse")).to_have_count(0)
 
+    crashed = "new BroadcastChannel('mlxlm').postMessage({ id: location.hash.slice(1), answering: true })"
+    page.evaluate(crashed)
+    page.click("#stop")
+    finished(page)
+
 
 def test_a_browser_without_storage_says_so(page, server):
     page.add_init_script("indexedDB.open = () => { throw new DOMException('no', 'SecurityError'); }")
