@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,9 @@ from mlxlm.config.option import declaration, options_of
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.server.options import DEFAULT_PORT, OLLAMA_PORT, ModelOptions, ServerOptions
 from mlxlm.utils.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from mlxlm.server.model_library import ModelLibrary
 
 _EPILOG = """\b
 Examples:
@@ -85,7 +88,7 @@ def serve(
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
     if len(paths) != 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
-    from mlxlm.checkpoint import open_checkpoint
+    from mlxlm.checkpoint import hub, open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.logs import log_to_stderr
@@ -109,16 +112,19 @@ def serve(
             make_speculation=speculation,
             process_bytes=limit_process(shared["max_memory"]),
         )
-        for path in paths.values():
-            open_checkpoint(resolve(path))  # downloads what isn't here; an error for what is no model
+        for name, source in paths.items():
+            found = resolve(source)  # downloads what isn't here
+            open_checkpoint(found)  # an error for what is no model
+            if hub.is_id(source):  # which isn't looked up on the hub again
+                paths[name] = str(found)
         served = Models(paths, settings)
-        served.check_aliases()
+        served.library.check_aliases()
         if len(paths) == 1:
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):
                 served.add(load_model(name, path, settings))
         log_to_stderr(server.log_level, server.log_format)
-        _greet(run.address_of(listener, server.host), served.names, bool(keys))
+        _greet(run.address_of(listener, server.host), served.library, bool(keys))
         app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
         run.make_server(app, server.shutdown_timeout, _on_signal, server.idle_timeout).run([listener])
 
@@ -152,14 +158,13 @@ def _check_access(host: str, keys: Sequence[str], no_auth: bool) -> None:
         raise click.UsageError(f"others can reach {host}: set --api-key or MLXLM_API_KEY, or allow it with --no-auth")
 
 
-def _greet(address: str, names: Sequence[str], has_key: bool) -> None:
+def _greet(address: str, library: ModelLibrary, has_key: bool) -> None:
     """Print where the server is, and a command to try it with."""
     header = ' -H "Authorization: Bearer $MLXLM_API_KEY"' if has_key else ""
-    message = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    shown = [
-        *map(one_line, names[:_MAX_SHOWN]),
-        *([f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []),
-    ]
+    body = {"model": library.first(), "messages": [{"role": "user", "content": "Hello!"}]}
+    message, names = json.dumps(body, ensure_ascii=False), library.names
+    more = [f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []
+    shown = [*map(one_line, names[:_MAX_SHOWN]), *more]
     say(f"Serving {', '.join(shown)} at {address}/v1, with a chat page at {address}/")
     say("Ctrl-C stops it. To try it in another terminal:")
     say(f"  curl {address}/v1/chat/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(message)}")

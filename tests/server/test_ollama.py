@@ -14,8 +14,9 @@ from mlxlm.checkpoint.local_models import HUB, LocalModel
 from mlxlm.server import reply
 from mlxlm.server.app import make_app
 from mlxlm.server.conversation import ToolUse
+from mlxlm.server.downloads import DownloadProgress
 from mlxlm.server.endpoints.ollama_models import VERSION
-from mlxlm.server.models import Models, ModelSettings, PullProgress
+from mlxlm.server.models import Models, ModelSettings
 from tests.server.conftest import CONTEXT, HELLO, wait_until
 from tests.server.test_tools import NOTHING, PARAMETERS, WEATHER, check_arguments
 
@@ -220,7 +221,7 @@ def test_long_texts_are_truncated_for_embeddings(client):
 @pytest.mark.parametrize(
     ("path", "fields", "problem"),
     [
-        ("/api/chat", {"model": "nothing", **HELLO}, "there is no model 'nothing'"),
+        ("/api/chat", {"model": "nothing", **HELLO}, "model 'nothing' not found"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images isn't supported"),
         ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "images isn't supported"),
         ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "template isn't supported"),
@@ -317,12 +318,12 @@ def test_pull(client, models, monkeypatch):
     assert refused.status_code == 403 and "command line" in refused.json()["error"]
 
     async def pulled(source):
-        yield PullProgress(5, 10)
+        yield DownloadProgress(5, 10)
         if source == "broken":
             raise OSError("the connection broke")
-        yield PullProgress(10, 10, source)
+        yield DownloadProgress(10, 10, source)
 
-    monkeypatch.setattr(models, "pull", pulled)
+    monkeypatch.setattr(models.downloads, "download", pulled)
     first, *_, last = lines(client.post("/api/pull", json={"name": "org/name"}))
     assert first == {"status": "pulling org/name", "digest": "org/name", "total": 10, "completed": 5}
     assert last == {"status": "success"} == client.post("/api/pull", json={"model": "a", "stream": False}).json()

@@ -180,8 +180,8 @@ def test_a_port_in_use(live):
 class Process:
     """`mlxlm serve` as a user starts it, with the lines that it prints."""
 
-    def __init__(self, folder, *options):
-        command = [sys.executable, str(ROOT / "cli.py"), "serve", str(folder), "--port", "0", *options]
+    def __init__(self, *arguments):
+        command = [sys.executable, str(ROOT / "cli.py"), "serve", *map(str, arguments), "--port", "0"]
         environment = {**os.environ, "MLXLM_API_KEY": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines = []

@@ -164,7 +164,7 @@ def _select(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 async def props(request: Request) -> JSONResponse:
     """Describe the model `?model=NAME`, or the default one, and the defaults of its options."""
     models: Models = request.app.state.models
-    description = await models.describe(request.query_params.get("model"))
+    description = await models.describe(request.query_params.get("model"), with_tokenizer=True)
     model = next((model for model in models.loaded if model.name == description.name), None)
     return JSONResponse(
         {
@@ -175,7 +175,7 @@ async def props(request: Request) -> JSONResponse:
             "total_slots": models.settings.batch_size,
             "model_alias": description.name,
             "model_path": description.name,
-            "chat_template": (model and model.lm.tokenizer.chat_template) or "",
+            "chat_template": description.chat_template or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"mlxlm {version('mlxlm')}",
             "is_sleeping": model is None,

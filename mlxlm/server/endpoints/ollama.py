@@ -240,7 +240,7 @@ def timestamp(time: datetime) -> str:
 async def _load(request: Request, body: OllamaTextRequest, is_chat: bool) -> JSONResponse:
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
-    name = models.find(body.model)
+    name = await models.find(body.model)
     try:
         unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
     except ConfigError as error:
