@@ -35,6 +35,7 @@ logger = logging.getLogger("mlxlm.server")
 
 MAX_COUNTED = 1 << 17  # tokens that endpoints return or count for a model with any context
 _MAX_PROMPT_TOKENS = 1 << 20  # with a rotating cache, which has no context length
+_MAX_WAIT = 30.0  # seconds, for a model in use to become idle; clients wait a minute or more for an answer
 _REFRESH_INTERVAL = 1.0  # seconds; with an alias for any name, unknown names are common
 
 
@@ -153,6 +154,10 @@ class _Entry:
     loading: asyncio.Task[None] | None = None
 
 
+class _AllInUseError(Exception):
+    """There is no memory for another model, and all others are in use."""
+
+
 class Models:
     """The models that requests can name.
 
@@ -175,6 +180,7 @@ class Models:
         self._default_keep_alive = parse_keep_alive(settings.keep_alive or ("30m" if self.library.serves_all else -1))
         self._entries: dict[str, _Entry] = {}
         self._load_lock = asyncio.Lock()
+        self._one_is_idle = asyncio.Event()  # set and replaced whenever a model becomes idle
         self._refreshed = -_REFRESH_INTERVAL
         self.library.refresh()
 
@@ -187,13 +193,13 @@ class Models:
         """The model that a name of a request stands for.
 
         Args:
-            name: A name or an alias. None for the first model of the command line; if it has none, for the model that
-                was used last, or the first one that can be opened.
+            name: A name or an alias. None or "" for the first model of the command line; if it has none, for the model
+                that was used last, or the first one that can be opened.
 
         Raises:
             ApiError: 404 for an unknown name, with the closest ones.
         """
-        if name is None:
+        if not name:
             used = {name: entry.last_used for name, entry in self._entries.items() if entry.model is not None}
             if used and self.library.serves_all:
                 return max(used, key=lambda name: used[name])
@@ -271,6 +277,9 @@ class Models:
             entry.users -= 1
             entry.last_used = time.monotonic()
             self._unload_when_idle(entry)
+            if not entry.users:
+                self._one_is_idle.set()
+                self._one_is_idle = asyncio.Event()
 
     async def load(self, name: str | None, keep_alive: float | str | None = None) -> ServedModel:
         """Load a model, unless it is loaded. The errors are those of `use`."""
@@ -329,28 +338,45 @@ class Models:
         return ApiError(404, problem, param="model", code="model_not_found")
 
     async def _load(self, name: str, entry: _Entry) -> None:
+        """Load a model. If those in use leave no memory for it, wait until one of them is idle."""
+        end = time.monotonic() + _MAX_WAIT
         try:
-            async with self._load_lock:
-                if self.library.find(name) is None:  # removed while others were loaded
-                    raise self._not_found(name)
-                description = await asyncio.to_thread(self.library.describe, name)
-                await self._make_room(name, description.memory)
+            while True:
+                one_is_idle = self._one_is_idle
                 try:
-                    model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
-                except Exception as error:  # whatever is wrong with its files, the other models go on
-                    logger.error("%s can't be loaded: %s", name, describe_error(error))
-                    raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-                logger.info("loaded %s in %.2f s", name, model.load_seconds)
-                try:
-                    await self._fit(model)
-                except ApiError:
-                    await asyncio.to_thread(model.engine.close)
-                    raise
-                model.description = _describe_loaded(description, model)
-                entry.model, entry.last_used = model, time.monotonic()
-                self._unload_when_idle(entry)  # if its clients have left meanwhile
+                    async with self._load_lock:
+                        await self._load_now(name, entry)
+                    return
+                except _AllInUseError:
+                    try:
+                        await asyncio.wait_for(one_is_idle.wait(), max(0.0, end - time.monotonic()))
+                    except TimeoutError:
+                        problem = f"there is no memory for the model {name} while others are in use; try again"
+                        raise unavailable(problem) from None
+                    if not entry.users:
+                        return  # its clients have left
         finally:
             entry.loading = None
+
+    async def _load_now(self, name: str, entry: _Entry) -> None:
+        if self.library.find(name) is None:  # removed while others were loaded
+            raise self._not_found(name)
+        description = await asyncio.to_thread(self.library.describe, name)
+        await self._make_room(name, description.memory)
+        try:
+            model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
+        except Exception as error:  # whatever is wrong with its files, the other models go on
+            logger.error("%s can't be loaded: %s", name, describe_error(error))
+            raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
+        logger.info("loaded %s in %.2f s", name, model.load_seconds)
+        try:
+            await self._fit(model)
+        except BaseException:
+            await asyncio.to_thread(model.engine.close)
+            raise
+        model.description = _describe_loaded(description, model)
+        entry.model, entry.last_used = model, time.monotonic()
+        self._unload_when_idle(entry)  # if its clients have left meanwhile
 
     async def _make_room(self, name: str, size: int) -> None:
         """Unload idle models until there is memory for weights of `size` bytes."""
@@ -363,7 +389,7 @@ class Models:
             logger.error("%s (--max-memory)", problem)
             raise ApiError(503, problem)
         while share(limit, self.settings.process_bytes, [size, *(model.num_bytes for model in self.loaded)]) < 0:
-            await self._unload_oldest(name)
+            await self._unload_oldest()
 
     async def _fit(self, model: ServedModel) -> None:
         """Unload idle models until there is memory for the caches of all others and of a new one."""
@@ -376,13 +402,13 @@ class Models:
                     problem = f"there is no memory for the model {model.name}: {error.message}"
                     logger.error("%s (--max-memory)", problem)
                     raise ApiError(503, problem) from None
-                await self._unload_oldest(model.name)
+                await self._unload_oldest()
 
-    async def _unload_oldest(self, name: str) -> None:
-        """Unload the idle model that wasn't used for longest, to make room for `name`."""
+    async def _unload_oldest(self) -> None:
+        """Unload the idle model that wasn't used for longest. Raises _AllInUseError if none is idle."""
         idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
         if not idle:
-            raise unavailable(f"there is no memory for the model {name} while others are in use; try again")
+            raise _AllInUseError
         await self._unload(min(idle, key=lambda entry: entry.last_used))
 
     def _share_memory(self, models: Sequence[ServedModel]) -> None:

@@ -17,6 +17,7 @@ from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from mlxlm.utils.errors import ConfigError, MemoryLimitError
+from tests.server.conftest import wait_until
 
 
 class FakeEngine:
@@ -106,7 +107,7 @@ def test_the_least_recently_used_model_makes_room(loads):
     assert loads == ["a", "b", "c", "b"]
 
 
-def test_models_in_use_stay(loads):
+def test_models_in_use_stay(loads, monkeypatch):
     models = make(150, a="", b="")
 
     async def use():
@@ -115,10 +116,26 @@ def test_models_in_use_stay(loads):
                 await touch(models, "b")
             assert error.value.status == 503 and error.value.headers["retry-after"]
             assert [m.name for m in models.loaded] == ["a"]
-        await touch(models, "b")
 
+    monkeypatch.setattr(models_module, "_MAX_WAIT", 0.0)
     asyncio.run(use())
-    assert [m.name for m in models.loaded] == ["b"]
+
+
+def test_a_model_waits_until_another_one_is_idle(loads):
+    models = make(150, a="", b="", c="")
+
+    async def use():
+        async with models.use("a"):
+            waiting, leaving = (asyncio.create_task(touch(models, name)) for name in "bc")
+            while loads != ["a", "b", "c"] or models._load_lock.locked():
+                await asyncio.sleep(0)
+            leaving.cancel()
+            assert not waiting.done() and [m.name for m in models.loaded] == ["a"]
+        await waiting
+        assert [m.name for m in models.loaded] == ["b"]
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+    assert loads == ["a", "b", "c", "b"]  # nobody waits for "c" any more
 
 
 def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tmp_path):
@@ -206,13 +223,8 @@ def test_a_model_whose_client_leaves_while_it_is_loaded_is_unloaded_when_idle(lo
 def test_a_model_of_the_command_line_is_unloaded_without_any_request(loads):
     models = Models({"a": "a"}, ModelSettings(keep_alive="1ms"))
     models.add(FakeModel("a"))
-
-    async def use():
-        models.start()
-        while models.loaded:
-            await asyncio.sleep(0)
-
-    asyncio.run(asyncio.wait_for(use(), 10))
+    with TestClient(make_app(models)):
+        assert wait_until(lambda: not models.loaded)
 
 
 def test_a_model_that_was_used_again_while_another_one_was_loaded_stays(loads):

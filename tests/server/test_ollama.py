@@ -234,6 +234,7 @@ def test_long_texts_are_truncated_for_embeddings(client):
         ("/api/embed", {"input": [""]}, "text is empty"),
         ("/api/create", {"model": "a"}, "can't create models"),
         ("/api/push", {"name": "a"}, "can't push models"),
+        ("/api/blobs/sha256:0a", {}, "can't take files of models"),
         ("/api/copy", {"source": "tiny", "destination": "TINY:latest"}, "'TINY:latest' can't be another name"),
         ("/api/nothing", {}, "there is no endpoint"),
     ],
@@ -296,8 +297,10 @@ def test_a_copy_is_another_name(unloaded):
 def test_only_downloads_are_deleted(model_folder):
     with TestClient(make_app(Models({"tiny": str(model_folder)}, ModelSettings()))) as client:
         response = client.request("DELETE", "/api/delete", json={"name": "tiny"})
-        assert response.status_code == 403 and "isn't a model that mlxlm has downloaded" in response.json()["error"]
+        assert response.status_code == 403 and "wasn't downloaded by mlxlm" in response.json()["error"]
         assert client.request("DELETE", "/api/delete", json={"model": "other"}).status_code == 404
+        missing = client.request("DELETE", "/api/delete", json={})  # not the default model
+        assert missing.status_code == 400 and missing.json() == {"error": "the model is missing"}
         assert (model_folder / "model.safetensors").exists()
 
 

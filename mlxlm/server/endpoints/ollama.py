@@ -265,17 +265,17 @@ class EmbedRequest(OllamaRequest):
 async def embed(request: Request) -> Response:
     """Return an embedding of each text. Unless `truncate` is false, only the beginning of a long text counts."""
     body = await read_body(request, EmbedRequest)
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = body.input if isinstance(body.input, list) else [body.input] if body.input else []
     return await json_response(request, _embed(request.app.state.models, body, texts))
 
 
 async def embeddings(request: Request) -> Response:
-    """Return an embedding of one text."""
+    """Return an embedding of one text; none for an empty text, which only loads the model."""
     body = await read_body(request, EmbedRequest)
 
     async def first() -> dict[str, Any]:
-        answer = await _embed(request.app.state.models, body, [body.prompt or ""])
-        return {"embedding": answer["embeddings"][0]}
+        answer = await _embed(request.app.state.models, body, [body.prompt] if body.prompt else [])
+        return {"embedding": answer["embeddings"][0] if body.prompt else []}
 
     return await json_response(request, first())
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.chat.reasoning import OPEN
 from mlxlm.checkpoint.local_models import HUB, OWN, find_removable, remove
 from mlxlm.server.endpoints.ollama import OllamaRequest, timestamp
@@ -44,9 +45,14 @@ async def ps(request: Request) -> JSONResponse:
 
 
 def _describe_loaded(models: Models, model: ServedModel) -> dict[str, Any]:
-    memory, expires = {"size": model.memory, "size_vram": model.memory}, models.expires_at(model) or _NEVER
-    described = {**_describe(model.name, model.description), **memory, "context_length": model.context_length}
-    return {**described, "expires_at": timestamp(expires)}
+    memory, expires = model.memory, models.expires_at(model) or _NEVER
+    return {
+        **_describe(model.name, model.description),
+        "size": memory,
+        "size_vram": 0 if ON_CPU else memory,
+        "context_length": model.context_length,
+        "expires_at": timestamp(expires),
+    }
 
 
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # what ollama says of a model that stays
@@ -148,12 +154,14 @@ async def delete(request: Request) -> Response:
     """Remove a downloaded model, by the rules of mlxlm models rm; or an alias that /api/copy has made."""
     body = await read_body(request, OllamaRequest)
     models: Models = request.app.state.models
-    if models.library.remove_alias(body.model or ""):
+    if not body.model:
+        raise invalid("the model is missing", "model")
+    if models.library.remove_alias(body.model):
         return Response()
     model = await models.describe(body.model)
     try:
         if model.location not in (OWN, HUB):
-            raise CheckpointError(f"{model.name} isn't a model that mlxlm has downloaded", "whoever put it there")
+            raise CheckpointError(f"{model.name} wasn't downloaded by mlxlm", "remove its files yourself")
         removable = await asyncio.to_thread(find_removable, model.name)
         await models.unload(model.name)
         await asyncio.to_thread(remove, removable)
@@ -191,6 +199,6 @@ async def refuse(request: Request) -> Response:
 ROUTES = [
     *(Route(f"/api/{function.__name__}", function) for function in (version, tags, ps)),
     *(Route(f"/api/{function.__name__}", function, methods=["POST"]) for function in (show, pull, copy)),
-    *(Route(f"/api/{name}", refuse, methods=["POST"]) for name in ("create", "push", "blobs/{digest}")),
+    *(Route(f"/api/{name}", refuse, methods=["HEAD", "POST"]) for name in ("create", "push", "blobs/{digest}")),
     Route("/api/delete", delete, methods=["DELETE"]),
 ]
