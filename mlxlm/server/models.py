@@ -154,6 +154,14 @@ class _Entry:
     loading: asyncio.Task[None] | None = None
 
 
+def check_keep_alive(value: float | str) -> float | None:
+    """The seconds of a request's `keep_alive`, see `parse_keep_alive`. Raises ApiError 400 for something else."""
+    try:
+        return parse_keep_alive(value)
+    except ConfigError as error:
+        raise invalid(str(error), "keep_alive") from None
+
+
 class _AllInUseError(Exception):
     """There is no memory for another model, and all others are in use."""
 
@@ -189,12 +197,13 @@ class Models:
         """The models that are in memory."""
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
-    async def find(self, name: str | None) -> str:
+    async def find(self, name: str | None, *, or_any: bool = True) -> str:
         """The model that a name of a request stands for.
 
         Args:
             name: A name or an alias. None or "" for the first model of the command line; if it has none, for the model
                 that was used last, or the first one that can be opened.
+            or_any: Whether an unknown name stands for the model of the alias `*`.
 
         Raises:
             ApiError: 404 for an unknown name, with the closest ones.
@@ -204,13 +213,13 @@ class Models:
             if used and self.library.serves_all:
                 return max(used, key=lambda name: used[name])
             return await asyncio.to_thread(self.library.first)
-        found, now = self.library.find(name), time.monotonic()
-        if found is None and (self.library.any_name is None or now - self._refreshed >= _REFRESH_INTERVAL):
+        found, other, now = self.library.find(name), self.library.any_name if or_any else None, time.monotonic()
+        if found is None and (other is None or now - self._refreshed >= _REFRESH_INTERVAL):
             self._refreshed = now
             await asyncio.to_thread(self.library.refresh)
             found = self.library.find(name)
         loaded = name if any(model.name == name for model in self.loaded) else None  # its files were removed
-        found = found or loaded or self.library.any_name
+        found = found or loaded or other
         if found is None:
             raise self._not_found(name)
         return found
@@ -254,12 +263,7 @@ class Models:
         Raises:
             ApiError: 404 for an unknown name, 400 for an invalid `keep_alive`, 503 for a model that can't be loaded.
         """
-        seconds = self._default_keep_alive
-        if keep_alive is not None:
-            try:
-                seconds = parse_keep_alive(keep_alive)
-            except ConfigError as error:
-                raise invalid(str(error), param="keep_alive") from None
+        seconds = self._default_keep_alive if keep_alive is None else check_keep_alive(keep_alive)
         name = await self.find(name)
         entry = self._entries.setdefault(name, _Entry())
         entry.users += 1

@@ -307,11 +307,11 @@ def test_only_downloads_are_deleted(model_folder):
 def test_a_deleted_model_is_unloaded_and_removed(model_folder, tmp_path, monkeypatch):
     downloaded = LocalModel("tiny", shutil.copytree(model_folder, tmp_path / "tiny"), 0, HUB, "tiny")
     monkeypatch.setattr("mlxlm.server.endpoints.ollama_models.find_removable", lambda name: downloaded)
-    models = Models({"tiny": str(downloaded.path)}, ModelSettings())
+    models = Models({"tiny": str(downloaded.path)}, ModelSettings(aliases=["*=tiny"]))
     models.library._models["tiny"] = downloaded
     with TestClient(make_app(models)) as client:
-        client.post("/api/generate", json={"model": "tiny"})
-        assert models.loaded
+        assert client.post("/api/generate", json={"model": "any"}).status_code == 200 and models.loaded
+        assert client.request("DELETE", "/api/delete", json={"name": "any"}).status_code == 404
         assert client.request("DELETE", "/api/delete", json={"name": "tiny"}).status_code == 200
         assert not downloaded.path.exists() and not models.loaded and model_folder.exists()
 

@@ -22,9 +22,7 @@ from mlxlm.server.conversation import Conversation, ToolUse, continuation
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
-from mlxlm.server.errors import invalid
-from mlxlm.server.models import Models, ServedModel
-from mlxlm.server.options import parse_keep_alive
+from mlxlm.server.models import Models, ServedModel, check_keep_alive
 from mlxlm.server.reply import (
     NDJSON,
     Event,
@@ -44,7 +42,6 @@ from mlxlm.server.schemas import (
     read_body,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
-from mlxlm.utils.errors import ConfigError
 
 _ROOM = 64  # tokens
 
@@ -241,10 +238,7 @@ async def _load(request: Request, body: OllamaTextRequest, is_chat: bool) -> JSO
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
     name = await models.find(body.model)
-    try:
-        unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
-    except ConfigError as error:
-        raise invalid(str(error), "keep_alive") from None
+    unloads = body.keep_alive is not None and check_keep_alive(body.keep_alive) == 0
     if unloads:
         await models.unload(name)
     else:
@@ -307,8 +301,5 @@ def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str]:
 
 
 ROUTES = [
-    *(
-        Route(f"/api/{function.__name__}", function, methods=["POST"])
-        for function in (chat, generate, embed, embeddings)
-    ),
+    Route(f"/api/{function.__name__}", function, methods=["POST"]) for function in (chat, generate, embed, embeddings)
 ]

@@ -158,7 +158,7 @@ async def delete(request: Request) -> Response:
         raise invalid("the model is missing", "model")
     if models.library.remove_alias(body.model):
         return Response()
-    model = await models.describe(body.model)
+    model = await models.describe(await models.find(body.model, or_any=False))
     try:
         if model.location not in (OWN, HUB):
             raise CheckpointError(f"{model.name} wasn't downloaded by mlxlm", "remove its files yourself")
