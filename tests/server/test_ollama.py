@@ -14,7 +14,6 @@ from mlxlm.checkpoint.local_models import HUB, LocalModel
 from mlxlm.server import reply
 from mlxlm.server.app import make_app
 from mlxlm.server.conversation import ToolUse
-from mlxlm.server.downloads import DownloadProgress
 from mlxlm.server.endpoints.ollama_models import VERSION
 from mlxlm.server.models import Models, ModelSettings
 from tests.server.conftest import CONTEXT, HELLO, wait_until
@@ -321,10 +320,10 @@ def test_pull(client, models, monkeypatch):
     assert refused.status_code == 403 and "command line" in refused.json()["error"]
 
     async def pulled(source):
-        yield DownloadProgress(5, 10)
+        yield 5, 10
         if source == "broken":
             raise OSError("the connection broke")
-        yield DownloadProgress(10, 10, source)
+        yield 10, 10
 
     monkeypatch.setattr(models.downloads, "download", pulled)
     first, *_, last = lines(client.post("/api/pull", json={"name": "org/name"}))

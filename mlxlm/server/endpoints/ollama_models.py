@@ -131,9 +131,9 @@ async def pull(request: Request) -> Response:
 
 
 async def _pull(models: Models, source: str) -> AsyncGenerator[Event]:
-    async for progress in models.downloads.download(source):
-        sizes = {"total": progress.total, "completed": progress.completed}
-        yield {"status": f"pulling {source}", "digest": source, **(sizes if progress.total else {})}
+    async for completed, total in models.downloads.download(source):
+        sizes = {"total": total, "completed": completed} if total else {}
+        yield {"status": f"pulling {source}", "digest": source, **sizes}
     yield {"status": "success"}
 
 
