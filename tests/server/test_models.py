@@ -244,17 +244,6 @@ def test_a_model_that_was_used_again_while_another_one_was_loaded_stays(loads):
     asyncio.run(asyncio.wait_for(use(), 10))
 
 
-def test_models_that_are_loaded_at_once_wait_for_each_other(loads):
-    models = make(150, a="", b="")
-
-    async def use():
-        results = await asyncio.gather(*(touch(models, name) for name in "abab"), return_exceptions=True)
-        assert not any(results)
-
-    asyncio.run(asyncio.wait_for(use(), 10))
-    assert len(models.loaded) == 1
-
-
 def test_a_model_whose_files_are_removed_stays_until_it_is_unloaded(home, model_folder):
     root = home / "models"
     shutil.copytree(model_folder, root / "tiny")
