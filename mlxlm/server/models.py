@@ -197,6 +197,10 @@ class Models:
         """The models that are in memory."""
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
+    def get_loaded(self, name: str) -> ServedModel | None:
+        """The model of this name, if it is in memory."""
+        return self._entries[name].model if name in self._entries else None
+
     async def find(self, name: str | None, *, or_any: bool = True) -> str:
         """The model that a name of a request stands for.
 
@@ -218,8 +222,9 @@ class Models:
             self._refreshed = now
             await asyncio.to_thread(self.library.refresh)
             found = self.library.find(name)
-        loaded = name if any(model.name == name for model in self.loaded) else None  # its files were removed
-        found = found or loaded or other
+        if found is None and self.get_loaded(name):
+            return name  # although its files were removed
+        found = found or other
         if found is None:
             raise self._not_found(name)
         return found
@@ -231,7 +236,7 @@ class Models:
             ApiError: 404 for an unknown name.
         """
         name = await self.find(name)
-        model = next((model for model in self.loaded if model.name == name), None)
+        model = self.get_loaded(name)
         if model is None:
             return await asyncio.to_thread(self.library.describe, name, with_tokenizer)
         facts = tokenizer_facts(model.lm.tokenizer) if with_tokenizer else {}

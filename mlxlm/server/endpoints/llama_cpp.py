@@ -183,7 +183,7 @@ async def props(request: Request) -> JSONResponse:
     """Describe the model `?model=NAME`, or the default one, and the defaults of its options."""
     models: Models = request.app.state.models
     description = await models.describe(request.query_params.get("model"), with_tokenizer=True)
-    model = next((model for model in models.loaded if model.name == description.name), None)
+    model = models.get_loaded(description.name)
     return JSONResponse(
         {
             "default_generation_settings": {
