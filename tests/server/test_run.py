@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -224,17 +223,19 @@ def long_stream(server):
 
 def test_a_second_signal_ends_at_once(model_folder):
     with Process(model_folder) as server, long_stream(server):
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
-        assert server.process.wait(2) == 130
+        server.process.send_signal(signal.SIGINT)
+        while "Ctrl-C again" not in server.process.stderr.readline():
+            pass
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == 130
 
 
 def test_the_time_to_finish_is_limited(model_folder):
     with Process(model_folder, "--shutdown-timeout", "1") as server, long_stream(server) as parts:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(httpx.post, server.address + "/v1/chat/completions", json=LONG, timeout=20)
-            time.sleep(0.3)
+            running = 'mlxlm_running{model="tiny"} 2.0'
+            assert wait_until(lambda: running in httpx.get(server.address + "/metrics").text, 20)
             server.process.send_signal(signal.SIGINT)
             text = "".join(parts)
             assert events(text)[-1]["error"]["message"] == "the server is stopping"
