@@ -26,7 +26,7 @@ from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import commit_file
 from mlxlm.utils.json_files import read_json_object, write_json
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@(?!.*\.\.)[\w./-]+)?", re.ASCII)
 _ADDRESS = re.compile(  # of a page of a model, a branch or a file
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?"
@@ -80,6 +80,23 @@ def download(id: str) -> Path:
         f"{id} has no safetensors and no PyTorch weights",
         "a network connection if the download is incomplete; hf download and the path of one file if it has GGUF files",
     )
+
+
+def download_bytes(repository: str) -> int | None:
+    """Bytes of the files that `download` downloads; None if the hub can't be reached.
+
+    Raises:
+        CheckpointError: There is no such model, or it is gated.
+    """
+    if not is_reachable():
+        return None
+    import huggingface_hub
+
+    with _hub_errors(repository, None):
+        files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or ()
+    names = [file.rfilename for file in files]
+    patterns = _SAFETENSORS if fnmatch.filter(names, _SAFETENSORS[-1]) else _PYTORCH
+    return sum(file.size or 0 for file in files if any(fnmatch.fnmatch(file.rfilename, part) for part in patterns))
 
 
 def download_config(id: str) -> Path:

@@ -87,7 +87,7 @@ def serve(
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
     if len(paths) != 1 and is_given("draft_model"):
         raise click.UsageError("--draft-model needs a single MODEL")
-    from mlxlm.checkpoint import open_checkpoint
+    from mlxlm.checkpoint import hub, open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
     from mlxlm.server.logs import log_to_stderr
@@ -111,10 +111,13 @@ def serve(
             make_speculation=speculation,
             process_bytes=limit_process(shared["max_memory"]),
         )
-        for path in paths.values():
-            open_checkpoint(resolve(path))  # downloads what isn't here; an error for what is no model
+        for name, source in paths.items():
+            found = resolve(source)  # downloads what isn't here
+            open_checkpoint(found)  # an error for what is no model
+            if hub.is_id(source):  # which isn't looked up on the hub again
+                paths[name] = str(found)
         served = Models(paths, settings)
-        served.check_aliases()
+        served.library.check_aliases()
         if len(paths) == 1:
             [(name, path)] = paths.items()
             with spinner(f"loading {one_line(path)}"):
@@ -123,9 +126,9 @@ def serve(
         is_json = server.log_format == "json"
         tell = logging.getLogger("mlxlm.server").info if is_json else say
         address = run.address_of(listener, server.host)
-        tell(f"Serving {_shown(served.names)} at {address}/v1, with a chat page at {address}/")
+        tell(f"Serving {_shown(served.library.names)} at {address}/v1, with a chat page at {address}/")
         if not is_json:
-            _suggest_curl(address, served.names[0], bool(keys))
+            _suggest_curl(address, served.library.first(), bool(keys))
         app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
         run.make_server(app, server.shutdown_timeout, partial(_on_signal, tell), server.idle_timeout).run([listener])
 

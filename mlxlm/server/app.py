@@ -90,6 +90,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        models.start()
         yield
         await models.close()
 

@@ -1,70 +1,20 @@
-"""The models that a server can load: their names, where they are, and what is known of them without loading them."""
+"""The models that a server can load: their names, and where they are."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from mlxlm.backend.mlx import ON_CPU
-from mlxlm.backend.platform import total_memory
-from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.checkpoint.download import find
-from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.local_models import GIVEN, LocalModel, all_models, folder_size
-from mlxlm.checkpoint.locations import locate
-from mlxlm.convert.compare import dequantized_tensors
-from mlxlm.families import get_quantization_config
-from mlxlm.generation import GenerationConfig
+from mlxlm.server.model_description import Descriptions, ModelDescription
 from mlxlm.utils.errors import ConfigError, MlxlmError
 
 ANY = "*"  # the alias of every name that isn't a model's
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """What is known of a model without loading it.
-
-    Attributes:
-        name: Its name in requests.
-        path: Its file or folder.
-        location: Whose folder it is in, see `LocalModel`.
-        bytes: Size of its files.
-        memory: Bytes of its weights when it is loaded.
-        modified: When they were changed last.
-        digest: 64 hexadecimal digits that change with the files.
-        format: "safetensors", "pytorch", "gguf" or "llama2.c".
-        family: Its `model_type`, such as "qwen3".
-        parameters: Number of parameters.
-        quantization: "4bit" for MLX's, else the type of most of the weights, such as "Q4_K" or "BF16".
-        context_length: Tokens.
-        example_prompt: A prompt that shows what it can do, see `GenerationConfig`.
-        problem: Why it can't be opened, and the seven attributes before are None; None if it can.
-        loaded: Whether it is in memory.
-    """
-
-    name: str
-    path: Path
-    location: str
-    bytes: int
-    memory: int
-    modified: datetime
-    digest: str
-    format: str | None = None
-    family: str | None = None
-    parameters: int | None = None
-    quantization: str | None = None
-    context_length: int | None = None
-    example_prompt: str | None = None
-    problem: str | None = None
-    loaded: bool = False
 
 
 class ModelLibrary:
@@ -81,10 +31,10 @@ class ModelLibrary:
     ):
         self.serves_all, self._folders = not given, folders
         self._aliases = dict(aliases or {})
-        self._targets = {_key(alias): name.lower() for alias, name in self._aliases.items()}
+        self._targets = {_key(alias): name for alias, name in self._aliases.items()}
         self._models = {name: _given(name, source) for name, source in given.items()}
         self._ids: dict[str, str] = {}  # lower case, with all ways to write a name -> name
-        self._descriptions: dict[str, ModelDescription] = {}
+        self._descriptions = Descriptions()
         self._index({})
 
     @property
@@ -92,6 +42,18 @@ class ModelLibrary:
         """The names of the models, then the aliases that have a model."""
         aliases = [alias for alias in self._aliases if alias != ANY and self.find(alias)]
         return [*self._models, *aliases]
+
+    @property
+    def any_name(self) -> str | None:
+        """The model that all unknown names stand for, if there is one."""
+        return self.find(ANY) if ANY in self._targets else None
+
+    def check_aliases(self) -> None:
+        """Raise ConfigError for an alias of a model that isn't here."""
+        for alias, name in self._aliases.items():
+            if self.find(alias) is None:
+                problem = f"--alias {alias}={name}: there is no model {name!r}"
+                raise ConfigError(problem, ", ".join(self.closest(name)))
 
     def refresh(self) -> None:
         """Look for models that came or went, unless the command line names the models."""
@@ -107,21 +69,29 @@ class ModelLibrary:
                 models.setdefault(name, model)  # of two with the same name, the first
             else:
                 others[name] = first
-        self._models = models  # at once: `describe` may run in another thread
+        self._models = models  # at once: other threads read it
         self._index(others)
 
     def find(self, name: str) -> str | None:
         """The model that a name stands for, in upper or lower case, with or without its owner or `:latest`; or None."""
-        if (target := self._targets.get(_key(name))) is not None:
-            return self._ids.get(target)
-        return self._ids.get(name.lower()) or self._ids.get(self._targets.get(ANY, ""))
+        name = self._targets.get(_key(name), name)
+        found = name if name in self._models else self._ids.get(name.lower(), "")
+        model = self._models.get(found)
+        return found if model and (not self.serves_all or os.path.exists(model.path)) else None
+
+    def first(self) -> str:
+        """The first model that can be opened, or else the first one."""
+        names = list(self._models)
+        if not self.serves_all:
+            return names[0]
+        return next((name for name in names if self.describe(name).problem is None), names[0])
 
     def add_alias(self, alias: str, name: str) -> None:
         """Give a model another name. Raises ConfigError if a model has it already."""
         key = _key(alias)
         if key in ("", ANY, *self._ids, *self._targets):
             raise ConfigError(f"{alias!r:.100} can't be another name of a model", "a name that no model has")
-        self._aliases[alias], self._targets[key] = name, name.lower()
+        self._aliases[alias] = self._targets[key] = name
 
     def remove_alias(self, alias: str) -> bool:
         """Take another name from a model, and return whether it was one."""
@@ -134,27 +104,25 @@ class ModelLibrary:
         model = self._models[name]
         return model.name if model.location == GIVEN or model.name in catalog() else str(model.path)
 
-    def exists(self, name: str) -> bool:
-        """Whether a model is still there."""
-        return name in self._models and (not self.serves_all or self._models[name].path.exists())
-
     def closest(self, name: str) -> list[str]:
         """The names that were probably meant, the best first."""
         keys = difflib.get_close_matches(name.lower(), self._ids, n=5, cutoff=0.5)
         return list(dict.fromkeys(self._ids[key] for key in keys))[:3]
 
-    def describe(self, name: str) -> ModelDescription:
-        """What is known of a model. Its headers are read once, and again when its files change."""
-        model = self._models[name]
-        description = _files(name, model)
-        known = self._descriptions.get(name)
-        if known is None or known.digest != description.digest:
-            try:
-                known = _with_headers(description, open_checkpoint(model.path))
-            except (MlxlmError, OSError) as error:
-                known = replace(description, problem=str(error))
-            self._descriptions[name] = known
-        return known
+    def describe(self, name: str, with_tokenizer: bool = False) -> ModelDescription:
+        """What is known of a model, see `Descriptions.describe`."""
+        description = self._descriptions.describe(name, self._models[name], with_tokenizer)
+        self._descriptions.save()
+        return description
+
+    def describe_all(self) -> list[tuple[str, ModelDescription]]:
+        """`names` and their descriptions, with models that came and without those that went."""
+        self.refresh()
+        models, describe = self._models, self._descriptions.describe
+        found = [(name, self.find(name) or "") for name in self.names]
+        described = [(name, describe(model, models[model])) for name, model in found if model in models]
+        self._descriptions.save()
+        return described
 
     def _index(self, others: Mapping[str, str]) -> None:
         """Collect the ways to write the names. `others` are additional names of models."""
@@ -177,42 +145,3 @@ def _given(name: str, source: str) -> LocalModel:
         path = find(source)
     path = path or Path(source)
     return LocalModel(source, path, folder_size(path) if path.exists() else 0, GIVEN, name)
-
-
-def _files(name: str, model: LocalModel) -> ModelDescription:
-    """What the file system says of a model."""
-    path, times = model.path, [0.0]
-    with suppress(MlxlmError, OSError):
-        path = locate(path).weights if path.is_dir() else path
-        times += [file.stat().st_mtime for file in (path.iterdir() if path.is_dir() else [path])]
-    digest = path.resolve().name.removeprefix("sha256-")  # ollama's files, and large ones of Hugging Face's cache
-    if len(digest) != 64:
-        digest = hashlib.sha256(repr((str(path), model.bytes, times)).encode()).hexdigest()
-    return ModelDescription(
-        name, path, model.location, model.bytes, model.bytes, datetime.fromtimestamp(max(times), UTC), digest
-    )
-
-
-def _with_headers(description: ModelDescription, checkpoint: AnyCheckpoint) -> ModelDescription:
-    values = checkpoint.hf_config
-    if isinstance(checkpoint, Checkpoint):
-        quantization: Any = checkpoint.config.quantization
-        context: Any = checkpoint.config.max_position_embeddings
-    else:
-        quantization, context = get_quantization_config(values), values.get("max_position_embeddings")
-    sizes: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
-    parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
-    widened = ON_CPU and (not isinstance(checkpoint, Checkpoint) or fits_float32(checkpoint.config, total_memory()))
-    bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
-    return replace(
-        description,
-        format=checkpoint.format,
-        family=str(values.get("model_type", "unnamed")),
-        parameters=parameters,
-        memory=4 * parameters if widened else sum(sizes.values()),
-        quantization=f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
-        context_length=context if isinstance(context, int) else None,
-        example_prompt=GenerationConfig.read(description.path).example_prompt,
-    )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,26 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVOptions
 from mlxlm.chat.chat_encoder import ChatEncoder, answer_eos_token_ids, chat_encoder
-from mlxlm.checkpoint import hub
-from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, PyPISource, catalog, closest_names
-from mlxlm.checkpoint.download import Progress, download, find_catalog_entry
+from mlxlm.checkpoint.catalog import catalog
 from mlxlm.config import ModelConfig
 from mlxlm.generation import Engine, LoadedModel, device_thread, load
 from mlxlm.generation.request import context_limit
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.server.errors import ApiError, client_message, invalid, unavailable
+from mlxlm.server.downloads import Downloads
+from mlxlm.server.errors import ApiError, invalid, unavailable
 from mlxlm.server.memory import share
-from mlxlm.server.model_library import ModelDescription, ModelLibrary
+from mlxlm.server.model_description import ModelDescription, tokenizer_facts
+from mlxlm.server.model_library import ModelLibrary
 from mlxlm.server.options import ModelOptions, parse_alias, parse_keep_alive
-from mlxlm.utils.errors import ConfigError, MemoryLimitError, MlxlmError, TextTooLongError
+from mlxlm.utils.errors import ConfigError, MemoryLimitError, TextTooLongError
 from mlxlm.utils.formatting import human_bytes, human_count
 
 logger = logging.getLogger("mlxlm.server")
 
 MAX_COUNTED = 1 << 17  # tokens that endpoints return or count for a model with any context
 _MAX_PROMPT_TOKENS = 1 << 20  # with a rotating cache, which has no context length
-_PULL_INTERVAL = 0.2  # seconds between two reports of a download's progress
+_MAX_WAIT = 30.0  # seconds, for a model in use to become idle; clients wait a minute or more for an answer
+_REFRESH_INTERVAL = 1.0  # seconds; with an alias for any name, unknown names are common
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ class ServedModel:
         eos_token_ids: Tokens that end an answer.
         num_bytes: Size of the weights.
         load_seconds: How long it took to load the model.
+        description: What is known of it; set by `Models`. Its files may change or be removed meanwhile.
     """
+
+    description: ModelDescription
 
     def __init__(self, name: str, lm: LoadedModel, settings: ModelSettings, load_seconds: float = 0.0):
         """Create the engine of a model.
@@ -137,7 +140,7 @@ class _Entry:
     Attributes:
         model: The model, while it is loaded.
         users: Requests that use it.
-        last_used: The time when the last of them ended.
+        last_used: The time when the last of them ended, or when it was loaded.
         keep_alive: Seconds after which it is unloaded when nobody uses it; None for never.
         timer: Unloads it.
         loading: The task that loads it.
@@ -151,19 +154,16 @@ class _Entry:
     loading: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True)
-class PullProgress:
-    """The progress of a download.
+def check_keep_alive(value: float | str) -> float | None:
+    """The seconds of a request's `keep_alive`, see `parse_keep_alive`. Raises ApiError 400 for something else."""
+    try:
+        return parse_keep_alive(value)
+    except ConfigError as error:
+        raise invalid(str(error), "keep_alive") from None
 
-    Attributes:
-        completed: Bytes so far.
-        total: Bytes of all files, if known.
-        name: The name of the model, when it is on this machine.
-    """
 
-    completed: int
-    total: int | None
-    name: str | None = None
+class _AllInUseError(Exception):
+    """There is no memory for another model, and all others are in use."""
 
 
 class Models:
@@ -174,78 +174,88 @@ class Models:
             all models on this machine, those of `settings.models_dirs` among them.
         settings: Settings of all models. The loaded ones share `max_memory`. If it doesn't have room for another one,
             idle models are unloaded, the least recently used first.
+
+    Attributes:
+        library: The models that can be loaded.
+        downloads: Downloads more of them.
     """
 
     def __init__(self, paths: Mapping[str, str], settings: ModelSettings):
         self.settings = settings
         folders = [Path(folder) for folder in settings.models_dirs]
         self.library = ModelLibrary(paths, folders, dict(map(parse_alias, settings.aliases)))
+        self.downloads = Downloads(self.library)
         self._default_keep_alive = parse_keep_alive(settings.keep_alive or ("30m" if self.library.serves_all else -1))
         self._entries: dict[str, _Entry] = {}
         self._load_lock = asyncio.Lock()
-        self._pulls: dict[str, tuple[asyncio.Future[Any], list[int]]] = {}
+        self._one_is_idle = asyncio.Event()  # set and replaced whenever a model becomes idle
+        self._refreshed = -_REFRESH_INTERVAL
         self.library.refresh()
-
-    def check_aliases(self) -> None:
-        """Raise ConfigError for an alias of a model that isn't here."""
-        for alias, name in map(parse_alias, self.settings.aliases):
-            if self.library.find(alias) is None:
-                raise ConfigError(
-                    f"--alias {alias}={name}: there is no model {name!r}", ", ".join(self.library.closest(name))
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the models that can be used now, and their aliases."""
-        self.library.refresh()
-        return self.library.names
 
     @property
     def loaded(self) -> list[ServedModel]:
         """The models that are in memory."""
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
-    def find(self, name: str | None) -> str:
+    def get_loaded(self, name: str) -> ServedModel | None:
+        """The model of this name, if it is in memory."""
+        return self._entries[name].model if name in self._entries else None
+
+    async def find(self, name: str | None, *, or_any: bool = True) -> str:
         """The model that a name of a request stands for.
 
         Args:
-            name: A name or an alias. None for the first model of the command line; if it has none, for the model that
-                was used last, or the first of `names`.
+            name: A name or an alias. None or "" for the first model of the command line; if it has none, for the model
+                that was used last, or the first one that can be opened.
+            or_any: Whether an unknown name stands for the model of the alias `*`.
 
         Raises:
             ApiError: 404 for an unknown name, with the closest ones.
         """
-        if name is None:
-            return self._default()
-        found = self.library.find(name)
-        if found is None or not self.library.exists(found):
-            self.library.refresh()
+        if not name:
+            used = {name: entry.last_used for name, entry in self._entries.items() if entry.model is not None}
+            if used and self.library.serves_all:
+                return max(used, key=lambda name: used[name])
+            return await asyncio.to_thread(self.library.first)
+        found, other, now = self.library.find(name), self.library.any_name if or_any else None, time.monotonic()
+        if found is None and (other is None or now - self._refreshed >= _REFRESH_INTERVAL):
+            self._refreshed = now
+            await asyncio.to_thread(self.library.refresh)
             found = self.library.find(name)
+        if found is None and self.get_loaded(name):
+            return name  # although its files were removed
+        found = found or other
         if found is None:
             raise self._not_found(name)
         return found
 
-    async def describe(self, name: str | None) -> ModelDescription:
-        """What is known of a model without loading it. Raises ApiError 404 for an unknown name."""
-        name = self.find(name)
-        description = await asyncio.to_thread(self.library.describe, name)
-        entry = self._entries.get(name)
-        if entry is None or entry.model is None:
-            return description
-        return replace(description, loaded=True, context_length=entry.model.context_length, problem=None)
+    async def describe(self, name: str | None, *, with_tokenizer: bool = False) -> ModelDescription:
+        """What is known of a model without loading it, see `Descriptions.describe`.
+
+        Raises:
+            ApiError: 404 for an unknown name.
+        """
+        name = await self.find(name)
+        model = self.get_loaded(name)
+        if model is None:
+            return await asyncio.to_thread(self.library.describe, name, with_tokenizer)
+        facts = tokenizer_facts(model.lm.tokenizer) if with_tokenizer else {}
+        return replace(model.description, **facts)
 
     async def describe_all(self) -> list[tuple[str, ModelDescription]]:
         """The names that requests can use and what is known of their models, without those that can't be opened."""
-        described = [(name, await self.describe(name)) for name in self.names]
+        loaded = {model.name: model.description for model in self.loaded}
+        described = await asyncio.to_thread(self.library.describe_all)
+        described = [(name, loaded.get(description.name, description)) for name, description in described]
         return [(name, description) for name, description in described if description.problem is None]
 
-    def expires_at(self, name: str) -> float | None:
-        """The time (as of `time.time`) when a loaded model is unloaded; None if it stays."""
-        entry = self._entries.get(self.find(name), _Entry())
+    def expires_at(self, model: ServedModel) -> datetime | None:
+        """When a loaded model is unloaded; None if it stays."""
+        entry = self._entries[model.name]
         if entry.keep_alive is None:
             return None
         idle = 0.0 if entry.users else time.monotonic() - entry.last_used
-        return time.time() + entry.keep_alive - idle
+        return datetime.now(UTC) + timedelta(seconds=entry.keep_alive - idle)
 
     @asynccontextmanager
     async def use(self, name: str | None, keep_alive: float | str | None = None) -> AsyncIterator[ServedModel]:
@@ -258,13 +268,8 @@ class Models:
         Raises:
             ApiError: 404 for an unknown name, 400 for an invalid `keep_alive`, 503 for a model that can't be loaded.
         """
-        seconds = self._default_keep_alive
-        if keep_alive is not None:
-            try:
-                seconds = parse_keep_alive(keep_alive)
-            except ConfigError as error:
-                raise invalid(str(error), param="keep_alive") from None
-        name = self.find(name)
+        seconds = self._default_keep_alive if keep_alive is None else check_keep_alive(keep_alive)
+        name = await self.find(name)
         entry = self._entries.setdefault(name, _Entry())
         entry.users += 1
         entry.keep_alive = seconds
@@ -281,6 +286,9 @@ class Models:
             entry.users -= 1
             entry.last_used = time.monotonic()
             self._unload_when_idle(entry)
+            if not entry.users:
+                self._one_is_idle.set()
+                self._one_is_idle = asyncio.Event()
 
     async def load(self, name: str | None, keep_alive: float | str | None = None) -> ServedModel:
         """Load a model, unless it is loaded. The errors are those of `use`."""
@@ -296,53 +304,17 @@ class Models:
         Raises:
             ApiError: 404 for an unknown name.
         """
-        entry = self._entries.get(self.find(name))
+        entry = self._entries.get(await self.find(name))
         if entry is None or entry.model is None:
             return False
         entry.keep_alive = 0.0
-        await self._unload_if_idle(entry)
+        await self._unload_if_idle(entry, entry.last_used)
         return True
 
-    async def pull(self, source: str) -> AsyncIterator[PullProgress]:
-        """Download a model of the catalog or of the hub, unless it is here. The download goes on without its client.
-
-        Args:
-            source: A name of the catalog, or a hub id.
-
-        Yields:
-            The progress, several times a second. The last one has the model's name.
-
-        Raises:
-            ApiError: 403 if the command line names the models, 404 for an unknown name, 502 for a failed download.
-        """
-        if not self.library.serves_all:
-            raise ApiError(403, "this server only serves the models of its command line (try: mlxlm serve)")
-        source = source.removesuffix(":latest")
-        entry = find_catalog_entry(source)
-        if entry is None and not hub.is_id(source):
-            if (here := self.library.find(source)) is not None:
-                yield PullProgress(0, None, here)
-                return
-            closest = " or ".join(closest_names(source))
-            hint = f"{closest}; or a hub id, owner/name" if closest else "a name of mlxlm models, or owner/name"
-            raise ApiError(404, f"there is no model {source[:100]!r} (try: {hint})", code="model_not_found")
-        if source not in self._pulls:
-            size = [0]
-            work = partial(download, entry, _count_into(size)) if entry else partial(hub.download, source)
-            self._pulls[source] = in_daemon_thread(work), size
-            self._pulls[source][0].add_done_callback(lambda _: self._pulls.pop(source))
-        task, size = self._pulls[source]
-        while not task.done():
-            completed = size[0] if entry else hub.cached_bytes(source.partition("@")[0])
-            yield PullProgress(completed, entry.bytes if entry else None)
-            await asyncio.wait([task], timeout=_PULL_INTERVAL)
-        try:
-            task.result()
-        except MlxlmError as error:
-            raise ApiError(502, client_message(error), param="model") from None
-        name = self.find(source)
-        size_here = (await self.describe(name)).bytes
-        yield PullProgress(size_here, size_here, name)
+    def start(self) -> None:
+        """Start the time after which idle models are unloaded, for those that were added before the server ran."""
+        for entry in self._entries.values():
+            self._unload_when_idle(entry)
 
     async def close(self) -> None:
         """Close the engines of all models."""
@@ -360,13 +332,8 @@ class Models:
             limit = human_bytes(self.settings.max_memory or 0)
             problem = f"the model {model.name} takes {_described_size(model)}, and --max-memory is {limit}"
             raise ConfigError(f"{problem}: {error.message}", "a larger --max-memory, or a smaller model") from None
-        self._entries[model.name] = _Entry(model, keep_alive=self._default_keep_alive)
-
-    def _default(self) -> str:
-        if not self.library.serves_all:
-            return self.library.names[0]
-        used = {name: entry.last_used for name, entry in self._entries.items() if entry.model is not None}
-        return max(used, key=lambda name: used[name]) if used else self.names[0]
+        model.description = _describe_loaded(self.library.describe(model.name), model)
+        self._entries[model.name] = _Entry(model, last_used=time.monotonic(), keep_alive=self._default_keep_alive)
 
     def _not_found(self, name: str) -> ApiError:
         closest = self.library.closest(name)
@@ -376,28 +343,49 @@ class Models:
             hint = f"mlxlm models pull {name}"
         else:
             hint = ", ".join(closest) or "GET /v1/models, which lists them"
-        problem = f"there is no model {name[:100]!r} (try: {hint})"
+        problem = f"model {name[:100]!r} not found (try: {hint})"
         return ApiError(404, problem, param="model", code="model_not_found")
 
     async def _load(self, name: str, entry: _Entry) -> None:
+        """Load a model. If those in use leave no memory for it, wait until one of them is idle."""
+        end = time.monotonic() + _MAX_WAIT
         try:
-            async with self._load_lock:
-                description = await asyncio.to_thread(self.library.describe, name)
-                await self._make_room(name, description.memory)
+            while True:
+                one_is_idle = self._one_is_idle
                 try:
-                    model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
-                except Exception as error:  # whatever is wrong with its files, the other models go on
-                    logger.error("%s can't be loaded: %s", name, describe_error(error))
-                    raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
-                logger.info("loaded %s in %.2f s", name, model.load_seconds)
-                try:
-                    await self._fit(model)
-                except ApiError:
-                    await asyncio.to_thread(model.engine.close)
-                    raise
-                entry.model = model
+                    async with self._load_lock:
+                        await self._load_now(name, entry)
+                    return
+                except _AllInUseError:
+                    try:
+                        await asyncio.wait_for(one_is_idle.wait(), max(0.0, end - time.monotonic()))
+                    except TimeoutError:
+                        problem = f"there is no memory for the model {name} while others are in use; try again"
+                        raise unavailable(problem) from None
+                    if not entry.users:
+                        return  # its clients have left
         finally:
             entry.loading = None
+
+    async def _load_now(self, name: str, entry: _Entry) -> None:
+        if self.library.find(name) is None:  # removed while others were loaded
+            raise self._not_found(name)
+        description = await asyncio.to_thread(self.library.describe, name)
+        await self._make_room(name, description.memory)
+        try:
+            model = await asyncio.to_thread(load_model, name, self.library.source(name), self.settings)
+        except Exception as error:  # whatever is wrong with its files, the other models go on
+            logger.error("%s can't be loaded: %s", name, describe_error(error))
+            raise ApiError(503, f"the model {name} can't be loaded; the server's log says why") from None
+        logger.info("loaded %s in %.2f s", name, model.load_seconds)
+        try:
+            await self._fit(model)
+        except BaseException:
+            await asyncio.to_thread(model.engine.close)
+            raise
+        model.description = _describe_loaded(description, model)
+        entry.model, entry.last_used = model, time.monotonic()
+        self._unload_when_idle(entry)  # if its clients have left meanwhile
 
     async def _make_room(self, name: str, size: int) -> None:
         """Unload idle models until there is memory for weights of `size` bytes."""
@@ -410,7 +398,7 @@ class Models:
             logger.error("%s (--max-memory)", problem)
             raise ApiError(503, problem)
         while share(limit, self.settings.process_bytes, [size, *(model.num_bytes for model in self.loaded)]) < 0:
-            await self._unload_oldest(name)
+            await self._unload_oldest()
 
     async def _fit(self, model: ServedModel) -> None:
         """Unload idle models until there is memory for the caches of all others and of a new one."""
@@ -423,13 +411,13 @@ class Models:
                     problem = f"there is no memory for the model {model.name}: {error.message}"
                     logger.error("%s (--max-memory)", problem)
                     raise ApiError(503, problem) from None
-                await self._unload_oldest(model.name)
+                await self._unload_oldest()
 
-    async def _unload_oldest(self, name: str) -> None:
-        """Unload the idle model that wasn't used for longest, to make room for `name`."""
+    async def _unload_oldest(self) -> None:
+        """Unload the idle model that wasn't used for longest. Raises _AllInUseError if none is idle."""
         idle = [entry for entry in self._entries.values() if entry.model is not None and entry.users == 0]
         if not idle:
-            raise unavailable(f"there is no memory for the model {name} while others are in use; try again")
+            raise _AllInUseError
         await self._unload(min(idle, key=lambda entry: entry.last_used))
 
     def _share_memory(self, models: Sequence[ServedModel]) -> None:
@@ -444,12 +432,14 @@ class Models:
         """Unload a model after its `keep_alive`, unless it is used until then."""
         if entry.users or entry.model is None or entry.keep_alive is None:
             return
-        loop = asyncio.get_running_loop()
-        entry.timer = loop.call_later(entry.keep_alive, lambda: loop.create_task(self._unload_if_idle(entry)))
+        loop, last_used = asyncio.get_running_loop(), entry.last_used
+        entry.timer = loop.call_later(
+            entry.keep_alive, lambda: loop.create_task(self._unload_if_idle(entry, last_used))
+        )
 
-    async def _unload_if_idle(self, entry: _Entry) -> None:
+    async def _unload_if_idle(self, entry: _Entry, last_used: float) -> None:
         async with self._load_lock:
-            if not entry.users:
+            if not entry.users and entry.last_used == last_used:  # not used while another model was loaded
                 await self._unload(entry)
 
     async def _unload(self, entry: _Entry) -> None:
@@ -469,46 +459,15 @@ def _ignore_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+def _describe_loaded(description: ModelDescription, model: ServedModel) -> ModelDescription:
+    return replace(description, loaded=True, context_length=model.context_length, problem=None)
+
+
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
     """Load a model from a path, name of the catalog or hub id."""
     start = time.monotonic()
     lm = load(path)
     return ServedModel(name, lm, settings, time.monotonic() - start)
-
-
-def in_daemon_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Run `work` in a thread that the process doesn't wait for when it ends."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def set_result(result: Any, error: Exception | None) -> None:
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(set_result, result, failure)
-
-    threading.Thread(target=run, daemon=True, name="mlxlm-pull").start()
-    future.add_done_callback(_ignore_error)
-    return future
-
-
-def _count_into(size: list[int]) -> Progress:
-    """Progress of a download that keeps the bytes so far in `size[0]`."""
-
-    @contextmanager
-    def progress(_entry: CatalogEntry, _source: HubSource | PyPISource) -> Iterator[Callable[[int], None]]:
-        yield partial(size.__setitem__, 0)
-
-    return progress
 
 
 def _described_size(model: ServedModel) -> str:

@@ -49,7 +49,7 @@ class FakeHub:
                     )
                 elif self.path.startswith("/api/models/"):
                     ids = dict.fromkeys(("id", "modelId"), "owner/name")
-                    siblings = [{"rfilename": name} for name in hub.files]
+                    siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
                     self.send_json({**ids, "sha": hub.commit(self.path), "siblings": siblings})
                 else:
                     self.send_json({})

@@ -33,6 +33,15 @@ def model_folder(lm, tmp_path_factory):
     return save(lm.model, lm.tokenizer, tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A machine without models, except for the bundled ones."""
+    for name in ("HOME", "HF_HOME", "MLXLM_MODELS", "OLLAMA_MODELS"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def served(lm):
     """The model with its engine."""

@@ -35,7 +35,7 @@ def test_the_server_answers(ask, live, chat, tmp_path):
 def test_errors(ask, live):
     unknown = ask("nope")
     assert unknown.returncode == 1 and unknown.stdout == b""
-    assert unknown.stderr.decode().startswith(f"error: {live}: there is no model 'nope' (try: tiny")
+    assert unknown.stderr.decode().startswith(f"error: {live}: model 'nope' not found (try: tiny")
     for address in ("http://127.0.0.1:1", "nowhere", "http://[x"):
         gone = ask("--server", address)
         assert gone.returncode == 1 and gone.stderr.startswith(f"error: {address} doesn't answer".encode())

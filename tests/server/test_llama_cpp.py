@@ -82,6 +82,21 @@ def test_streamed_completion(complete, client):
     assert "".join(part["content"] for part in parts) == complete()["content"]
 
 
+def test_probabilities(complete, client):
+    whole = complete(n_probs=2)
+    entries = whole["completion_probabilities"]
+    content = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert content.decode("utf-8", "replace") == whole["content"] and len(entries) == 8
+    for entry in entries:  # greedy
+        assert set(entry) == {"id", "token", "bytes", "logprob", "top_logprobs"}
+        assert entry["top_logprobs"][0] == {key: entry[key] for key in ("id", "token", "bytes", "logprob")}
+        assert len(entry["top_logprobs"]) == 2
+    body = {"prompt": "The quick", **GREEDY, "n_probs": 2, "stream": True}
+    *parts, last = events(client.post("/completion", json=body).text)
+    assert [entry for part in parts for entry in part["completion_probabilities"]] == entries
+    assert "completion_probabilities" not in {**last, **complete()}
+
+
 def test_prompts_can_have_special_tokens_or_be_ids(complete, lm):
     answer = complete(prompt="<|end|>The quick")
     ids = lm.tokenizer.encode("<|end|>The quick", parse_special=True)
@@ -148,6 +163,15 @@ def test_props_and_slots(client, models):
     assert props["total_slots"] == models.settings.batch_size == len(slots := client.get("/slots").json())
     assert slots[0] == {"id": 0, "n_ctx": CONTEXT, "is_processing": False}
     assert client.get("/props?model=nothing").status_code == 404
+
+
+def test_apply_template(client, lm):
+    body = {"messages": [{"role": "user", "content": "Hello <|end|>"}]}
+    prompt = client.post("/apply-template", json=body).json()["prompt"]
+    assert prompt.startswith("<") and "Hello <|end|>" in prompt
+    ids = client.post("/tokenize", json=body).json()["tokens"]
+    assert lm.tokenizer.decode(ids, skip_special_tokens=False) == prompt
+    assert client.post("/apply-template", json={"prompt": "a"}).json()["error"]["param"] == "messages"
 
 
 def test_tokens(client, lm):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from starlette.testclient import TestClient
 
 from mlxlm.server.app import make_app
@@ -24,6 +26,15 @@ def test_models(model_folder):
         assert client.get("/api/v1/models").json()["models"][0]["loaded_instances"][0]["id"] == "org/tiny"
         missing = client.get("/api/v0/models/nothing")
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_an_embedding_model(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    (folder / "modules.json").write_text('[{"type": "Transformer"}, {"type": "Normalize"}]')
+    with TestClient(make_app(Models({"tiny": str(folder)}, ModelSettings()))) as client:
+        assert client.get("/api/v0/models").json()["data"][0]["type"] == "embeddings"
+        assert client.get("/api/v1/models").json()["models"][0]["type"] == "embedding"
+        assert client.post("/api/show", json={"model": "tiny"}).json()["capabilities"] == ["embedding"]
 
 
 def test_openais_endpoints(client):

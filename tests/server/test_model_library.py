@@ -12,26 +12,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from mlxlm.checkpoint.catalog import bundled_models
+from mlxlm.server import model_description
 from mlxlm.server import models as models_module
 from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
 from mlxlm.server.model_library import ModelLibrary
 from mlxlm.server.models import Models, ModelSettings
 from mlxlm.server.options import parse_alias, parse_keep_alive
-from mlxlm.utils.errors import CheckpointError, ConfigError
+from mlxlm.utils.errors import ConfigError
 from tests.server.conftest import HELLO
 from tests.server.test_models import FakeModel
 
 BUNDLED = "small-world"
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A machine without models, except for the bundled ones."""
-    for name in ("HOME", "HF_HOME", "MLXLM_MODELS", "OLLAMA_MODELS"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    return tmp_path
 
 
 @pytest.fixture
@@ -87,7 +79,12 @@ def test_names(home, folder):
 def test_any_name(home, folder):
     library = ModelLibrary({}, [folder], {"*": "tiny", "a": BUNDLED})
     library.refresh()
-    assert library.find("gpt-5") == "me/tiny" and library.find("A") == BUNDLED and "*" not in library.names
+    assert (
+        library.any_name == "me/tiny"
+        and library.find("gpt-5") is None
+        and library.find("A") == BUNDLED
+        and "*" not in library.names
+    )
 
 
 def test_descriptions_are_read_once_and_again_when_the_files_change(home, folder, lm):
@@ -97,7 +94,7 @@ def test_descriptions_are_read_once_and_again_when_the_files_change(home, folder
     assert (tiny.format, tiny.family, tiny.quantization) == ("safetensors", "llama", "F32")
     assert tiny.parameters == lm.config.parameter_count() and tiny.memory == lm.weight_bytes
     assert tiny.context_length == lm.config.max_position_embeddings and tiny.problem is None
-    assert library.describe("me/tiny") is tiny
+    assert library.describe("me/tiny") == tiny
     (folder / "me/tiny/config.json").write_text("{}")
     changed = library.describe("me/tiny")
     assert changed.problem and changed.digest != tiny.digest and changed.family is None
@@ -139,10 +136,64 @@ async def touch(models, name, keep_alive=None):
         pass
 
 
+def test_names_that_differ_in_case(home, model_folder):
+    for name in ("Tiny", "tiny"):
+        shutil.copytree(model_folder, home / "models" / name)
+    library = ModelLibrary({}, [home / "models"])
+    library.refresh()
+    assert [library.find(name) for name in ("Tiny", "tiny")] == ["Tiny", "tiny"] and library.find("TINY")
+
+
+def test_an_alias_for_any_name_leaves_new_models_their_names(home, model_folder, monkeypatch):
+    monkeypatch.setattr(models_module, "_REFRESH_INTERVAL", 0.0)
+    models = Models({}, ModelSettings(models_dirs=[str(home)], aliases=[f"*={BUNDLED}"]))
+    assert asyncio.run(models.find("new")) == BUNDLED
+    shutil.copytree(model_folder, home / "new")
+    assert asyncio.run(models.find("new")) == "new"
+
+
+def test_what_the_files_say_is_kept_for_the_next_start(home, folder, monkeypatch):
+    def read():
+        library = ModelLibrary({}, [folder])
+        return dict(library.describe_all()), library.describe("me/tiny", with_tokenizer=True)
+
+    opened = []
+    open_checkpoint = model_description.open_checkpoint
+    monkeypatch.setattr(model_description, "open_checkpoint", lambda path: opened.append(path) or open_checkpoint(path))
+    first = read()
+    assert first[1].chat_template and not first[1].fills_in_the_middle
+    broken = [name for name, description in first[0].items() if description.problem]
+    opened.clear()
+    second = read()
+    assert second[0].keys() == first[0].keys() and second[1] == first[1]
+    assert len(opened) == len(broken) == 3  # these are tried again
+    file = model_description._kept_file()
+    for damage in (b"{", b"{}", file.read_bytes().replace(b'"format"', b'"form"'), file.read_bytes()[:-9]):
+        file.write_bytes(damage)
+        assert read() == first
+
+
+def test_a_home_folder_that_cannot_be_written(home, folder, monkeypatch):
+    (home / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    assert dict(ModelLibrary({}, [folder]).describe_all())["me/tiny"].family == "llama"
+
+
+def test_an_internal_error_is_that_of_one_model(home, folder, monkeypatch):
+    monkeypatch.setattr(model_description.GenerationConfig, "read", lambda path: {}["example"])
+    described = dict(ModelLibrary({}, [folder]).describe_all())
+    assert "KeyError" in described["me/tiny"].problem and "a.gguf" in described["a"].problem
+
+
+def test_a_request_without_a_name_gets_a_model_that_can_be_opened(home, folder):
+    models = Models({}, ModelSettings(models_dirs=[str(folder)]))
+    assert models.library.names[0] == "a" and asyncio.run(models.find(None)) == "me/tiny"
+
+
 def test_idle_models_are_unloaded(fakes):
     async def use():
         await touch(fakes, "a")
-        assert fakes.expires_at("a") is not None and fakes.loaded
+        assert fakes.expires_at(fakes.loaded[0]) is not None and fakes.loaded
         engine = fakes.loaded[0].engine
         async with fakes.use("a", "0s"):  # a request decides over the time after it
             await touch(fakes, "a", 0)
@@ -151,7 +202,7 @@ def test_idle_models_are_unloaded(fakes):
         while fakes.loaded:
             await asyncio.sleep(0)
         await touch(fakes, "a", -1)
-        assert fakes.expires_at("a") is None
+        assert fakes.expires_at(fakes.loaded[0]) is None
         with pytest.raises(ApiError, match="keep_alive is 'soon'"):
             await touch(fakes, "a", "soon")
 
@@ -171,40 +222,11 @@ def test_load_and_unload(fakes):
     asyncio.run(asyncio.wait_for(use(), 10))
 
 
-def test_pull(home, model_folder, monkeypatch):
-    models = Models({}, ModelSettings(models_dirs=[str(home)]))
-    entry = "qwen3-4b"
-
-    def download(entry, progress):
-        with progress(entry, entry.sources[0]) as update:
-            update(5)
-        raise CheckpointError("the hub can't be reached", "a network connection")
-
-    monkeypatch.setattr(models_module, "download", download)
-
-    async def pull(name):
-        return [progress async for progress in models.pull(name)]
-
-    with pytest.raises(ApiError, match=r"the hub can't be reached \(try") as error:
-        asyncio.run(pull(entry))
-    assert error.value.status == 502
-    monkeypatch.setattr(models_module.hub, "download", lambda id: shutil.copytree(model_folder, home / id))
-    assert asyncio.run(pull("org/name"))[-1].name == "org/name"
-    for name in ("qwen3-4", "/etc", "../x", ""):
-        with pytest.raises(ApiError) as error:
-            asyncio.run(pull(name))
-        assert error.value.status == 404
-    [last] = asyncio.run(pull(BUNDLED))
-    assert last.name == BUNDLED
-    with pytest.raises(ApiError, match="only serves the models of its command line"):
-        asyncio.run(anext(Models({"a": "a"}, ModelSettings()).pull(entry)))
-
-
 def test_aliases_of_unknown_models_are_errors(home):
     models = Models({"tiny": "unused"}, ModelSettings(aliases=["gpt=tni"]))
     with pytest.raises(ConfigError, match=r"there is no model 'tni' \(try: tiny"):
-        models.check_aliases()
-    Models({"tiny": "unused"}, ModelSettings(aliases=["*=TINY:latest"])).check_aliases()
+        models.library.check_aliases()
+    Models({"tiny": "unused"}, ModelSettings(aliases=["*=TINY:latest"])).library.check_aliases()
 
 
 @pytest.mark.parametrize(

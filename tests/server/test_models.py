@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from starlette.testclient import TestClient
@@ -15,6 +17,7 @@ from mlxlm.server.app import make_app
 from mlxlm.server.errors import ApiError
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from mlxlm.utils.errors import ConfigError, MemoryLimitError
+from tests.server.conftest import wait_until
 
 
 class FakeEngine:
@@ -87,9 +90,9 @@ def test_a_model_is_loaded_once_when_it_is_first_used(loads):
 
 def test_the_first_model_is_the_default_and_unknown_names_are_a_404(loads):
     models = make(a="", b="")
-    assert models.find(None) == "a"
-    with pytest.raises(ApiError, match=r"there is no model 'c' \(try: a, b; or mlxlm serve without MODEL") as error:
-        models.find("c")
+    assert asyncio.run(models.find(None)) == "a"
+    with pytest.raises(ApiError, match=r"model 'c' not found \(try: a, b; or mlxlm serve without MODEL") as error:
+        asyncio.run(models.find("c"))
     assert error.value.status == 404
 
 
@@ -104,7 +107,7 @@ def test_the_least_recently_used_model_makes_room(loads):
     assert loads == ["a", "b", "c", "b"]
 
 
-def test_models_in_use_stay(loads):
+def test_models_in_use_stay(loads, monkeypatch):
     models = make(150, a="", b="")
 
     async def use():
@@ -113,10 +116,26 @@ def test_models_in_use_stay(loads):
                 await touch(models, "b")
             assert error.value.status == 503 and error.value.headers["retry-after"]
             assert [m.name for m in models.loaded] == ["a"]
-        await touch(models, "b")
 
+    monkeypatch.setattr(models_module, "_MAX_WAIT", 0.0)
     asyncio.run(use())
-    assert [m.name for m in models.loaded] == ["b"]
+
+
+def test_a_model_waits_until_another_one_is_idle(loads):
+    models = make(150, a="", b="", c="")
+
+    async def use():
+        async with models.use("a"):
+            waiting, leaving = (asyncio.create_task(touch(models, name)) for name in "bc")
+            while loads != ["a", "b", "c"] or models._load_lock.locked():
+                await asyncio.sleep(0)
+            leaving.cancel()
+            assert not waiting.done() and [m.name for m in models.loaded] == ["a"]
+        await waiting
+        assert [m.name for m in models.loaded] == ["b"]
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+    assert loads == ["a", "b", "c", "b"]  # nobody waits for "c" any more
 
 
 def test_a_model_that_is_too_large_is_refused_and_unloads_nothing_else(loads, tmp_path):
@@ -181,6 +200,68 @@ def test_a_model_that_takes_long_to_load(loads):
 
     asyncio.run(use())
     assert loads == ["fast", "slow"] and len(models.loaded) == 2
+
+
+def test_a_model_whose_client_leaves_while_it_is_loaded_is_unloaded_when_idle(loads):
+    models = make(slow="")
+
+    async def use():
+        leaving = asyncio.create_task(models.load("slow", keep_alive="1ms"))
+        await asyncio.to_thread(STARTED.wait)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        GO_ON.set()
+        while not models.loaded:
+            await asyncio.sleep(0)
+        assert 0 < (models.expires_at(models.loaded[0]) - datetime.now(UTC)).total_seconds() < 0.001
+        while models.loaded:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+
+
+def test_a_model_of_the_command_line_is_unloaded_without_any_request(loads):
+    models = Models({"a": "a"}, ModelSettings(keep_alive="1ms"))
+    models.add(FakeModel("a"))
+    with TestClient(make_app(models)):
+        assert wait_until(lambda: not models.loaded)
+
+
+def test_a_model_that_was_used_again_while_another_one_was_loaded_stays(loads):
+    models = make(slow="", a="")
+
+    async def use():
+        await touch(models, "a")
+        loading = asyncio.create_task(touch(models, "slow"))
+        await asyncio.to_thread(STARTED.wait)
+        unloading = asyncio.create_task(models.unload("a"))  # waits for the other one
+        await asyncio.sleep(0)
+        await touch(models, "a")
+        GO_ON.set()
+        await asyncio.gather(loading, unloading)
+        assert len(models.loaded) == 2
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+
+
+def test_a_model_whose_files_are_removed_stays_until_it_is_unloaded(home, model_folder):
+    root = home / "models"
+    shutil.copytree(model_folder, root / "tiny")
+    models = Models({}, ModelSettings(models_dirs=[str(root)]))
+    with TestClient(make_app(models)) as client:
+
+        def ask(path="/api/generate", **fields):
+            return client.post(path, json={"model": "tiny", "stream": False, **fields})
+
+        assert ask().json()["done_reason"] == "load"
+        shutil.rmtree(root / "tiny")
+        assert ask(prompt="Hello!", options={"num_predict": 2}).json()["eval_count"] == 2
+        [model] = client.get("/api/ps").json()["models"]
+        assert model["name"] == "tiny:latest" and model["details"]["family"] == "llama"
+        assert "tiny" not in [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert ask("/api/show").json()["template"]
+        assert ask(keep_alive=0).json()["done_reason"] == "unload" and not models.loaded
+        assert ask(prompt="Hello!").status_code == 404
 
 
 def test_defaults_are_those_of_the_server_then_of_the_model(lm):

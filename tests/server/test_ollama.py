@@ -15,7 +15,7 @@ from mlxlm.server import reply
 from mlxlm.server.app import make_app
 from mlxlm.server.conversation import ToolUse
 from mlxlm.server.endpoints.ollama_models import VERSION
-from mlxlm.server.models import Models, ModelSettings, PullProgress
+from mlxlm.server.models import Models, ModelSettings
 from tests.server.conftest import CONTEXT, HELLO, wait_until
 from tests.server.test_tools import NOTHING, PARAMETERS, WEATHER, check_arguments
 
@@ -180,25 +180,24 @@ def unloaded(model_folder):
         yield client
 
 
-def test_requests_without_a_prompt_load_and_unload(model_folder):
-    models = Models({"tiny": str(model_folder)}, ModelSettings())
-    with TestClient(make_app(models)) as client:
+def test_requests_without_a_prompt_load_and_unload(unloaded):
+    client = unloaded
 
-        def post(path, **fields):
-            answer = client.post(path, json={"model": "tiny", **fields}).json()
-            assert answer["done"] is True
-            return answer["done_reason"], [model["name"] for model in client.get("/api/ps").json()["models"]]
+    def post(path, **fields):
+        answer = client.post(path, json={"model": "tiny", **fields}).json()
+        assert answer["done"] is True
+        return answer["done_reason"], [model["name"] for model in client.get("/api/ps").json()["models"]]
 
-        assert post("/api/generate") == ("load", ["tiny:latest"])
-        assert post("/api/generate", keep_alive=0) == ("unload", [])
-        assert post("/api/chat", messages=[], keep_alive="5m") == ("load", ["tiny:latest"])
-        [model] = client.get("/api/ps").json()["models"]
-        left = datetime.fromisoformat(model["expires_at"]) - datetime.now().astimezone()
-        assert 200 < left.total_seconds() <= 300
-        assert post("/api/chat", keep_alive=-1)[0] == "load"
-        assert client.get("/api/ps").json()["models"][0]["expires_at"].startswith("2318")
-        client.post("/api/chat", json={**HELLO, **GREEDY, "keep_alive": 0, "stream": False})
-        assert wait_until(lambda: not models.loaded)
+    assert post("/api/generate") == ("load", ["tiny:latest"])
+    assert post("/api/generate", keep_alive=0) == ("unload", [])
+    assert post("/api/chat", messages=[], keep_alive="5m") == ("load", ["tiny:latest"])
+    [model] = client.get("/api/ps").json()["models"]
+    left = datetime.fromisoformat(model["expires_at"]) - datetime.now().astimezone()
+    assert 200 < left.total_seconds() <= 300
+    assert post("/api/chat", keep_alive=-1)[0] == "load"
+    assert client.get("/api/ps").json()["models"][0]["expires_at"].startswith("2318")
+    client.post("/api/chat", json={**HELLO, **GREEDY, "keep_alive": 0, "stream": False})
+    assert wait_until(lambda: not client.app.state.models.loaded)
 
 
 def test_embeddings(client):
@@ -209,6 +208,8 @@ def test_embeddings(client):
     assert client.post("/api/embed", json={"input": "one"}).json()["embeddings"] == answer["embeddings"][:1]
     older = client.post("/api/embeddings", json={"model": "tiny", "prompt": "one"}).json()
     assert older == {"embedding": answer["embeddings"][0]}
+    assert client.post("/api/embeddings", json={"prompt": ""}).json() == {"embedding": []}  # loads the model
+    assert client.post("/api/embed", json={"input": ""}).json()["embeddings"] == []
 
 
 def test_long_texts_are_truncated_for_embeddings(client):
@@ -220,7 +221,7 @@ def test_long_texts_are_truncated_for_embeddings(client):
 @pytest.mark.parametrize(
     ("path", "fields", "problem"),
     [
-        ("/api/chat", {"model": "nothing", **HELLO}, "there is no model 'nothing'"),
+        ("/api/chat", {"model": "nothing", **HELLO}, "model 'nothing' not found"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "images isn't supported"),
         ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "images isn't supported"),
         ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "template isn't supported"),
@@ -233,6 +234,7 @@ def test_long_texts_are_truncated_for_embeddings(client):
         ("/api/embed", {"input": [""]}, "text is empty"),
         ("/api/create", {"model": "a"}, "can't create models"),
         ("/api/push", {"name": "a"}, "can't push models"),
+        ("/api/blobs/sha256:0a", {}, "can't take files of models"),
         ("/api/copy", {"source": "tiny", "destination": "TINY:latest"}, "'TINY:latest' can't be another name"),
         ("/api/nothing", {}, "there is no endpoint"),
     ],
@@ -269,17 +271,17 @@ def test_the_root(client):
     assert get(8080) == get(11434, "text/html,*/*") != "Ollama is running"
 
 
-def test_show(model_folder):
-    with TestClient(make_app(Models({"tiny": str(model_folder)}, ModelSettings()))) as client:
-        shown = client.post("/api/show", json={"name": "tiny:latest"}).json()
-        assert shown["capabilities"] == ["completion", "tools"] and "m.role" in shown["template"]
-        family = shown["model_info"]["general.architecture"]
-        assert shown["model_info"][f"{family}.context_length"] == CONTEXT
-        assert shown["details"]["family"] == family and shown["details"]["format"] == "safetensors"
-        [listed] = client.get("/api/tags").json()["models"]
-        assert listed["size"] == (model_folder / "model.safetensors").stat().st_size
-        assert client.get("/api/ps").json() == {"models": []}  # showing it doesn't load it
-        assert client.post("/api/show", json={"model": "nothing"}).status_code == 404
+def test_show(unloaded, model_folder):
+    client = unloaded
+    shown = client.post("/api/show", json={"name": "tiny:latest"}).json()
+    assert shown["capabilities"] == ["completion", "tools"] and "m.role" in shown["template"]
+    family = shown["model_info"]["general.architecture"]
+    assert shown["model_info"][f"{family}.context_length"] == CONTEXT
+    assert shown["details"]["family"] == family and shown["details"]["format"] == "safetensors"
+    [listed] = client.get("/api/tags").json()["models"]
+    assert listed["size"] == (model_folder / "model.safetensors").stat().st_size
+    assert client.get("/api/ps").json() == {"models": []}  # showing it doesn't load it
+    assert client.post("/api/show", json={"model": "nothing"}).status_code == 404
 
 
 def test_a_copy_is_another_name(unloaded):
@@ -292,22 +294,25 @@ def test_a_copy_is_another_name(unloaded):
     assert client.post("/api/show", json={"model": "gpt-4o"}).status_code == 404
 
 
-def test_only_downloads_are_deleted(model_folder):
-    with TestClient(make_app(Models({"tiny": str(model_folder)}, ModelSettings()))) as client:
-        response = client.request("DELETE", "/api/delete", json={"name": "tiny"})
-        assert response.status_code == 403 and "isn't a model that mlxlm has downloaded" in response.json()["error"]
-        assert client.request("DELETE", "/api/delete", json={"model": "other"}).status_code == 404
-        assert (model_folder / "model.safetensors").exists()
+def test_only_downloads_are_deleted(unloaded, model_folder):
+    def delete(**fields):
+        response = unloaded.request("DELETE", "/api/delete", json=fields)
+        return response.status_code, response.json()["error"]
+
+    assert delete(name="tiny") == (403, "tiny wasn't downloaded by mlxlm (try: remove its files yourself)")
+    assert delete(model="other")[0] == 404
+    assert delete() == (400, "the model is missing")  # not the default model
+    assert (model_folder / "model.safetensors").exists()
 
 
 def test_a_deleted_model_is_unloaded_and_removed(model_folder, tmp_path, monkeypatch):
     downloaded = LocalModel("tiny", shutil.copytree(model_folder, tmp_path / "tiny"), 0, HUB, "tiny")
     monkeypatch.setattr("mlxlm.server.endpoints.ollama_models.find_removable", lambda name: downloaded)
-    models = Models({"tiny": str(downloaded.path)}, ModelSettings())
+    models = Models({"tiny": str(downloaded.path)}, ModelSettings(aliases=["*=tiny"]))
     models.library._models["tiny"] = downloaded
     with TestClient(make_app(models)) as client:
-        client.post("/api/generate", json={"model": "tiny"})
-        assert models.loaded
+        assert client.post("/api/generate", json={"model": "any"}).status_code == 200 and models.loaded
+        assert client.request("DELETE", "/api/delete", json={"name": "any"}).status_code == 404
         assert client.request("DELETE", "/api/delete", json={"name": "tiny"}).status_code == 200
         assert not downloaded.path.exists() and not models.loaded and model_folder.exists()
 
@@ -317,12 +322,12 @@ def test_pull(client, models, monkeypatch):
     assert refused.status_code == 403 and "command line" in refused.json()["error"]
 
     async def pulled(source):
-        yield PullProgress(5, 10)
+        yield 5, 10
         if source == "broken":
             raise OSError("the connection broke")
-        yield PullProgress(10, 10, source)
+        yield 10, 10
 
-    monkeypatch.setattr(models, "pull", pulled)
+    monkeypatch.setattr(models.downloads, "download", pulled)
     first, *_, last = lines(client.post("/api/pull", json={"name": "org/name"}))
     assert first == {"status": "pulling org/name", "digest": "org/name", "total": 10, "completed": 5}
     assert last == {"status": "success"} == client.post("/api/pull", json={"model": "a", "stream": False}).json()

@@ -61,7 +61,7 @@ def test_models_and_embeddings(api):
 
 
 def test_errors(api):
-    with pytest.raises(ollama.ResponseError, match="there is no model") as caught:
+    with pytest.raises(ollama.ResponseError, match="model 'nothing' not found") as caught:
         list(api.chat("nothing", messages=HELLO, stream=True))
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="can't fill in the middle"):

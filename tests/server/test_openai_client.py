@@ -57,7 +57,7 @@ def test_models(api):
 
 
 def test_errors(api):
-    with pytest.raises(openai.NotFoundError, match="there is no model 'big'"):
+    with pytest.raises(openai.NotFoundError, match="model 'big' not found"):
         api.chat.completions.create(model="big", messages=QUESTION)
     with pytest.raises(openai.BadRequestError) as error:
         api.chat.completions.create(model="tiny", messages=QUESTION, temperature=-1)

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from mlxlm.generation import FinishReason
 from mlxlm.generation.request import encode_prompt
+from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.conversation import continuation
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.completions import fill_in_the_middle
@@ -22,20 +23,22 @@ from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest
-from mlxlm.server.text import Piece, Text
+from mlxlm.server.text import Piece, Text, describe_logprobs
 
 
 class LlamaCppRequest(TextRequest):
     """The fields that /completion and /infill share.
 
     Attributes:
-        response_fields: Names of the fields to return, see `_select`.
+        response_fields: Names of the fields to return.
         return_tokens: Whether to return token ids.
+        n_probs: How many of the most likely tokens to return at each position, with their log-probabilities.
         t_max_predict_ms: After so many milliseconds, the text ends if it has a line break; 0 for no limit.
     """
 
     response_fields: list[str] | None = Field(None, max_length=64)
     return_tokens: bool | None = None
+    n_probs: int = Field(0, ge=0)
     t_max_predict_ms: float = Field(0, ge=0)
 
 
@@ -92,7 +95,8 @@ async def _make_reply(
     body: LlamaCppRequest, model: ServedModel, prompt: Sequence[int], eos_token_ids: frozenset[int]
 ) -> _Completion:
     # Editors send n_predict: 0 to have the prompt in the cache. Then the first token is generated, but not returned.
-    options = body.options(model.defaults, max_tokens=1 if body.max_tokens == 0 else body.max_tokens)
+    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+    options = body.options(model.defaults, max_tokens=max_tokens, logprobs=body.n_probs or None)
     return _Completion(model, await continuation(model, prompt, options, eos_token_ids), body)
 
 
@@ -109,16 +113,31 @@ class _Completion(Reply):
         limit, seconds = self._body.t_max_predict_ms / 1000, monotonic() - self._first_time
         if limit and seconds > limit and any("\n" in part.text for part in text.parts):
             text.stream.cancel()
-        content = "".join(piece.text for piece in pieces)
-        return [{"index": 0, "content": content, "tokens": [], "stop": False}] if content and self._returned else []
+        event = {"index": 0, "content": "".join(piece.text for piece in pieces), "tokens": [], "stop": False}
+        if entries := text.take_logprobs():
+            event["completion_probabilities"] = self._describe_logprobs(entries)
+        return [event] if (event["content"] or entries) and self._returned else []
 
     def finish(self) -> list[Event]:
-        return [{**self.complete(), "content": ""}]
+        return [self._select({**self._summary(), "content": ""})]
 
     def complete(self) -> dict[str, Any]:
+        entries = self._text.logprobs if self._returned else ()
+        more = {"completion_probabilities": self._describe_logprobs(entries)} if entries else {}
+        return self._select({**self._summary(), **more})
+
+    def _describe_logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        described = describe_logprobs(entries, self.model.lm.tokenizer)
+        for entry, values in zip(entries, described, strict=True):
+            ids = [entry.token, *(top.token for top in entry.top_logprobs)]
+            for id, token in zip(ids, [values, *values["top_logprobs"]], strict=True):
+                token["id"] = id
+        return described
+
+    def _summary(self) -> dict[str, Any]:
         result, options = self._text.result, self._text.request.options
         assert result is not None
-        values = {
+        return {
             "index": 0,
             "content": result.text if self._returned else "",
             "tokens": result.tokens if self._body.return_tokens else [],
@@ -133,8 +152,19 @@ class _Completion(Reply):
             "tokens_cached": result.cached_tokens,
             "timings": timings_of(result),
         }
-        names = self._body.response_fields
-        return values if names is None else _select(values, names)
+
+    def _select(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields of `response_fields`. timings/prompt_n is a field of an object, with this name in the response."""
+        if self._body.response_fields is None:
+            return values
+        selected = {}
+        for name in self._body.response_fields:
+            value: Any = values
+            for key in name.split("/"):
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                selected[name] = value
+        return selected
 
     @property
     def _returned(self) -> bool:
@@ -150,23 +180,11 @@ _STOP_TYPES: dict[FinishReason, str] = {
 }
 
 
-def _select(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The fields of `response_fields`. timings/prompt_n is a field of an object, with this name in the response."""
-    selected = {}
-    for name in names:
-        value: Any = values
-        for key in name.split("/"):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            selected[name] = value
-    return selected
-
-
 async def props(request: Request) -> JSONResponse:
     """Describe the model `?model=NAME`, or the default one, and the defaults of its options."""
     models: Models = request.app.state.models
-    description = await models.describe(request.query_params.get("model"))
-    model = next((model for model in models.loaded if model.name == description.name), None)
+    description = await models.describe(request.query_params.get("model"), with_tokenizer=True)
+    model = models.get_loaded(description.name)
     return JSONResponse(
         {
             "default_generation_settings": {
@@ -176,7 +194,7 @@ async def props(request: Request) -> JSONResponse:
             "total_slots": models.settings.batch_size,
             "model_alias": description.name,
             "model_path": description.name,
-            "chat_template": (model and model.lm.tokenizer.chat_template) or "",
+            "chat_template": description.chat_template or "",
             "modalities": {"vision": False, "audio": False},
             "build_info": f"mlxlm {version('mlxlm')}",
             "is_sleeping": model is None,

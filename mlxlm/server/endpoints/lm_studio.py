@@ -11,7 +11,7 @@ from starlette.routing import Route
 from mlxlm.server.endpoints.chat_completions import chat_completions
 from mlxlm.server.endpoints.completions import completions
 from mlxlm.server.endpoints.embeddings import embeddings
-from mlxlm.server.model_library import ModelDescription
+from mlxlm.server.model_description import ModelDescription
 from mlxlm.utils.formatting import human_count
 
 
@@ -38,7 +38,7 @@ def _describe_v0(name: str, model: ModelDescription) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "type": "llm",
+        "type": "embeddings" if model.is_embedding_model else "llm",
         "publisher": _publisher(name),
         "arch": model.family,
         "compatibility_type": _format(model),
@@ -51,7 +51,7 @@ def _describe_v0(name: str, model: ModelDescription) -> dict[str, Any]:
 def _describe_v1(name: str, model: ModelDescription) -> dict[str, Any]:
     instance = {"id": name, "config": {"context_length": model.context_length}}
     return {
-        "type": "llm",
+        "type": "embedding" if model.is_embedding_model else "llm",
         "publisher": _publisher(name),
         "key": name,
         "display_name": name.rpartition("/")[2],

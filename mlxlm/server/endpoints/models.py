@@ -6,6 +6,7 @@ llama.cpp's server and of LM Studio's.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from mlxlm.checkpoint.catalog import catalog
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
-from mlxlm.server.model_library import ModelDescription
+from mlxlm.server.model_description import ModelDescription
 from mlxlm.server.models import Models
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import Fields
@@ -79,7 +80,8 @@ def _describe(name: str, description: ModelDescription) -> dict[str, Any]:
 async def list_catalog(request: Request) -> JSONResponse:
     """List the models of the catalog that can be downloaded: none if the command line names the models."""
     models: Models = request.app.state.models
-    here = models.names
+    await asyncio.to_thread(models.library.refresh)
+    here = models.library.names
     entries = [entry for entry in catalog().values() if models.library.serves_all and entry.name not in here]
     data = [
         {
@@ -108,7 +110,8 @@ async def unload(request: Request) -> JSONResponse:
     """Unload a model. Requests that use it end first."""
     body = await read_body(request, ModelRequest)
     models: Models = request.app.state.models
-    return JSONResponse({"success": await models.unload(body.name), "instance_id": models.find(body.name)})
+    name = await models.find(body.name)
+    return JSONResponse({"success": await models.unload(name), "instance_id": name})
 
 
 ROUTES = [

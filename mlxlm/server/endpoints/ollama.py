@@ -22,9 +22,7 @@ from mlxlm.server.conversation import Conversation, ToolUse, continuation, funct
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
-from mlxlm.server.errors import invalid
-from mlxlm.server.models import Models, ServedModel
-from mlxlm.server.options import parse_keep_alive
+from mlxlm.server.models import Models, ServedModel, check_keep_alive
 from mlxlm.server.reply import (
     NDJSON,
     Event,
@@ -45,7 +43,6 @@ from mlxlm.server.schemas import (
     TextFormat,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
-from mlxlm.utils.errors import ConfigError
 
 _ROOM = 64  # tokens
 
@@ -242,11 +239,8 @@ def timestamp(time: datetime) -> str:
 async def _load(request: Request, body: OllamaTextRequest, is_chat: bool) -> JSONResponse:
     """Load a model, or unload it: what a request without a prompt asks for."""
     models: Models = request.app.state.models
-    name = models.find(body.model)
-    try:
-        unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
-    except ConfigError as error:
-        raise invalid(str(error), "keep_alive") from None
+    name = await models.find(body.model)
+    unloads = body.keep_alive is not None and check_keep_alive(body.keep_alive) == 0
     if unloads:
         await models.unload(name)
     else:
@@ -267,17 +261,17 @@ class EmbedRequest(OllamaRequest):
 async def embed(request: Request) -> Response:
     """Return an embedding of each text. Unless `truncate` is false, only the beginning of a long text counts."""
     body = await read_body(request, EmbedRequest)
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = body.input if isinstance(body.input, list) else [body.input] if body.input else []
     return await json_response(request, _embed(request.app.state.models, body, texts))
 
 
 async def embeddings(request: Request) -> Response:
-    """Return an embedding of one text."""
+    """Return an embedding of one text; none for an empty text, which only loads the model."""
     body = await read_body(request, EmbedRequest)
 
     async def first() -> dict[str, Any]:
-        answer = await _embed(request.app.state.models, body, [body.prompt or ""])
-        return {"embedding": answer["embeddings"][0]}
+        answer = await _embed(request.app.state.models, body, [body.prompt] if body.prompt else [])
+        return {"embedding": answer["embeddings"][0] if body.prompt else []}
 
     return await json_response(request, first())
 
@@ -309,8 +303,5 @@ def _truncate(model: ServedModel, texts: Sequence[str]) -> list[str]:
 
 
 ROUTES = [
-    *(
-        Route(f"/api/{function.__name__}", function, methods=["POST"])
-        for function in (chat, generate, embed, embeddings)
-    ),
+    Route(f"/api/{function.__name__}", function, methods=["POST"]) for function in (chat, generate, embed, embeddings)
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,18 +12,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxlm.backend.mlx import ON_CPU
 from mlxlm.chat.reasoning import OPEN
-from mlxlm.checkpoint import open_checkpoint
 from mlxlm.checkpoint.local_models import HUB, OWN, find_removable, remove
 from mlxlm.server.endpoints.ollama import OllamaRequest, timestamp
 from mlxlm.server.errors import ApiError, invalid, to_api_error
-from mlxlm.server.model_library import ModelDescription
-from mlxlm.server.models import Models
+from mlxlm.server.model_description import ModelDescription
+from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import NDJSON, Event, encode_event, json_response, stream_response
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import Fields
-from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
-from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError, TokenizerError
+from mlxlm.utils.errors import CheckpointError, ConfigError
 from mlxlm.utils.formatting import human_count
 
 VERSION = "0.13.0"  # of ollama, whose API this is: clients ask for it to know what they can use
@@ -44,19 +42,18 @@ async def tags(request: Request) -> JSONResponse:
 async def ps(request: Request) -> JSONResponse:
     """List the models that are in memory."""
     models: Models = request.app.state.models
-    listed = []
-    for model in models.loaded:
-        expires = models.expires_at(model.name)
-        listed.append(
-            {
-                **_describe(model.name, await models.describe(model.name)),
-                "size": model.memory,
-                "size_vram": model.memory,
-                "context_length": model.context_length,
-                "expires_at": timestamp(_NEVER if expires is None else datetime.fromtimestamp(expires, UTC)),
-            }
-        )
-    return JSONResponse({"models": listed})
+    return JSONResponse({"models": [_describe_loaded(models, model) for model in models.loaded]})
+
+
+def _describe_loaded(models: Models, model: ServedModel) -> dict[str, Any]:
+    memory, expires = model.memory, models.expires_at(model) or _NEVER
+    return {
+        **_describe(model.name, model.description),
+        "size": memory,
+        "size_vram": 0 if ON_CPU else memory,
+        "context_length": model.context_length,
+        "expires_at": timestamp(expires),
+    }
 
 
 _NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # what ollama says of a model that stays
@@ -89,41 +86,30 @@ async def show(request: Request) -> JSONResponse:
     """Describe a model: its size, its chat template, and what it can do."""
     body = await read_body(request, OllamaRequest)
     models: Models = request.app.state.models
-    model = await models.describe(body.model)
-    tokenizer = await asyncio.to_thread(_tokenizer_of, models, model)
-    template = (tokenizer and tokenizer.chat_template) or ""
+    model = await models.describe(body.model, with_tokenizer=True)
+    template, family = model.chat_template or "", model.family
     capabilities = ["completion", "tools"]  # a grammar makes any model call tools
+    if model.is_embedding_model:
+        capabilities = ["embedding"]
     if OPEN in template:
         capabilities.append("thinking")
-    if tokenizer is not None:
-        with suppress(TokenizerError):
-            FillInTheMiddle(tokenizer)
-            capabilities.append("insert")
+    if model.fills_in_the_middle:
+        capabilities.append("insert")
     return JSONResponse(
         {
-            "modelfile": f"FROM {body.model}\n",
+            "modelfile": f"FROM {model.name}\n",
             "parameters": "",
             "template": template,
             "details": _details(model),
             "model_info": {
-                "general.architecture": model.family,
+                "general.architecture": family,
                 "general.parameter_count": model.parameters,
-                f"{model.family}.context_length": model.context_length,
+                f"{family}.context_length": model.context_length,
             },
             "capabilities": capabilities,
             "modified_at": timestamp(model.modified),
         }
     )
-
-
-def _tokenizer_of(models: Models, description: ModelDescription) -> Tokenizer | None:
-    """The tokenizer of a model, without loading the model; None if it can't be read."""
-    for model in models.loaded:
-        if model.name == description.name:
-            return model.lm.tokenizer
-    with suppress(MlxlmError):
-        return open_checkpoint(description.path).load_tokenizer()
-    return None
 
 
 class PullRequest(OllamaRequest):
@@ -146,9 +132,9 @@ async def pull(request: Request) -> Response:
 
 
 async def _pull(models: Models, source: str) -> AsyncGenerator[Event]:
-    async for progress in models.pull(source):
-        sizes = {"total": progress.total, "completed": progress.completed}
-        yield {"status": f"pulling {source}", "digest": source, **(sizes if progress.total else {})}
+    async for completed, total in models.downloads.download(source):
+        sizes = {"total": total, "completed": completed} if total else {}
+        yield {"status": f"pulling {source}", "digest": source, **sizes}
     yield {"status": "success"}
 
 
@@ -169,12 +155,14 @@ async def delete(request: Request) -> Response:
     """Remove a downloaded model, by the rules of mlxlm models rm; or an alias that /api/copy has made."""
     body = await read_body(request, OllamaRequest)
     models: Models = request.app.state.models
-    if models.library.remove_alias(body.model or ""):
+    if not body.model:
+        raise invalid("the model is missing", "model")
+    if models.library.remove_alias(body.model):
         return Response()
-    model = await models.describe(body.model)
+    model = await models.describe(await models.find(body.model, or_any=False))
     try:
         if model.location not in (OWN, HUB):
-            raise CheckpointError(f"{model.name} isn't a model that mlxlm has downloaded", "whoever put it there")
+            raise CheckpointError(f"{model.name} wasn't downloaded by mlxlm", "remove its files yourself")
         removable = await asyncio.to_thread(find_removable, model.name)
         await models.unload(model.name)
         await asyncio.to_thread(remove, removable)
@@ -194,7 +182,7 @@ async def copy(request: Request) -> Response:
     """Give a model another name, until the server stops. Nothing is copied."""
     body = await read_body(request, CopyRequest)
     models: Models = request.app.state.models
-    name = models.find(body.source)
+    name = await models.find(body.source)
     try:
         models.library.add_alias(body.destination, name)
     except ConfigError as error:
@@ -204,14 +192,14 @@ async def copy(request: Request) -> Response:
 
 async def refuse(request: Request) -> Response:
     """Refuse to make or upload a model."""
-    await read_body(request, OllamaRequest)
-    action = request.url.path.rpartition("/")[2]
-    raise invalid(f"this server can't {action} models (try: mlxlm convert, quantize or finetune)")
+    action = request.url.path.split("/")[2]
+    verb = "take files of" if action == "blobs" else action
+    raise invalid(f"this server can't {verb} models (try: mlxlm convert, quantize or finetune)")
 
 
 ROUTES = [
     *(Route(f"/api/{function.__name__}", function) for function in (version, tags, ps)),
     *(Route(f"/api/{function.__name__}", function, methods=["POST"]) for function in (show, pull, copy)),
-    *(Route(f"/api/{name}", refuse, methods=["POST"]) for name in ("create", "push")),
+    *(Route(f"/api/{name}", refuse, methods=["HEAD", "POST"]) for name in ("create", "push", "blobs/{digest}")),
     Route("/api/delete", delete, methods=["DELETE"]),
 ]

@@ -1,8 +1,9 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from mlxlm.server.conversation import Conversation, ToolUse, functions_of
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.errors import invalid
+from mlxlm.server.models import ServedModel
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, TemplateFields
 from mlxlm.tokenizer import Tokenizer
@@ -50,10 +52,7 @@ async def tokenize(request: Request) -> JSONResponse:
     async with request.app.state.models.use(body.model) as model:
         tokenizer = model.lm.tokenizer
         if body.messages is not None:
-            tools = ToolUse(functions_of(body.tools))
-            messages = [message.to_chat() for message in body.messages]
-            conversation = Conversation(messages, body.template_kwargs(), tools)
-            ids = await conversation.encode(model, count_only=True)
+            ids = await _encode(model, body, body.messages)
         else:
             options = {"add_special_tokens": body.add_special_tokens}
             if body.content is not None:
@@ -61,6 +60,23 @@ async def tokenize(request: Request) -> JSONResponse:
             ids = await model.encode(tokenizer.encode, body.content or body.prompt or "", **options, count_only=True)
         tokens = [{"id": id, "piece": _piece(tokenizer, id)} for id in ids] if body.with_pieces else ids
         return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": model.context_length})
+
+
+async def apply_template(request: Request) -> JSONResponse:
+    """Return the prompt of a conversation as a text, as in llama.cpp's API."""
+    body = await read_body(request, TokenizeRequest)
+    if body.messages is None:
+        raise invalid("messages is missing", "messages", "missing_required_parameter")
+    async with request.app.state.models.use(body.model) as model:
+        ids = await _encode(model, body, body.messages)
+        decode = model.lm.tokenizer.decode
+        return JSONResponse({"prompt": await asyncio.to_thread(decode, ids, skip_special_tokens=False)})
+
+
+async def _encode(model: ServedModel, body: TokenizeRequest, messages: Sequence[ChatMessage]) -> list[int]:
+    tools = ToolUse(functions_of(body.tools))
+    conversation = Conversation([message.to_chat() for message in messages], body.template_kwargs(), tools)
+    return await conversation.encode(model, count_only=True)
 
 
 def _piece(tokenizer: Tokenizer, id: int) -> str | list[int]:
@@ -85,4 +101,8 @@ async def detokenize(request: Request) -> JSONResponse:
         return JSONResponse({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
 
 
-ROUTES = routes("/tokenize", tokenize) + routes("/detokenize", detokenize)
+ROUTES = [
+    *routes("/tokenize", tokenize),
+    *routes("/detokenize", detokenize),
+    *routes("/apply-template", apply_template),
+]
