@@ -76,6 +76,24 @@ def test_commands_that_are_not_servers(command, problem):
         McpServer(command)
 
 
+def test_ctrl_c_while_a_server_starts_ends_it(tmp_path):
+    pytest.importorskip("mcp")
+    os.mkfifo(tmp_path / "alive")  # the server keeps it open
+
+    def interrupt():
+        with open(tmp_path / "alive") as alive:
+            alive.readline()
+            os.kill(os.getpid(), signal.SIGINT)
+            alive.read()
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        McpServer(f"sh -c 'exec 3> {tmp_path}/alive; echo >&3; exec cat > /dev/null'")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(GenerationError, match=r"need the package mcp \(try: pip install 'mlxlm\[mcp\]'\)"):
