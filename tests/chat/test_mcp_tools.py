@@ -33,6 +33,7 @@ def wait() -> str:
 
 server.run()
 '''
+WAITING = "import sys; alive = open(sys.argv[1], 'w'); print(file=alive, flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_ctrl_c_while_a_server_starts_ends_it(tmp_path):
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        McpServer(f"sh -c 'exec 3> {tmp_path}/alive; echo >&3; exec cat > /dev/null'")
+        McpServer(shlex.join([sys.executable, "-c", WAITING, str(tmp_path / "alive")]))
     thread.join(10)
     assert not thread.is_alive()
 
