@@ -228,6 +228,6 @@ def _check_message_fits(conversation: Conversation, prompt_of: Callable[[Convers
     alone = len(prompt_of(conversation.without_oldest(len(conversation.visible_turns))))
     if alone >= size:
         raise MessageTooLongError(
-            f"the message alone takes {alone} tokens, and the model's context has {size}",
-            f"at least {alone - size + 1} tokens less of message, system prompt and tools, or a larger context",
+            f"the message takes {alone} tokens with system prompt and tools, and the model's context has {size}",
+            "a shorter message or a model with a larger context",
         )

@@ -55,13 +55,16 @@ def test_files_without_text(tmp_path, name, content, problem):
 
 
 def test_paths_that_are_not_files(tmp_path, monkeypatch):
-    for path, problem in ((tmp_path, "not a regular file"), (tmp_path / "x", "No such file"), ("/dev/zero", "regular")):
-        with pytest.raises(FileError, match=problem):
-            read_file(path)
     monkeypatch.setattr("mlxlm.chat.files.MAX_BYTES", 3)
     (tmp_path / "a").write_text("long")
-    with pytest.raises(FileError, match="has 4 bytes, the limit is 3"):
-        read_file(tmp_path / "a")
+    for path, problem in {
+        tmp_path: "is a folder .try: one of its files: a.$",
+        tmp_path / "x": "No such file",
+        "/dev/zero": "not a regular file",
+        tmp_path / "a": "has 4 bytes, the limit is 3",
+    }.items():
+        with pytest.raises(FileError, match=problem):
+            read_file(path)
 
 
 def test_text_of_a_pdf(tmp_path, monkeypatch):

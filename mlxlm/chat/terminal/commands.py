@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mlxlm.backend import bandwidth
-from mlxlm.chat.files import name_files, split_files
+from mlxlm.chat.files import name_files, read_file, split_files
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
@@ -24,7 +24,7 @@ from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
-from mlxlm.chat.terminal.tools import call_text, show_call
+from mlxlm.chat.terminal.tools import call_text, show_call, show_result
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.utils.bounded_reads import decode_utf8
@@ -184,7 +184,7 @@ def _show(terminal: TerminalChat, what: str) -> None:
         rows["read per token"] = "?" if weights is None else f"{human_bytes(weights)} of weights"
         rows["context"] = f"{chat.context_used or 'empty: 0'} of {chat.context_size} tokens"
     if topic in ("", "session"):
-        rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
+        rows["branch"] = chat.branch_name + (f" of {', '.join(chat.branches)}" if len(chat.branches) > 1 else "")
         rows["saved in"] = str(terminal.autosave.path or "no file yet")
     for name, value in rows.items():
         print_info(f"{name:15} {value}")
@@ -195,6 +195,9 @@ def _show_messages(terminal: TerminalChat, messages: Sequence[Message]) -> None:
     if not messages:
         print_status("empty: there is no message yet")
     for message in messages:
+        if message.role == "tool":
+            show_result(message.content)
+            continue
         print_status(f"{message.role}:")
         for call in message.tool_calls:
             show_call(call)
@@ -244,7 +247,7 @@ def _save(terminal: TerminalChat, text: str) -> None:
 def _export(terminal: TerminalChat, name: str) -> None:
     """Write the conversation to a new Markdown file."""
     if not name:
-        raise GenerationError("there is no file to write to", "/export FILE.md")
+        raise GenerationError("/export needs the name of a file", "/export chat.md")
     if not terminal.last_question:
         raise GenerationError("there is no message yet", "a message first")
     path, chat = Path(_expanded(name)), terminal.chat
@@ -257,7 +260,7 @@ def _export(terminal: TerminalChat, name: str) -> None:
         parts += filter(None, [text, *(f"`{call_text(call)}`" for call in message.tool_calls)])
     with atomic_new_file(path, GenerationError, "another name") as file:
         file.write(("\n\n".join(parts) + "\n").encode())
-    print_status(f"{len(chat.messages)} messages are written to {path}")
+    print_status(f"wrote {len(chat.messages)} messages to {path}")
 
 
 def _copy(terminal: TerminalChat, number: str) -> None:
@@ -266,9 +269,8 @@ def _copy(terminal: TerminalChat, number: str) -> None:
     if number:
         blocks = _code_blocks(answer)
         if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
-            hint = f"1 to {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
-            count = f"{len(blocks)} blocks" if len(blocks) != 1 else "one block"
-            raise GenerationError(f"the last answer has {count} of code, and no {number}", hint)
+            hint = f"/copy 1 to /copy {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
+            raise GenerationError(f"the last answer has no code block {number}", hint)
         answer = blocks[int(number) - 1]
     print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
 
@@ -292,20 +294,16 @@ def _file(terminal: TerminalChat, name: str) -> None:
     if name == "none":
         terminal.files = []
     elif name:
-        path = Path(_expanded(name))
-        if path.is_dir():
-            names = ", ".join(sorted(child.name for child in path.iterdir() if child.is_file())[:10])
-            raise GenerationError(f"{path} is a folder", f"one of its files: {names}" if names else "a file")
-        terminal.add_file(path)
+        terminal.add_file(read_file(_expanded(name)))
     names = ", ".join(file.name for file in terminal.files)
-    print_status(f"the next message begins with {names}" if names else "no file is added to the next message")
+    print_status(f"files of the next message: {names or 'none'}")
 
 
 def _tools(terminal: TerminalChat, _: str) -> None:
     for tool in terminal.chat.tools:
         print_info(f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})  {_abbreviated(tool.description)}")
     if not terminal.chat.tools:
-        print_status("there are no tools: mlxlm chat --tools FILE.py or --mcp COMMAND adds some")
+        print_status("there are no tools (start mlxlm chat with --tools FILE.py or --mcp COMMAND)")
 
 
 def _load(terminal: TerminalChat, name: str) -> None:

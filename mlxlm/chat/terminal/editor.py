@@ -104,7 +104,7 @@ class Editor:
 
     def _placeholder(self) -> StyleAndTextTuples:
         is_shown = self._example and not get_app().is_done
-        return [("fg:ansibrightblack", f"{self._example}  (Enter sends this example)")] if is_shown else []
+        return [("fg:ansibrightblack", f"{self._example}  (press Enter)")] if is_shown else []
 
     def send_example(self, buffer: Buffer) -> None:
         """Write the example on an empty line, if there is one."""

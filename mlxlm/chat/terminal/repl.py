@@ -115,7 +115,7 @@ class Repl(TerminalChat):
 
         with closing(Editor(self, private)) as editor:
             self._editor, self.ask, self.run_application = editor, editor.ask, editor.run
-            self.permissions.ask = editor.ask
+            self.permissions.ask, self.permissions.stop = editor.ask, self.stop
             while not self.leaving and self._read_and_handle(editor):
                 pass
         if option := self.autosave.resume_option:

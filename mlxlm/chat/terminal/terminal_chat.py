@@ -93,13 +93,12 @@ class TerminalChat:
         self.chat.tools = [interruptible(tool, raise_interrupts) for tool in tools] if self.interactive else tools
         self.chat.allow_call = self.permissions.allow
 
-    def add_file(self, path: Path | str) -> None:
+    def add_file(self, file: TextFile) -> None:
         """Add a file to the next message, and print how many tokens it has.
 
         Raises:
-            FileError: The file can't be read as text, or doesn't fit into the context.
+            FileError: The file doesn't fit into the context.
         """
-        file = read_file(path)
         if file in self.files:
             return
         size, limit = self.chat.context_size, max(_MAX_COUNTED_TOKENS, self.chat.context_size)
@@ -112,19 +111,10 @@ class TerminalChat:
             tokens, count = size, f"more than {limit:,}"
         can_drop = self.settings.overflow_policy(self.chat) != "stop"
         if tokens >= (size if can_drop else left):
-            hint = (
-                "/undo, /reset, or fewer files" if tokens < size else "a shorter file, or a model with a larger context"
-            )
-            raise FileError(f"{file.name} has {count} tokens, and {left:,} of the context's {size:,} are left", hint)
+            hint = "/undo, /reset or fewer files" if tokens < size else "a shorter file or a model with more context"
+            raise FileError(f"{file.name} has {count} tokens, but only {max(0, left):,} of {size:,} are left", hint)
         self.files.append(file)
         print_status(f"{file.name}: {count} tokens; {max(0, left - tokens):,} of {size:,} are left")
-
-    def add_mentioned_files(self, text: str) -> str:
-        """Add the files that a message mentions, such as @notes.txt, and return it with their names."""
-        text, paths = mentioned_paths(text)
-        for path in paths:
-            self.add_file(path)
-        return text
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
         """Answer a message with its files, or let the model continue its last answer; see the attribute `purpose`.
@@ -138,7 +128,9 @@ class TerminalChat:
         if purpose == "edit":
             start, (kept, _) = self.chat.edit, split_files(self.last_question)
         try:
-            text = self.add_mentioned_files(text)
+            text, mentioned = mentioned_paths(text)
+            for path in mentioned:
+                self.add_file(read_file(path))
             message = with_files(text, [*kept, *self.files])
             self.answer(partial(start, message), message)
         except BaseException:  # the message is typed again, with what it mentions

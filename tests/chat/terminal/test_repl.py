@@ -165,7 +165,7 @@ def test_a_conversation_is_continued_with_its_model(terminal, tmp_path):
 def test_enter_sends_an_example_once(terminal, model_folder, tmp_path):
     chat = terminal("-n", "5")
     assert re.search(r"tiny.*\n.* parameters, .* of memory, a context of 4,096 tokens", chat.first_screen)
-    chat.expect(r"Why is the sky blue\?  \(Enter sends this example\)")
+    chat.expect(r"Why is the sky blue\?  \(press Enter\)")
     say(chat, "/branch", r"main: 0 turns")
     say(chat, "", "cut off")
     say(chat, "", PROMPT)  # nothing happens
@@ -456,7 +456,7 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     say(chat, "🎈" * 400, "cut off")  # 4 tokens each
     assert messages_in(unnamed_sessions(tmp_path)[0])[0]["content"] == "🎈" * 400
     chat.send("🎈" * 600 + "\r")
-    chat.expect(r"error: the message alone takes \d+ tokens, and the model's\s+context has 2048")
+    chat.expect(r"error: the message takes \d+ tokens with system\s+prompt and tools")
     chat.send("!")  # it can be edited
     chat.expect("!")
     drawn = chat.before
@@ -608,13 +608,13 @@ def test_files_in_messages(terminal, tmp_path, model_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chat = terminal("-n", "5", "-f", "notes.txt")
     assert re.search(r"notes.txt: \d+ tokens; [\d,]+ of 4,096 are left", chat.first_screen)
-    say(chat, "/file", "begins with notes.txt")
-    say(chat, "/file none", "no file is added")
-    say(chat, "/file my data.csv", r"my data.csv: \d+ tokens", "begins with my data.csv")
+    say(chat, "/file", "next message: notes.txt")
+    say(chat, "/file none", "next message: none")
+    say(chat, "/file my data.csv", r"my data.csv: \d+ tokens", "next message: my data.csv")
     chat.send("Is @pic.png\r")
     chat.expect("error: pic.png is an image")
     chat.expect("Is @pic.png")
-    say(chat, "\x15Sum @long.txt", r"error: long.txt has [\d,]+ tokens, and [\d,]+ of the context's 4,096 are left")
+    say(chat, "\x15Sum @long.txt", r"error: long.txt has [\d,]+ tokens, but only [\d,]+ of 4,096 are left")
     say(chat, "\x15See @no\t and ann@notes.txt @nobody", r"notes.txt: \d+ tokens", "cut off")
     (session,) = unnamed_sessions(tmp_path)
     sent = "File: my data.csv\n```\na,b\n```\n\nFile: notes.txt\n```\nSome notes.\n```\n\n"
@@ -651,7 +651,7 @@ def test_answers_are_copied_and_exported(terminal, environment, tmp_path):
     say(chat, "Hello!", "cut off")
     say(chat, "/continue Code:\\n", "cut off")
     say(chat, '/continue """Use\r```python\rprint(1)\r```\rnow"""', "cut off")
-    say(chat, "/copy 2", r"error: the last answer has one block of code, and no 2 \(try: /copy 1\)")
+    say(chat, "/copy 2", r"error: the last answer has no code block 2 \(try: /copy 1\)")
     say(chat, "/copy 1", r"\x1b\]52;c;cHJpbnQoMSkK\x07", "through the terminal")  # SSH: the terminal's clipboard
     exported = tmp_path / "chat.md"
     say(chat, f"/export {exported}", "2 messages are written")
