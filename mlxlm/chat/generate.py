@@ -30,31 +30,36 @@ Prompt = str | Sequence[int]
 _NAMES = ("messages", "chat_template", "kv", "logits_processors", "sampler")
 
 
+class StreamArguments(OptionArguments, total=False):
+    """The keyword arguments of `stream` besides `messages`. A test compares them."""
+
+    chat_template: str | None
+    kv: KVOptions | None
+    speculation: SpeculativeDecoder | None
+    logits_processors: Sequence[LogitsFunction]
+    sampler: SamplerFunction | None
+
+
+class BatchArguments(OptionArguments, total=False):
+    """The keyword arguments of `batch_as_completed` besides `messages`. A test compares them."""
+
+    chat_template: str | None
+    num_samples: int
+    kv: KVOptions | None
+    batch_size: int
+    logits_processors: Sequence[LogitsFunction]
+    sampler: SamplerFunction | None
+
+
 def generate(
     lm: LoadedModel | str | Path,
     prompt: Prompt | None = None,
     *,
     messages: Messages | None = None,
-    chat_template: str | None = None,
-    kv: KVOptions | None = None,
-    speculation: SpeculativeDecoder | None = None,
-    logits_processors: Sequence[LogitsFunction] = (),
-    sampler: SamplerFunction | None = None,
-    **options: Unpack[OptionArguments],
+    **arguments: Unpack[StreamArguments],
 ) -> GenerationResult:
     """Continue `prompt` or answer `messages`, to the end. Arguments and errors are those of `stream`."""
-    started = stream(
-        lm,
-        prompt,
-        messages=messages,
-        chat_template=chat_template,
-        kv=kv,
-        speculation=speculation,
-        logits_processors=logits_processors,
-        sampler=sampler,
-        **options,
-    )
-    return started.result()
+    return stream(lm, prompt, messages=messages, **arguments).result()
 
 
 def stream(
@@ -112,58 +117,6 @@ def stream(
     return engine.submit(request)
 
 
-def batch(
-    lm: LoadedModel | str | Path,
-    prompts: Sequence[Prompt] | None = None,
-    *,
-    messages: Sequence[Messages] | None = None,
-    chat_template: str | None = None,
-    num_samples: int = 1,
-    kv: KVOptions | None = None,
-    batch_size: int = BATCH_SIZE,
-    logits_processors: Sequence[LogitsFunction] = (),
-    sampler: SamplerFunction | None = None,
-    **options: Unpack[OptionArguments],
-) -> list[GenerationResult]:
-    """Continue every prompt, or answer every conversation, `num_samples` times.
-
-    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
-    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text.
-
-    Args:
-        lm: The model, or its name, as in `stream`.
-        prompts: Texts, or lists of token ids.
-        messages: Instead of prompts, a list of conversations, each as in `stream`.
-        chat_template: See `stream`.
-        num_samples: Texts per prompt.
-        kv: Options of the key-value cache.
-        batch_size: The maximum number of texts that are generated at once, by default 32.
-        logits_processors: See `stream`.
-        sampler: See `stream`.
-        options: The fields of GenerationOptions.
-
-    Returns:
-        The results of the first prompt, then those of the second, and so on.
-
-    Raises:
-        GenerationError: As `stream`, with the number of the prompt, before anything is computed.
-        TokenizerError: As `stream`.
-    """
-    results = batch_as_completed(
-        lm,
-        prompts,
-        messages=messages,
-        chat_template=chat_template,
-        num_samples=num_samples,
-        kv=kv,
-        batch_size=batch_size,
-        logits_processors=logits_processors,
-        sampler=sampler,
-        **options,
-    )
-    return [result for _, result in sorted(results, key=itemgetter(0))]
-
-
 def batch_as_completed(
     lm: LoadedModel | str | Path,
     prompts: Sequence[Prompt] | None = None,
@@ -177,12 +130,30 @@ def batch_as_completed(
     sampler: SamplerFunction | None = None,
     **options: Unpack[OptionArguments],
 ) -> Iterator[tuple[int, GenerationResult]]:
-    """Generate as `batch`, and yield each result as soon as its text ends. Closing the iterator cancels the others.
+    """Continue every prompt, or answer every conversation, `num_samples` times, and yield each text as it ends.
 
-    Arguments and errors are those of `batch`.
+    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
+    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text. Closing the
+    iterator cancels the texts that haven't ended.
+
+    Args:
+        lm: The model, or its name, as in `stream`.
+        prompts: Texts, or lists of token ids.
+        messages: Instead of prompts, a list of conversations, each as in `stream`.
+        chat_template: See `stream`.
+        num_samples: Texts per prompt.
+        kv: Options of the key-value cache.
+        batch_size: The maximum number of texts that are generated at once, by default 32.
+        logits_processors: See `stream`.
+        sampler: See `stream`.
+        options: The fields of GenerationOptions.
 
     Yields:
-        The number that the result has in the list of `batch`, from 0, and the result.
+        The index of the result in the list that `batch` returns, and the result.
+
+    Raises:
+        GenerationError: As `stream`, with the number of the prompt, before anything is computed.
+        TokenizerError: As `stream`.
     """
     lm = loaded(lm)
     _check_one_of("prompts", prompts, messages, chat_template)
@@ -206,6 +177,24 @@ def batch_as_completed(
             raise error.prefixed(f"{kind} {number}") from error
         requests += [request.sample(str(number), sample) for sample in range(num_samples)]
     return _raise_errors(run_batch(engine, requests))
+
+
+def batch(
+    lm: LoadedModel | str | Path,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    messages: Sequence[Messages] | None = None,
+    **arguments: Unpack[BatchArguments],
+) -> list[GenerationResult]:
+    """Continue every prompt, or answer every conversation, `num_samples` times.
+
+    Arguments and errors are those of `batch_as_completed`.
+
+    Returns:
+        The results of the first prompt, then those of the second, and so on.
+    """
+    results = batch_as_completed(lm, prompts, messages=messages, **arguments)
+    return [result for _, result in sorted(results, key=itemgetter(0))]
 
 
 def _raise_errors(results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, GenerationResult]]:

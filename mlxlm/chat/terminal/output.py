@@ -38,8 +38,10 @@ def _wrapped(line: str) -> str:
     width = max(shutil.get_terminal_size().columns, 20)
     column = _FIRST_COLUMN.match(line)
     start = column.end() if column and column.end() < width // 2 else 0
-    options = {"break_on_hyphens": False, "break_long_words": False, "replace_whitespace": False}
-    return line[:start] + ("\n" + " " * start).join(textwrap.wrap(line[start:], width - start, **options))
+    lines = textwrap.wrap(
+        line[start:], width - start, break_on_hyphens=False, break_long_words=False, replace_whitespace=False
+    )
+    return line[:start] + ("\n" + " " * start).join(lines)
 
 
 def dim(text: str) -> str:

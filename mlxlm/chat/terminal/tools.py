@@ -35,7 +35,7 @@ def functions_of(paths: Sequence[Path]) -> list[CallableTool]:
     return list(callable_tools([function for path in paths for function in _functions_of(path)]).values())
 
 
-def _functions_of(path: Path) -> list[Callable[..., Any]]:
+def _functions_of(path: Path) -> Sequence[Callable[..., Any]]:
     spec = importlib.util.spec_from_file_location(f"mlxlm_tools_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise GenerationError(f"{path} is not a Python file", "a file that ends in .py")
