@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 Prompt = str | Sequence[int]
-_NAMES = ("messages", "chat_template", "kv", "logits_processors", "sampler")
 
 
 class StreamArguments(OptionArguments, total=False):
@@ -110,7 +109,7 @@ def stream(
     lm = loaded(lm)
     _check_one_of("prompt", prompt, messages, chat_template)
     ids, eos_token_ids = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
-    settings = lm.generation_options((*_NAMES, "speculation"), **options)
+    settings = lm.generation_options(tuple(stream.__kwdefaults__ or ()), **options)
     engine = get_engine(lm, kv, speculation)
     request = Request(ids, settings, eos_token_ids, functions=sampling_functions(logits_processors, sampler, options))
     request.compile_grammar(lm)  # raises here, not when the stream is iterated
@@ -163,7 +162,7 @@ def batch_as_completed(
     if not is_int_at_least(num_samples, 1):
         raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
     engine, encode = get_engine(lm, kv, batch_size=batch_size), _encoder(lm, messages, chat_template)
-    settings = lm.generation_options((*_NAMES, "num_samples", "batch_size"), **options)
+    settings = lm.generation_options(tuple(batch_as_completed.__kwdefaults__ or ()), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
     functions = sampling_functions(logits_processors, sampler, options)
     requests: list[Request] = []

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm import generate, tokenizer
-from mlxlm.chat.answer import decodes_to, edited_answer
+from mlxlm.chat.chat_model import decodes_to, edited_answer
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message

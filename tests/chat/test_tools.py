@@ -83,6 +83,7 @@ def test_an_exception_becomes_a_result_and_a_long_result_is_shortened():
         return "x" * (MAX_RESULT_CHARS + 5)
 
     assert CallableTool.from_function(divide).call({"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
+
     def leave() -> None:
         sys.exit(3)  # which doesn't end the chat
 

@@ -1,15 +1,13 @@
-"""The commands of a chat, which start with a slash, and messages of several lines between triple quotes."""
+"""The commands of a chat, which start with a slash."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from mlxlm.backend import bandwidth
 from mlxlm.chat.files import name_files, read_file, split_files
@@ -20,6 +18,7 @@ from mlxlm.chat.terminal import about, clipboard, settings, system_prompts
 from mlxlm.chat.terminal.about import memory_bandwidth, model_name
 from mlxlm.chat.terminal.autosave import is_model_here
 from mlxlm.chat.terminal.mentions import unescape
+from mlxlm.chat.terminal.multiline import quote_message, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
@@ -27,13 +26,10 @@ from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
 from mlxlm.chat.terminal.tools import call_text, show_call, show_result
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
-from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_bytes
 
-TRIPLE_QUOTE = '"""'
-_TAKES_TEXT = re.compile(r"/(sy|ed|con)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
 _MAX_SHOWN_LINES = 5  # of the question when a conversation is continued
 _SHOW_TOPICS = ("model", "system", "settings", "messages", "session")
 
@@ -482,37 +478,3 @@ _BY_TOPIC = {
 }
 COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for group in _BY_TOPIC.values() for command in group}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
-
-
-def has_open_block(text: str) -> bool:
-    """Whether `text`, or the argument of a command that takes a message, starts a block that is still open."""
-    text = _TAKES_TEXT.sub("", text.strip(), count=1) if text.lstrip().startswith("/") else text.strip()
-    return text.startswith(TRIPLE_QUOTE) and (len(text) < 2 * len(TRIPLE_QUOTE) or not text.endswith(TRIPLE_QUOTE))
-
-
-def strip_block(text: str) -> str:
-    """Return a message without the quotes around a block and the line ends next to them."""
-    stripped = text.strip()
-    if not stripped.startswith(TRIPLE_QUOTE) or has_open_block(text):
-        return text
-    return stripped[len(TRIPLE_QUOTE) : -len(TRIPLE_QUOTE)].removeprefix("\n").removesuffix("\n")
-
-
-def quote_message(message: str) -> str:
-    """Return `message` as it must be typed: in a block, if it looks like a command or a block."""
-    needs_quotes = message.lstrip().startswith(("/", TRIPLE_QUOTE))
-    return f"{TRIPLE_QUOTE}\n{message}\n{TRIPLE_QUOTE}" if needs_quotes else message
-
-
-def read_piped_messages(source: TextIO | None) -> Iterator[str]:
-    """Yield the lines of a pipe, and each block as one message. Raise GenerationError for a line that isn't UTF-8."""
-    message, first_line = "", 0
-    for number, line in enumerate(source.buffer if source else (), 1):
-        name = f"line {number} of standard input"
-        text = decode_utf8(line, name, GenerationError, "a text in UTF-8").rstrip("\r\n")
-        message, first_line = (f"{message}\n{text}", first_line) if message else (text, number)
-        if not has_open_block(message):
-            yield message
-            message = ""
-    if message:
-        raise GenerationError(f"the block that starts in line {first_line} isn't closed", TRIPLE_QUOTE)

@@ -16,7 +16,8 @@ from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.about import example_prompt
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.commands import read_piped_messages, run_command, show_last_exchange, strip_block
+from mlxlm.chat.terminal.commands import run_command, show_last_exchange
+from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import (
