@@ -65,19 +65,17 @@ class Chat:
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
-        chat_template: "model" for the model's own template, "chatml", "llama3", "gemma", "plain", or a jinja file. By
-            default, the template that fits the model.
-        context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": drop the
-            oldest turns until the conversation with the new message takes at most half of the context; this happens
-            when less is left than the answer may take (`max_tokens`, but at most a quarter of the context). The system
-            prompt stays. A rotating cache (`kv`) bounds memory by itself and never overflows.
+        chat_template: "model", "chatml", "llama3", "gemma", "plain" or a jinja file; by default, what fits the model.
+        context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": if less
+            is left than the answer may take (`max_tokens`, at most a quarter of the context), drop the oldest turns
+            until half of the context is free. The system prompt stays. A rotating cache (`kv`) never overflows.
         tools: Functions with type hints, or `CallableTool`, that the model can call, in up to ten rounds per answer.
             The chunks of the answer have the calls and their results. `max_tokens` limits each text between calls.
         allow_call: Called before each call; if it returns False, the result is an error that says so.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         logits_processors: See `mlxlm.stream`.
-        sampler: See `mlxlm.stream`; not together with tools.
+        sampler: See `mlxlm.stream`. It can't be combined with tools.
         **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
             elsewhere, `max_tokens` has no limit by default if there is a chat template.
 
@@ -106,8 +104,7 @@ class Chat:
         parsed = parse_messages(messages)
         if parsed and parsed[0].role == "system":
             if system_prompt is not None:
-                hint = "system_prompt, or a first message with the role system"
-                raise GenerationError("there are two system prompts", hint)
+                raise GenerationError("there are two system prompts", "`system_prompt`, or a system message")
             system_prompt, parsed = parsed[0].content, parsed[1:]
         self.system_prompt = system_prompt
         self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(parsed))})
@@ -124,8 +121,7 @@ class Chat:
         self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
         self._files = SessionFiles()
-        # A weak reference: an answer that nobody reads has ended.
-        self._answering: Callable[[], Answer | None] = lambda: None
+        self._answering: Callable[[], Answer | None] = lambda: None  # weak: an answer that nobody reads has ended
         self._ended = threading.Event()  # also one that is being dropped
         self._ended.set()
 
@@ -143,8 +139,7 @@ class Chat:
         self._end_answer()
         same_tokenizer = lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
         self._chat_model, self._options = self._chat_model.with_model(lm, self._options)
-        if not same_tokenizer:
-            self._branches.drop_ids_unless(lambda turn: False)
+        self._branches.drop_ids_unless(lambda turn: same_tokenizer)
 
     @property
     def tools(self) -> list[CallableTool]:
@@ -240,9 +235,8 @@ class Chat:
     @property
     def stats(self) -> ChatStats:
         """Statistics of this chat."""
-        engine = self._chat_model.engine.stats
-        cache_bytes = engine.kv_bytes + engine.prefix_cache_bytes
-        return ChatStats(self._answers, self._generated_tokens, cache_bytes, self._last)
+        stats = self._chat_model.engine.stats
+        return ChatStats(self._answers, self._generated_tokens, stats.kv_bytes + stats.prefix_cache_bytes, self._last)
 
     def token_counts(self) -> list[int]:
         """Return the number of tokens of each of `messages`, without what the template adds."""
@@ -391,9 +385,8 @@ class Chat:
     ) -> Chat:
         """Continue the chat of a session file. Arguments override the settings in the file.
 
-        Without a usable key-value cache, the next turn reads the conversation again; its tokens are the same except
-        where rounding decides, since a prompt is computed many tokens at once. With another model than the file's, the
-        chat continues as text. `notes` says which of these happened.
+        Without a usable key-value cache, the next turn reads the conversation again. With another model than the
+        file's, the chat continues as text. `notes` says which of these happened.
 
         Raises:
             GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
