@@ -224,9 +224,7 @@ class Chat:
     def context_ids(self) -> list[int]:
         """The tokens of the conversation that the model sees."""
         turns = self._branches.current.visible_turns
-        if not turns:
-            return []
-        return self._chat_model.encode(self._messages(turns), add_generation_prompt=False)
+        return self._chat_model.encode(self._messages(turns), add_generation_prompt=False) if turns else []
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the size in bytes of the keys and values of `num_tokens` tokens."""

@@ -44,19 +44,19 @@ if TYPE_CHECKING:
 
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _CONTEXT_OVERFLOW = (
-    "When the context is full: ask, stop, or drop the oldest turns.  [default: the session's; else ask in a terminal "
+    "When the context is full: ask, stop, or drop the oldest turns.  [default: the session's, or ask in a terminal "
     "and stop elsewhere]"
 )
-_REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
+_REASONING = "How to display reasoning. dim leaves it out if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
-_YES = "Don't ask: without MODEL, take the default model and download it if necessary; run tools."
+_YES = "Don't ask before running tools or, without MODEL, before downloading the default model."
 _TOOLS = "Let the model call the functions in this file. Repeatable."
 _MCP = "Let the model call the tools of this MCP server. Repeatable."
 _FILE = "Add a file to the first message. Repeatable."
-_SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
-_SYSTEM_PROMPT = "System prompt, or @NAME of a saved one."
+_SERVER = "With --prompt: send the message to this server instead of loading MODEL.  [env: MLXLM_SERVER]"
+_SYSTEM_PROMPT = "System prompt, or @NAME for a saved one."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
-_SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
+_SAVE_KV_CACHE = "With --session: also save the key-value cache, so that the conversation opens at once."
 _conversation = partial(option, "Conversation")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
@@ -75,8 +75,8 @@ _display = partial(option, "Display")
 @_conversation("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
 @_conversation("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
-@_session("--continue continue_last", bool, "Continue the last conversation that was saved automatically.")
-@_session("--sessions", bool, "Search the automatically saved conversations, and continue one.")
+@_session("--continue continue_last", bool, "Continue the last saved conversation.")
+@_session("--sessions", bool, "Search the saved conversations and continue one.")
 @_session("--save-kv-cache", bool, _SAVE_KV_CACHE, advanced=True)
 @_session("--private", bool, "Save neither the conversation nor the input history.")
 @_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim", advanced=True)
@@ -106,10 +106,10 @@ def chat(
     --tools runs a Python file and lets the model call its functions. --mcp starts an MCP server and lets the model call
     its tools (pip install 'mlxlm[mcp]'). You see each call and are asked before it runs.
 
-    Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
-    --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,
-    number of messages, first question and file, with tabs between. With --session, --continue or --sessions you can
-    leave out MODEL: the conversation names it.
+    The last 50 conversations in a terminal are saved in a private folder: --continue opens the last one, --sessions
+    searches them. If the output is not a terminal, --sessions prints a line for each, separated by tabs: date, model,
+    number of messages, first question and file. With --session, --continue or --sessions you can leave out MODEL: the
+    conversation names it.
     """  # noqa: D301 - click's form feed: --help ends there
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if words := click.get_current_context().args:

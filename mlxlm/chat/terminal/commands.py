@@ -103,29 +103,29 @@ _UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens", "/to
 # Each has the commands with this topic, and a text.
 _TOPICS = {
     "model": """\
-Settings may be abbreviated: /set temp 0.5; "default" restores one.
-/system save NAME saves the system prompt in a file; /system @NAME or mlxlm chat --system @NAME uses it.""",
+Settings can be abbreviated: /set temp 0.5. /set temp default restores the default.
+/system save NAME saves the system prompt; /system @NAME and mlxlm chat --system @NAME use it.""",
     "files": """\
-@notes.txt  in a message adds the file to it; also @"my notes.txt" and @~/notes.txt
+@notes.txt  adds the file to the message; also @"my notes.txt" and @~/notes.txt
 -f FILE     adds a file to the first message: mlxlm chat -f notes.txt -p "Summarize"
-Any text in UTF-8, HTML without its markup, and the text of a PDF (pip install pypdf).
-What isn't the name of a file stays text.""",
-    "answers": "Ctrl-C stops an answer. An edited message keeps its files.",
+Files can be text in UTF-8, HTML (without its markup) and PDF (with pip install pypdf).""",
+    "answers": "Ctrl-C stops an answer. /edit keeps the files of the message.",
     "sessions": """\
-Conversations in a terminal are saved by themselves: mlxlm chat --continue opens the last one.""",
+Conversations in a terminal are saved automatically: mlxlm chat --continue opens the last one.""",
     "tools": """\
---tools FILE.py   functions with type hints: mlxlm chat --tools weather.py
+--tools FILE.py   the functions of a Python file: mlxlm chat --tools weather.py
 --mcp COMMAND     the tools of an MCP server: mlxlm chat --mcp "npx some-server"
-Each call is shown, and runs if you answer y, or a for all calls of this function. Ctrl-C stops one.""",
+Before each call: y runs it, a runs all calls of this function, anything else refuses it.
+Ctrl-C stops a running call.""",
     "keys": '''\
 Enter       sends; Alt-Enter starts a new line
-"""         opens and closes a message of several lines
+"""         starts and ends a message of several lines
 Ctrl-G      opens an editor, $VISUAL or $EDITOR (also Ctrl-X Ctrl-E)
 Tab         completes commands, settings and files
 Up, Down    earlier messages
 Ctrl-C      stops an answer; Ctrl-D leaves
-//          starts a message that starts with /
-/und        commands may be abbreviated''',
+//          sends a message that starts with /
+/und        commands can be abbreviated''',
 }
 
 
@@ -226,7 +226,7 @@ def _model(terminal: TerminalChat, name: str) -> None:
     terminal.chat.lm = lm
     terminal.bytes_per_token = ""
     terminal.autosave.save_changes(terminal.chat)
-    print_status("the conversation continues with this model, which reads it again")
+    print_status("the conversation continues with this model")
 
 
 def _save(terminal: TerminalChat, text: str) -> None:
@@ -377,7 +377,7 @@ def _branch(terminal: TerminalChat, name: str) -> None:
         for branch, turns in chat.branches.items():
             mark, unit = "*" if branch == chat.branch_name else " ", "turn" if turns == 1 else "turns"
             print_info(f"{mark} {branch}: {turns} {unit}")
-        print_status("/branch NAME starts a new branch here, or switches to an existing one")
+        print_status("/branch NAME starts a new branch here or switches to an existing one")
         return
     if name in chat.branches:
         chat.switch(name)
@@ -393,7 +393,7 @@ def _reset(terminal: TerminalChat, _: str) -> None:
     saved = terminal.autosave.path if terminal.chat.branches != {terminal.chat.branch_name: 0} else None
     terminal.chat.reset()
     terminal.autosave.open(None)
-    print_status("the conversation is removed" + (f"; /load {saved} brings it back" if saved else ""))
+    print_status("the conversation is removed" + (f"; /load {saved} opens it again" if saved else ""))
 
 
 def _tokens(terminal: TerminalChat, _: str) -> None:
@@ -403,7 +403,7 @@ def _tokens(terminal: TerminalChat, _: str) -> None:
     for i, (message, count) in enumerate(zip(chat.messages, counts, strict=True)):
         dropped = "  (dropped: the model no longer sees it)" if bool(chat.system_prompt) <= i < first_seen else ""
         print_info(f"{count:7}  {message.role:9}  {_abbreviated(message.content)}{dropped}")
-    print_info(f"{sum(counts):7}  in all; with the template, {chat.context_used} of {chat.context_size} are used")
+    print_info(f"{sum(counts):7}  in total; with the template, {chat.context_used} of {chat.context_size} are used")
 
 
 def _stats(terminal: TerminalChat, _: str) -> None:
@@ -442,34 +442,34 @@ def _system_words(_: TerminalChat) -> list[str]:
     return ["none", "save ", *(f"@{name}" for name in system_prompts.saved_names())]
 
 
-_SYSTEM = "show the system prompt, or set it (none: no prompt)"
+_SYSTEM = "show or set the system prompt (none removes it)"
 _BY_TOPIC = {
-    "": (Command("/help [TOPIC]", "show this, or more about a topic or command (also /?)", _help, _help_names),),
+    "": (Command("/help [TOPIC]", "show this, or help on a topic or command (also /?)", _help, _help_names),),
     "model": (
         Command("/system [TEXT | @NAME]", _SYSTEM, _system, _system_words),
-        Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
+        Command("/set [NAME [VALUE]]", "show or change the settings", _set, _setting_values),
         Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
         Command("/model [MODEL]", "continue with another model", _model, _models),
         Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
     ),
     "files": (
-        Command("/file [PATH]", "add a file to the next message (none: no files)", _file, _words(PATHS, "none")),
+        Command("/file [PATH]", "add a file to the next message (none removes them)", _file, _words(PATHS, "none")),
     ),
     "answers": (
         Command("/undo", "remove the last message and its answer", _undo),
         Command("/retry", "answer the last message again", _retry),
-        Command("/edit [TEXT]", "change the last message and answer it again", _edit),
-        Command("/continue [TEXT]", "change the last answer and let the model continue it", _continue),
-        Command("/copy [N]", "copy the last answer, or its Nth block of code", _copy),
+        Command("/edit [TEXT]", "edit the last message and answer it again", _edit),
+        Command("/continue [TEXT]", "edit the last answer and let the model continue it", _continue),
+        Command("/copy [N]", "copy the last answer, or its Nth code block", _copy),
     ),
     "sessions": (
-        Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
-        Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
-        Command("/sessions", "search the saved conversations, and continue one", _sessions),
-        Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
         Command(
-            "/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches
+            "/save [FILE] [--save-kv-cache]", "save the conversation (and its key-value cache)", _save, _words(PATHS)
         ),
+        Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
+        Command("/sessions", "search the saved conversations and continue one", _sessions),
+        Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
+        Command("/branch [NAME]", "list branches, switch to one, or start one", _branch, lambda r: r.chat.branches),
         Command("/reset", "remove all but the system prompt (also /clear)", _reset),
         Command("/tokens", "count the tokens of each message", _tokens),
     ),

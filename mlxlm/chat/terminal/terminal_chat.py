@@ -37,12 +37,12 @@ Purpose = Literal["ask", "edit", "continue"]
 _MAX_COUNTED_TOKENS = 1 << 18  # of a file: counting that many takes about a second
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
-    "length": "(cut off at max_tokens: /set max_tokens changes that)",
+    "length": "(cut off at max_tokens: change it with /set max_tokens)",
 }
 _CONTEXT_FULL = {
-    "ask": "(the context is full: with the next message you can drop the oldest turns)",
+    "ask": "(the context is full: your next message can drop the oldest turns)",
     "stop": "(the context is full: /undo, /reset, or /set context_overflow drop)",
-    "drop": "(the context is full: with the next message the oldest turns are dropped)",
+    "drop": "(the context is full: your next message drops the oldest turns)",
 }
 
 

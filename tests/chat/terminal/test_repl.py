@@ -196,7 +196,7 @@ def test_settings_branches_edits_and_abbreviations(terminal):
     say(chat, "Two", "cut off")
     say(chat, "/branch", r"main: 1 turn\r", r"\* other: 2 turns")
     say(chat, "/branch main", "in branch main")
-    say(chat, "/show", "chat_template +model", r"branch +main, of main, other")
+    say(chat, "/show", "chat_template +model", r"branch +main of main, other")
     chat.send("/edit\r")
     chat.expect(PROMPT + ".*One")
     say(chat, " more", "cut off")
@@ -456,7 +456,7 @@ def test_long_messages_and_a_full_context(terminal, model_folder, tmp_path):
     say(chat, "🎈" * 400, "cut off")  # 4 tokens each
     assert messages_in(unnamed_sessions(tmp_path)[0])[0]["content"] == "🎈" * 400
     chat.send("🎈" * 600 + "\r")
-    chat.expect(r"error: the message takes \d+ tokens with system\s+prompt and tools")
+    chat.expect(r"error: the message takes \d+ tokens")
     chat.send("!")  # it can be edited
     chat.expect("!")
     drawn = chat.before
@@ -654,7 +654,7 @@ def test_answers_are_copied_and_exported(terminal, environment, tmp_path):
     say(chat, "/copy 2", r"error: the last answer has no code block 2 \(try: /copy 1\)")
     say(chat, "/copy 1", r"\x1b\]52;c;cHJpbnQoMSkK\x07", "through the terminal")  # SSH: the terminal's clipboard
     exported = tmp_path / "chat.md"
-    say(chat, f"/export {exported}", "2 messages are written")
+    say(chat, f"/export {exported}", "wrote 2 messages to")
     assert exported.read_text().startswith("# Chat with tiny\n\n## User\n\nHello!\n\n## Assistant\n\nUse\n```python")
     say(chat, f"/export {exported}", "error: .* already exists")
     say(chat, "/show sys", "there is no system prompt")
