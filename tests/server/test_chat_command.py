@@ -43,6 +43,8 @@ def test_errors(ask, live, tmp_path):
         assert gone.returncode == 1 and gone.stderr.startswith(f"error: {address} doesn't answer".encode())
     (tmp_path / "notes.txt").write_text("Some notes.")
     elsewhere = ask("--server", f"{live}/x", "-f", tmp_path / "notes.txt").stderr.decode()  # has no /tokenize
-    assert elsewhere.startswith(f"notes.txt: 35 characters; {live}/x doesn't count tokens\nerror: {live}/x: there is no")
+    assert elsewhere.startswith(
+        f"notes.txt: 35 characters; {live}/x doesn't count tokens\nerror: {live}/x: there is no"
+    )
     unused = ask("--session", "x", "--max-kv-size", "64")
     assert unused.returncode == 2 and b"--session and --max-kv-size would have no effect: the server" in unused.stderr

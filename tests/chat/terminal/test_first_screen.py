@@ -21,7 +21,7 @@ def test_lines_of_a_small_model(lm, tmp_path):
     assert first_screen(Chat(other))[1] == f"{lm.weight_bytes / 1e3:.3g} kB of memory, a context of 4,096 tokens"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert "Continuing after 2 messages" in first_screen(Chat(lm, system_prompt="Short.", messages=messages))[2]
-    assert "for 256 tokens" in first_screen(Chat(lm, chat_template="plain"))[2]
+    assert "by at most 256 tokens" in first_screen(Chat(lm, chat_template="plain"))[2]
 
 
 @pytest.mark.parametrize(("weights", "line"), [(100_000_000, "at most 250 tokens/s"), (99_999_999, ""), (None, "")])
