@@ -29,25 +29,24 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 
 
-class StreamArguments(OptionArguments, total=False):
+class _TextArguments(OptionArguments, total=False):
+    chat_template: str | None
+    kv: KVOptions | None
+    logits_processors: Sequence[LogitsFunction]
+    sampler: SamplerFunction | None
+
+
+class StreamArguments(_TextArguments, total=False):
     """The keyword arguments of `stream` besides `messages`. A test compares them."""
 
-    chat_template: str | None
-    kv: KVOptions | None
     speculation: SpeculativeDecoder | None
-    logits_processors: Sequence[LogitsFunction]
-    sampler: SamplerFunction | None
 
 
-class BatchArguments(OptionArguments, total=False):
+class BatchArguments(_TextArguments, total=False):
     """The keyword arguments of `batch_as_completed` besides `messages`. A test compares them."""
 
-    chat_template: str | None
     num_samples: int
-    kv: KVOptions | None
     batch_size: int
-    logits_processors: Sequence[LogitsFunction]
-    sampler: SamplerFunction | None
 
 
 def generate(

@@ -104,10 +104,12 @@ _UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens", "/to
 _TOPICS = {
     "model": """\
 Settings can be abbreviated: /set temp 0.5. /set temp default restores the default.
-/system save NAME saves the system prompt; /system @NAME and mlxlm chat --system @NAME use it.""",
+/system none removes the system prompt, and /system save NAME saves it; /system @NAME and
+mlxlm chat --system @NAME use a saved one.""",
     "files": """\
 @notes.txt  adds the file to the message; also @"my notes.txt" and @~/notes.txt
 -f FILE     adds a file to the first message: mlxlm chat -f notes.txt -p "Summarize"
+/file none  removes the files of the next message
 Files can be text in UTF-8, HTML (without its markup) and PDF (with pip install pypdf).""",
     "answers": "Ctrl-C stops an answer. /edit keeps the files of the message.",
     "sessions": """\
@@ -263,20 +265,15 @@ def _copy(terminal: TerminalChat, number: str) -> None:
     """Copy the last answer, or one of its blocks of code."""
     answer = split(_last_answer(terminal))[1]
     if number:
-        blocks = _code_blocks(answer)
+        from markdown_it import MarkdownIt  # takes time to import
+
+        tokens = MarkdownIt("commonmark").parse(answer)
+        blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
         if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
             hint = f"/copy 1 to /copy {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
             raise GenerationError(f"the last answer has no code block {number}", hint)
         answer = blocks[int(number) - 1]
     print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
-
-
-def _code_blocks(markdown: str) -> list[str]:
-    """Return the code in the blocks of a Markdown text, also of one that isn't closed."""
-    from markdown_it import MarkdownIt  # takes time to import
-
-    tokens = MarkdownIt("commonmark").parse(markdown)
-    return [token.content for token in tokens if token.type in ("fence", "code_block")]
 
 
 def _last_answer(terminal: TerminalChat) -> str:
@@ -342,10 +339,6 @@ def _undo(terminal: TerminalChat, _: str) -> None:
     turn = terminal.chat.undo()
     terminal.autosave.save_changes(terminal.chat)
     print_status(f"removed: {_abbreviated(turn.question)}")
-
-
-def _retry(terminal: TerminalChat, _: str) -> None:
-    terminal.answer(terminal.chat.retry)
 
 
 def _edit(terminal: TerminalChat, text: str) -> None:
@@ -420,11 +413,6 @@ def _abbreviated(text: str) -> str:
     return line if len(line) <= 60 else line[:59] + "…"
 
 
-def _models(_: TerminalChat) -> list[str]:
-    """File names, names of the catalog, and models downloaded from the hub."""
-    return [PATHS, *model_names(), *hub_ids()]
-
-
 def _words(*words: str) -> Callable[[TerminalChat], tuple[str, ...]]:
     return lambda terminal: words
 
@@ -442,39 +430,36 @@ def _system_words(_: TerminalChat) -> list[str]:
     return ["none", "save ", *(f"@{name}" for name in system_prompts.saved_names())]
 
 
-_SYSTEM = "show or set the system prompt (none removes it)"
 _BY_TOPIC = {
-    "": (Command("/help [TOPIC]", "show this, or help on a topic or command (also /?)", _help, _help_names),),
+    "": (Command("/help [TOPIC]", "show this, or one topic (also /?)", _help, _help_names),),
     "model": (
-        Command("/system [TEXT | @NAME]", _SYSTEM, _system, _system_words),
+        Command("/system [TEXT | @NAME]", "show or set the system prompt", _system, _system_words),
         Command("/set [NAME [VALUE]]", "show or change the settings", _set, _setting_values),
         Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
-        Command("/model [MODEL]", "continue with another model", _model, _models),
+        Command("/model [MODEL]", "continue with another model", _model, lambda _: [PATHS, *model_names(), *hub_ids()]),
         Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
     ),
-    "files": (
-        Command("/file [PATH]", "add a file to the next message (none removes them)", _file, _words(PATHS, "none")),
-    ),
+    "files": (Command("/file [PATH]", "add a file to the next message", _file, _words(PATHS, "none")),),
     "answers": (
-        Command("/undo", "remove the last message and its answer", _undo),
-        Command("/retry", "answer the last message again", _retry),
-        Command("/edit [TEXT]", "edit the last message and answer it again", _edit),
+        Command("/undo", "remove the last message and answer", _undo),
+        Command("/retry", "answer the last message again", lambda terminal, _: terminal.answer(terminal.chat.retry)),
+        Command("/edit [TEXT]", "edit the last message and resend it", _edit),
         Command("/continue [TEXT]", "edit the last answer and let the model continue it", _continue),
-        Command("/copy [N]", "copy the last answer, or its Nth code block", _copy),
+        Command("/copy [N]", "copy the last answer or a code block", _copy),
     ),
     "sessions": (
         Command(
             "/save [FILE] [--save-kv-cache]", "save the conversation (and its key-value cache)", _save, _words(PATHS)
         ),
         Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
-        Command("/sessions", "search the saved conversations and continue one", _sessions),
+        Command("/sessions", "search the saved conversations", _sessions),
         Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
         Command("/branch [NAME]", "list branches, switch to one, or start one", _branch, lambda r: r.chat.branches),
-        Command("/reset", "remove all but the system prompt (also /clear)", _reset),
+        Command("/reset", "remove all messages (also /clear)", _reset),
         Command("/tokens", "count the tokens of each message", _tokens),
     ),
     "tools": (Command("/tools", "list the functions that the model can call", _tools),),
-    "keys": (Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),),
+    "keys": (Command("/exit", "leave (also /bye, /quit, Ctrl-D)", _exit),),
 }
 COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for group in _BY_TOPIC.values() for command in group}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}

@@ -128,7 +128,7 @@ class Repl(TerminalChat):
         self.draft, self.purpose = "", "ask"
         self.stop.clear()
         try:
-            text = editor.read(self._prompt(), draft, self._example())
+            text = editor.read(self._prompt(), draft, self.example())
         except KeyboardInterrupt:
             if not editor.typed:
                 print_status("(/exit or Ctrl-D leaves the chat)")
@@ -156,9 +156,9 @@ class Repl(TerminalChat):
         elif line:
             self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), purpose)
 
-    def _example(self) -> str:
+    def example(self) -> str:
         """The message that Enter sends on an empty line: an example before the first message of a new chat."""
-        return "" if self.has_sent or any(self.chat.branches.values()) else example_prompt(self.chat)
+        return "" if self.has_sent or self.files or any(self.chat.branches.values()) else example_prompt(self.chat)
 
     def _prompt(self) -> list[tuple[str, str]]:
         """The prompt: branch and fill level of the context."""

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from mlxlm.backend import bandwidth
+from mlxlm.chat.files import TextFile
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import about
 from mlxlm.chat.terminal.about import example_prompt, first_screen, model_name
+from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.repl import Repl
+from mlxlm.chat.terminal.settings import Settings
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.generation import GenerationConfig
 
@@ -38,6 +42,10 @@ def test_examples_suit_the_model(lm):
     assert example_prompt(Chat(lm, chat_template="plain")) == "Once upon a time"
     own = replace(lm, generation_config=GenerationConfig(example_prompt="What is assert?"))
     assert example_prompt(Chat(own)) == "What is assert?"
+    repl = Repl(Chat(lm), Settings(), Autosave(), None, {}, interactive=True)
+    assert repl.example()
+    repl.files = [TextFile("notes.txt", "Some notes.")]
+    assert not repl.example()
 
 
 @pytest.mark.parametrize(
