@@ -56,7 +56,9 @@ def print_token_counts(url: str, model: str | None, files: Sequence[TextFile]) -
             with _post(url, "/tokenize", fields) as response:
                 counted = json.load(response)
             size = counted.get("max_model_len")
-            print_status(f"{file.name}: {len(counted['tokens']):,} tokens" + (f" of {size:,}" if size else ""))
+            print_status(
+                f"{file.name}: {len(counted['tokens']):,} tokens" + (f"; the context has {size:,}" if size else "")
+            )
         except _RefusedError:
             print_status(f"{file.name}: {len(file.block):,} characters; {url} doesn't count tokens")
 

@@ -15,8 +15,8 @@ from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationOptions, loaded_model
 from mlxlm.generation.options import OptionArguments
 from mlxlm.utils.errors import CheckpointError, GenerationError, TokenizerError
+from tests.chat.conversations import GREEDY
 
-GREEDY = {"temperature": 0, "max_tokens": 12}
 HELLO = [{"role": "user", "content": "Hello!"}]
 LONG = [
     {"role": "system", "content": "Be brief."},

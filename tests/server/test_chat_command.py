@@ -25,7 +25,7 @@ def test_the_server_answers(ask, live, chat, tmp_path):
     assert ask("-t", "0", "--system", "Be brief.").stdout != done.stdout
     (tmp_path / "notes.txt").write_text("Some notes.")
     with_file = ask("-f", tmp_path / "notes.txt")
-    assert re.match(rf"notes.txt: \d\d tokens of 4,096\n{live} answers", with_file.stderr.decode())
+    assert re.match(rf"notes.txt: \d\d tokens; the context has 4,096\n{live} answers", with_file.stderr.decode())
     message = {"role": "user", "content": "File: notes.txt\n```\nSome notes.\n```\n\nHello!"}
     assert (
         with_file.stdout.decode() == chat(max_tokens=9, messages=[message])["choices"][0]["message"]["content"] + "\n"

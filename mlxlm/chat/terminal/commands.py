@@ -23,7 +23,7 @@ from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
-from mlxlm.chat.terminal.tools import call_text, show_call, show_result
+from mlxlm.chat.terminal.tools import call_text, show_result
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
 from mlxlm.utils.errors import GenerationError
@@ -198,7 +198,7 @@ def _show_messages(terminal: TerminalChat, messages: Sequence[Message]) -> None:
             continue
         print_status(f"{message.role}:")
         for call in message.tool_calls:
-            show_call(call)
+            print_info(call_text(call))
         if message.role != "assistant" or not sys.stdout.isatty():
             print_info(message.content)
             continue

@@ -24,7 +24,7 @@ from mlxlm.chat.terminal.mentions import mentioned_paths
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import PlainScreen, Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
-from mlxlm.chat.terminal.tools import Permissions, interruptible, show_call, show_result
+from mlxlm.chat.terminal.tools import Permissions, call_text, interruptible, show_result
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, TextTooLongError
 
@@ -253,7 +253,7 @@ def stream_answer(
                 elif chunk.tool_call is not None:
                     if has_text or not isinstance(screen, PlainScreen):
                         screen.finish()
-                    show_call(chunk.tool_call)
+                    print_info(call_text(chunk.tool_call))
                     screen, has_text = new_screen(), False
                 if stop.is_set():
                     break

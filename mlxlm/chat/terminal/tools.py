@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxlm.chat.messages import ToolCall
-from mlxlm.chat.terminal.output import print_info, print_status
+from mlxlm.chat.terminal.output import print_status
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
 if TYPE_CHECKING:  # pydantic takes time to import
@@ -102,11 +102,6 @@ def call_text(call: ToolCall) -> str:
     except MlxlmError:
         arguments = call.arguments
     return f"{call.name}({arguments})"
-
-
-def show_call(call: ToolCall) -> None:
-    """Print a call."""
-    print_info(call_text(call))
 
 
 def show_result(result: str) -> None:

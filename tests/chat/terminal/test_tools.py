@@ -12,11 +12,12 @@ from mlxlm.chat.messages import ToolCall
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.commands import run_command
+from mlxlm.chat.terminal.output import print_info
 from mlxlm.chat.terminal.repl import Repl
 from mlxlm.chat.terminal.screen import open_screen
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import raise_interrupts, stream_answer
-from mlxlm.chat.terminal.tools import Permissions, functions_of, interruptible, show_call, show_result
+from mlxlm.chat.terminal.tools import Permissions, call_text, functions_of, interruptible, show_result
 from mlxlm.chat.tools import CallableTool
 from mlxlm.generation import GenerationChunk
 from mlxlm.utils.errors import GenerationError
@@ -140,7 +141,7 @@ def test_tools_on_the_command_line(model_folder, tmp_path):
 
 
 def test_what_a_model_wrote_can_not_control_the_terminal(capsys):
-    show_call(ToolCall("1", "f", '{"a": "\\u001b[2J"}'))
-    show_call(ToolCall("1", "f", "\x1b[2J"))
+    for arguments in ('{"a": "\\u001b[2J"}', "\x1b[2J"):
+        print_info(call_text(ToolCall("1", "f", arguments)))
     show_result("\x1b[2J")
     assert "\x1b" not in capsys.readouterr().err
