@@ -129,7 +129,7 @@ def chat(
     if prompt not in (None, "-"):
         prompt, mentioned = mentioned_paths(prompt)  # what is piped in is data: it doesn't add files
         flags["files"] += tuple(mentioned)
-    files = [read_file(file) for file in flags["files"]]
+    files = list(dict.fromkeys(read_file(file) for file in flags["files"]))
     if prompt is not None and flags["server"]:
         _answer_remotely(model, prompt, system_prompt, files, options, flags)
         return

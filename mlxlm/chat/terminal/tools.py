@@ -41,6 +41,7 @@ def _functions_of(path: Path) -> Sequence[Callable[..., Any]]:
         raise GenerationError(f"{path} is not a Python file", "a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses and type hints look
+    sys.path.append(str(path.absolute().parent))  # it may import modules beside it
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever it raises

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -43,9 +44,13 @@ def _helper(name):
 '''
 
 
-def test_functions_of_a_file(tmp_path):
+def test_functions_of_a_file(tmp_path, monkeypatch):
     path = tmp_path / "weather.py"
-    path.write_text(TOOLS)
+    path.write_text(
+        TOOLS.replace("import Path", "import Path\nfrom sunny_helper import SUNNY").replace("sunny in", "{SUNNY} in")
+    )
+    (tmp_path / "sunny_helper.py").write_text("SUNNY = 'sunny'")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tool,) = functions_of([path])
     assert (tool.name, tool.description) == ("get_weather", "Return the weather.")
     assert tool.call({"city": {"name": "Paris"}, "days": 2}) == "sunny in Paris sunny in Paris "
