@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from itertools import islice
 from pathlib import Path
 
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
@@ -79,10 +80,12 @@ def read_file(path: Path | str) -> TextFile:
     Raises:
         FileError: The file can't be read, is empty, has more than `MAX_BYTES`, or isn't text in UTF-8 or UTF-16.
     """
-    path = Path(path)
+    path, hint = Path(path), None
+    if path.is_dir():
+        names = sorted(child.name for child in islice(path.iterdir(), 1000) if child.is_file())
+        raise FileError(f"{path} is a folder", f"one of its files: {', '.join(names[:10])}" if names else "a file")
     content = read_bytes(path, MAX_BYTES, FileError)
     kind = mimetypes.guess_type(path.name)[0] or ""
-    hint = None
     if b"%PDF-" in content[:_PDF_HEADER_BYTES]:
         text, hint = _pdf_text(content, path), "a PDF whose pages aren't pictures of text"
     else:
@@ -106,7 +109,7 @@ def _decode(content: bytes, kind: str, path: Path) -> str:
         return decode_utf8(content, str(path), FileError, hint, "utf-8-sig")
     if text is None or "\0" in text:
         what = _MEDIA.get(medium, "a binary file")
-        raise FileError(f"{path} is {what}, and a message can only have text", "text, source code, HTML or PDF")
+        raise FileError(f"{path} is {what}, not text", "text, source code, HTML or PDF")
     return text
 
 

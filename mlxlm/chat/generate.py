@@ -27,7 +27,26 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 Prompt = str | Sequence[int]
-_NAMES = ("messages", "chat_template", "kv", "logits_processors", "sampler")
+
+
+class _TextArguments(OptionArguments, total=False):
+    chat_template: str | None
+    kv: KVOptions | None
+    logits_processors: Sequence[LogitsFunction]
+    sampler: SamplerFunction | None
+
+
+class StreamArguments(_TextArguments, total=False):
+    """The keyword arguments of `stream` besides `messages`. A test compares them."""
+
+    speculation: SpeculativeDecoder | None
+
+
+class BatchArguments(_TextArguments, total=False):
+    """The keyword arguments of `batch_as_completed` besides `messages`. A test compares them."""
+
+    num_samples: int
+    batch_size: int
 
 
 def generate(
@@ -35,26 +54,10 @@ def generate(
     prompt: Prompt | None = None,
     *,
     messages: Messages | None = None,
-    chat_template: str | None = None,
-    kv: KVOptions | None = None,
-    speculation: SpeculativeDecoder | None = None,
-    logits_processors: Sequence[LogitsFunction] = (),
-    sampler: SamplerFunction | None = None,
-    **options: Unpack[OptionArguments],
+    **arguments: Unpack[StreamArguments],
 ) -> GenerationResult:
     """Continue `prompt` or answer `messages`, to the end. Arguments and errors are those of `stream`."""
-    started = stream(
-        lm,
-        prompt,
-        messages=messages,
-        chat_template=chat_template,
-        kv=kv,
-        speculation=speculation,
-        logits_processors=logits_processors,
-        sampler=sampler,
-        **options,
-    )
-    return started.result()
+    return stream(lm, prompt, messages=messages, **arguments).result()
 
 
 def stream(
@@ -105,63 +108,11 @@ def stream(
     lm = loaded(lm)
     _check_one_of("prompt", prompt, messages, chat_template)
     ids, eos_token_ids = _encoder(lm, messages, chat_template)(prompt if messages is None else messages)
-    settings = lm.generation_options((*_NAMES, "speculation"), **options)
+    settings = lm.generation_options(tuple(stream.__kwdefaults__ or ()), **options)
     engine = get_engine(lm, kv, speculation)
     request = Request(ids, settings, eos_token_ids, functions=sampling_functions(logits_processors, sampler, options))
     request.compile_grammar(lm)  # raises here, not when the stream is iterated
     return engine.submit(request)
-
-
-def batch(
-    lm: LoadedModel | str | Path,
-    prompts: Sequence[Prompt] | None = None,
-    *,
-    messages: Sequence[Messages] | None = None,
-    chat_template: str | None = None,
-    num_samples: int = 1,
-    kv: KVOptions | None = None,
-    batch_size: int = BATCH_SIZE,
-    logits_processors: Sequence[LogitsFunction] = (),
-    sampler: SamplerFunction | None = None,
-    **options: Unpack[OptionArguments],
-) -> list[GenerationResult]:
-    """Continue every prompt, or answer every conversation, `num_samples` times.
-
-    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
-    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text.
-
-    Args:
-        lm: The model, or its name, as in `stream`.
-        prompts: Texts, or lists of token ids.
-        messages: Instead of prompts, a list of conversations, each as in `stream`.
-        chat_template: See `stream`.
-        num_samples: Texts per prompt.
-        kv: Options of the key-value cache.
-        batch_size: The maximum number of texts that are generated at once, by default 32.
-        logits_processors: See `stream`.
-        sampler: See `stream`.
-        options: The fields of GenerationOptions.
-
-    Returns:
-        The results of the first prompt, then those of the second, and so on.
-
-    Raises:
-        GenerationError: As `stream`, with the number of the prompt, before anything is computed.
-        TokenizerError: As `stream`.
-    """
-    results = batch_as_completed(
-        lm,
-        prompts,
-        messages=messages,
-        chat_template=chat_template,
-        num_samples=num_samples,
-        kv=kv,
-        batch_size=batch_size,
-        logits_processors=logits_processors,
-        sampler=sampler,
-        **options,
-    )
-    return [result for _, result in sorted(results, key=itemgetter(0))]
 
 
 def batch_as_completed(
@@ -177,12 +128,30 @@ def batch_as_completed(
     sampler: SamplerFunction | None = None,
     **options: Unpack[OptionArguments],
 ) -> Iterator[tuple[int, GenerationResult]]:
-    """Generate as `batch`, and yield each result as soon as its text ends. Closing the iterator cancels the others.
+    """Continue every prompt, or answer every conversation, `num_samples` times, and yield each text as it ends.
 
-    Arguments and errors are those of `batch`.
+    The seed of a text is derived from `seed`, the number of its prompt (from 1, as the lines of `generate --jsonl`) and
+    the number of the sample (from 0). The result reports it, and `generate` with it gives the same text. Closing the
+    iterator cancels the texts that haven't ended.
+
+    Args:
+        lm: The model, or its name, as in `stream`.
+        prompts: Texts, or lists of token ids.
+        messages: Instead of prompts, a list of conversations, each as in `stream`.
+        chat_template: See `stream`.
+        num_samples: Texts per prompt.
+        kv: Options of the key-value cache.
+        batch_size: The maximum number of texts that are generated at once, by default 32.
+        logits_processors: See `stream`.
+        sampler: See `stream`.
+        options: The fields of GenerationOptions.
 
     Yields:
-        The number that the result has in the list of `batch`, from 0, and the result.
+        The index of the result in the list that `batch` returns, and the result.
+
+    Raises:
+        GenerationError: As `stream`, with the number of the prompt, before anything is computed.
+        TokenizerError: As `stream`.
     """
     lm = loaded(lm)
     _check_one_of("prompts", prompts, messages, chat_template)
@@ -192,7 +161,7 @@ def batch_as_completed(
     if not is_int_at_least(num_samples, 1):
         raise GenerationError(f"num_samples is {num_samples!r}", "a positive whole number, such as 4")
     engine, encode = get_engine(lm, kv, batch_size=batch_size), _encoder(lm, messages, chat_template)
-    settings = lm.generation_options((*_NAMES, "num_samples", "batch_size"), **options)
+    settings = lm.generation_options(tuple(batch_as_completed.__kwdefaults__ or ()), **options)
     settings = settings if settings.seed is not None else replace(settings, seed=random_seed())
     functions = sampling_functions(logits_processors, sampler, options)
     requests: list[Request] = []
@@ -206,6 +175,24 @@ def batch_as_completed(
             raise error.prefixed(f"{kind} {number}") from error
         requests += [request.sample(str(number), sample) for sample in range(num_samples)]
     return _raise_errors(run_batch(engine, requests))
+
+
+def batch(
+    lm: LoadedModel | str | Path,
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    messages: Sequence[Messages] | None = None,
+    **arguments: Unpack[BatchArguments],
+) -> list[GenerationResult]:
+    """Continue every prompt, or answer every conversation, `num_samples` times.
+
+    Arguments and errors are those of `batch_as_completed`.
+
+    Returns:
+        The results of the first prompt, then those of the second, and so on.
+    """
+    results = batch_as_completed(lm, prompts, messages=messages, **arguments)
+    return [result for _, result in sorted(results, key=itemgetter(0))]
 
 
 def _raise_errors(results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, GenerationResult]]:

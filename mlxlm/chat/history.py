@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from mlxlm.chat.messages import Message
@@ -68,6 +68,25 @@ class Conversation:
     def without_oldest(self, n: int) -> Conversation:
         """Return a copy with the `n` oldest visible turns dropped."""
         return Conversation(self.turns, self.dropped + n)
+
+
+@dataclass
+class Exchange:
+    """A turn whose answer is being generated.
+
+    Attributes:
+        conversation: The turns before it.
+        question: What it answers.
+        steps: The messages with calls of tools, and their results, so far.
+        answer: The text that it continues, if any.
+        prompt: The tokens of all this.
+    """
+
+    conversation: Conversation
+    question: str
+    steps: list[Message] = field(default_factory=list)
+    answer: Message | None = None
+    prompt: Sequence[int] = ()
 
 
 def turns_of(messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -228,6 +247,6 @@ def _check_message_fits(conversation: Conversation, prompt_of: Callable[[Convers
     alone = len(prompt_of(conversation.without_oldest(len(conversation.visible_turns))))
     if alone >= size:
         raise MessageTooLongError(
-            f"the message alone takes {alone} tokens, and the model's context has {size}",
-            f"at least {alone - size + 1} tokens less of message, system prompt and tools, or a larger context",
+            f"the message takes {alone} tokens with system prompt and tools, and the model's context has {size}",
+            "a shorter message or a model with a larger context",
         )

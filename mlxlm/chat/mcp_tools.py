@@ -7,17 +7,16 @@ import logging
 import os
 import shlex
 import tempfile
-import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlxlm.chat.tools import CallableTool
 from mlxlm.utils.errors import GenerationError, one_line
 
 if TYPE_CHECKING:
+    import mcp
     from mcp import ClientSession
 
 START_SECONDS = 60  # a server may be downloaded first, as by npx
@@ -44,66 +43,30 @@ class McpServer:
             import mcp  # noqa: F401 - fails here rather than in the thread
         except ImportError:
             raise GenerationError("MCP servers need the package mcp", "pip install 'mlxlm[mcp]'") from None
+        from anyio.from_thread import start_blocking_portal
+
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs a traceback for each line that isn't a message
-        self._command = command
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - see close
-        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, ClientSession, list[CallableTool]]]
-        self._started = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="mlxlm-mcp", daemon=True)
-        self._thread.start()
-        self._loop, self._end, self._session, self.tools = self._started.result()
+        with ExitStack() as resources:  # which end with an error, and with Ctrl-C
+            log = resources.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            self._portal = resources.enter_context(start_blocking_portal(name="mlxlm-mcp"))
+            try:
+                connection = self._portal.wrap_async_context_manager(_connect(command, log))
+                self._session, tools = resources.enter_context(connection)
+            except Exception as error:  # exceptions of a task group, too
+                raise _start_error(command, error, log) from error
+            self._resources = resources.pop_all()
+        self.tools = [
+            CallableTool(tool.name, tool.description or "", tool.input_schema, run=partial(self._call, tool.name))
+            for tool in tools
+        ]
 
     def close(self) -> None:
         """End the server."""
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
-        self._log.close()
-
-    async def _run(self) -> None:
-        """Run the server until `close`."""
-        try:
-            if not (words := shlex.split(self._command)):
-                raise ValueError("the command is empty")
-            from mcp import ClientSession, StdioServerParameters, stdio_client
-
-            parameters = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
-            async with stdio_client(parameters, self._log) as streams, ClientSession(*streams) as session:
-                async with asyncio.timeout(START_SECONDS):
-                    await session.initialize()
-                    tools = await self._list_tools(session)
-                end = asyncio.Event()
-                self._started.set_result((asyncio.get_running_loop(), end, session, tools))
-                await end.wait()
-        except BaseException as error:  # exceptions of a task group, too
-            if not self._started.done():
-                self._started.set_exception(self._start_error(error))
-
-    async def _list_tools(self, session: ClientSession) -> list[CallableTool]:
-        from mcp.types import PaginatedRequestParams
-
-        tools: list[CallableTool] = []
-        cursor = None
-        while True:
-            page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
-            for tool in page.tools:
-                run = partial(self._call, tool.name)
-                tools.append(CallableTool(tool.name, tool.description or "", tool.input_schema, run=run))
-            if (cursor := page.next_cursor) is None:
-                return tools
-
-    def _start_error(self, error: BaseException) -> GenerationError:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        reason = f"no answer in {START_SECONDS} seconds" if isinstance(error, TimeoutError) else str(error)
-        self._log.seek(0)
-        log = self._log.read()[-_MAX_LOG_BYTES:].strip().rpartition("\n")[2]
-        problem = f"the MCP server {self._command} can't be started: {reason}{f': {log}' if log else ''}"
-        return GenerationError(one_line(problem), "the same command in a shell")
+        self._resources.close()
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool, in any thread. KeyboardInterrupt cancels the call."""
-        call = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, dict(arguments)), self._loop)
+        call = self._portal.start_task_soon(self._session.call_tool, name, dict(arguments))
         try:
             result: Any = call.result()
         finally:
@@ -112,6 +75,43 @@ class McpServer:
         if result.is_error:
             raise GenerationError(text or "the tool failed")
         return text
+
+
+@asynccontextmanager
+async def _connect(command: str, log: TextIO) -> AsyncIterator[tuple[ClientSession, list[mcp.types.Tool]]]:
+    """Start a server, whose standard error goes to `log`, and yield the session and the tools."""
+    from mcp import ClientSession, StdioServerParameters, stdio_client
+
+    if not (words := shlex.split(command)):
+        raise ValueError("the command is empty")
+    parameters = StdioServerParameters(command=words[0], args=words[1:], env=dict(os.environ))
+    async with stdio_client(parameters, log) as streams, ClientSession(*streams) as session:
+        async with asyncio.timeout(START_SECONDS):
+            await session.initialize()
+            tools = await _list_tools(session)
+        yield session, tools
+
+
+async def _list_tools(session: ClientSession) -> list[mcp.types.Tool]:
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[mcp.types.Tool] = []
+    cursor = None
+    while True:
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        tools += page.tools
+        if (cursor := page.next_cursor) is None:
+            return tools
+
+
+def _start_error(command: str, error: BaseException, log: TextIO) -> GenerationError:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    reason = f"no answer in {START_SECONDS} seconds" if isinstance(error, TimeoutError) else str(error)
+    log.seek(0)
+    last = log.read()[-_MAX_LOG_BYTES:].strip().rpartition("\n")[2]
+    problem = f"the MCP server {command} can't be started: {reason}{f': {last}' if last else ''}"
+    return GenerationError(one_line(problem), "the same command in a shell")
 
 
 def _text_of(block: Any) -> str:

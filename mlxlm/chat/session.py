@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel, ChatStats, edited_answer
+from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatStats
 from mlxlm.chat.chat_encoder import Messages, parse_messages
+from mlxlm.chat.chat_model import ChatModel, edited_answer
 from mlxlm.chat.generate import sampling_functions
 from mlxlm.chat.history import (
     MAIN_BRANCH,
     Branches,
     ContextOverflow,
     Conversation,
+    Exchange,
     Turn,
     check_context_overflow,
     drop_oldest_turns,
@@ -41,30 +43,7 @@ if TYPE_CHECKING:
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 OnPrefill = Callable[[int], None]
-_NAMES = (
-    "system_prompt", "messages", "chat_template", "context_overflow", "tools", "allow_call", "kv", "speculation",
-    "logits_processors", "sampler",
-)  # fmt: skip
 MAX_ROUNDS = 10  # of calls in one answer: small models tend to repeat them until they are stopped
-
-
-@dataclass
-class _Exchange:
-    """An answer that is being generated.
-
-    Attributes:
-        conversation: The turns before it.
-        question: What it answers.
-        steps: The messages with calls of tools, and their results, so far.
-        answer: The text that it continues, if any.
-        prompt: The tokens of all this.
-    """
-
-    conversation: Conversation
-    question: str
-    steps: list[Message]
-    answer: Message | None
-    prompt: list[int] = field(default_factory=list)
 
 
 class Chat:
@@ -75,10 +54,9 @@ class Chat:
             print(chunk.text, end="")
         print(chat.ask("What is my name?").text)
 
-    Each turn encodes the whole conversation and reads only what the cache doesn't already start with: usually the new
-    message. Undo, retry, edit, branch, switch and reset change only the messages; the next turn trims the cache to
-    their common prefix. A cache that drops tokens can at least return to where the last question started. If the
-    template drops the reasoning of earlier answers, the last answer is read again without it.
+    Each turn encodes the whole conversation and reads only what the cache doesn't have, usually the new message. Undo,
+    retry, edit, branch, switch and reset change only the messages; the next turn trims the cache to the common prefix.
+    If the template drops the reasoning of earlier answers, the last answer is read again without it.
 
     Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
@@ -87,20 +65,17 @@ class Chat:
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
-        chat_template: "model" for the model's own template, "chatml", "llama3", "gemma", "plain", or a jinja file. By
-            default, the template that fits the model.
-        context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": drop the
-            oldest turns until the conversation with the new message takes at most half of the context; this happens
-            when less is left than the answer may take (`max_tokens`, but at most a quarter of the context). The system
-            prompt stays. A rotating cache (`kv`) bounds memory by itself and never overflows.
-        tools: Functions with type hints, or `CallableTool`, that an answer may call. The chat runs the calls and lets
-            the model go on with their results, up to ten times; the chunks show them. `max_tokens` limits the text
-            before, between and after calls each.
-        allow_call: Asked before each call; if it returns False, the model is told so.
+        chat_template: "model", "chatml", "llama3", "gemma", "plain" or a jinja file; by default, what fits the model.
+        context_overflow: What happens when the context is full. "stop": `ask` raises ContextFullError. "drop": if less
+            is left than the answer may take (`max_tokens`, at most a quarter of the context), drop the oldest turns
+            until half of the context is free. The system prompt stays. A rotating cache (`kv`) never overflows.
+        tools: Functions with type hints, or `CallableTool`, that the model can call, in up to ten rounds per answer.
+            The chunks of the answer have the calls and their results. `max_tokens` limits each text between calls.
+        allow_call: Called before each call; if it returns False, the result is an error that says so.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
         logits_processors: See `mlxlm.stream`.
-        sampler: See `mlxlm.stream`; not together with tools.
+        sampler: See `mlxlm.stream`. It can't be combined with tools.
         **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
             elsewhere, `max_tokens` has no limit by default if there is a chat template.
 
@@ -129,25 +104,24 @@ class Chat:
         parsed = parse_messages(messages)
         if parsed and parsed[0].role == "system":
             if system_prompt is not None:
-                hint = "system_prompt, or a first message with the role system"
-                raise GenerationError("there are two system prompts", hint)
+                raise GenerationError("there are two system prompts", "`system_prompt`, or a system message")
             system_prompt, parsed = parsed[0].content, parsed[1:]
         self.system_prompt = system_prompt
         self._branches = Branches({MAIN_BRANCH: Conversation(turns_of(parsed))})
         self._options: GenerationOptions
         self.allow_call = allow_call
         functions = sampling_functions(logits_processors, sampler, options)
-        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, _by_name(tools), functions)
-        self.options = lm.generation_options(_NAMES, **{"max_tokens": self.defaults.max_tokens, **options})
+        self._chat_model = ChatModel(lm, chat_template, kv or KVOptions(), speculation, tools, functions)
+        self.options = lm.generation_options(
+            tuple(Chat.__init__.__kwdefaults__ or ()), **{"max_tokens": self.defaults.max_tokens, **options}
+        )
         self.context_overflow = check_context_overflow(context_overflow)
-        self._speculation = speculation
         self.notes: list[str] = []  # what to tell the user after opening a session file
         self.prompt_tokens = 0  # of the last answer, also while it is generated
         self._answers = self._generated_tokens = 0
         self._last: GenerationResult | None = None
         self._files = SessionFiles()
-        # A weak reference: an answer that nobody reads has ended.
-        self._answering: Callable[[], Answer | None] = lambda: None
+        self._answering: Callable[[], Answer | None] = lambda: None  # weak: an answer that nobody reads has ended
         self._ended = threading.Event()  # also one that is being dropped
         self._ended.set()
 
@@ -163,33 +137,19 @@ class Chat:
     @lm.setter
     def lm(self, lm: LoadedModel) -> None:
         self._end_answer()
-        old = self._chat_model
-        template, functions = old.requested_chat_template, old.functions
-        chat_model = ChatModel(lm, template, self.kv, self._speculation, old.tools, functions)
-        options, same_tokenizer = self._options, lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
-        if not same_tokenizer:
-            options = replace(options, logit_bias={})
-        unchanged = [name for name, value in vars(self.defaults).items() if getattr(options, name) == value]
-        options = replace(options, **{name: getattr(chat_model.defaults, name) for name in unchanged})
-        chat_model.check(options)
-        self._chat_model, self._options = chat_model, options
-        if not same_tokenizer:
-            self._branches.drop_ids_unless(lambda turn: False)
+        same_tokenizer = lm.tokenizer.fingerprint == self.lm.tokenizer.fingerprint
+        self._chat_model, self._options = self._chat_model.with_model(lm, self._options)
+        self._branches.drop_ids_unless(lambda turn: same_tokenizer)
 
     @property
     def tools(self) -> list[CallableTool]:
-        """The tools that the next answers may call. Setting them raises as `Chat` does, and then changes nothing."""
+        """The tools that the model can call. Setting them raises as `Chat` does, and then changes nothing."""
         return list(self._chat_model.tools.values())
 
     @tools.setter
     def tools(self, tools: Sequence[Callable[..., Any] | CallableTool]) -> None:
         self._end_answer()
-        before, self._chat_model.tools = self._chat_model.tools, _by_name(tools)
-        try:
-            self._chat_model.check(self._options)
-        except MlxlmError:
-            self._chat_model.tools = before
-            raise
+        self._chat_model.set_tools(tools, self._options)
 
     @property
     def system_prompt(self) -> str | None:
@@ -264,9 +224,7 @@ class Chat:
     def context_ids(self) -> list[int]:
         """The tokens of the conversation that the model sees."""
         turns = self._branches.current.visible_turns
-        if not turns:
-            return []
-        return self._chat_model.encode(self._messages(turns), add_generation_prompt=False)
+        return self._chat_model.encode(self._messages(turns), add_generation_prompt=False) if turns else []
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the size in bytes of the keys and values of `num_tokens` tokens."""
@@ -275,9 +233,8 @@ class Chat:
     @property
     def stats(self) -> ChatStats:
         """Statistics of this chat."""
-        engine = self._chat_model.engine.stats
-        cache_bytes = engine.kv_bytes + engine.prefix_cache_bytes
-        return ChatStats(self._answers, self._generated_tokens, cache_bytes, self._last)
+        stats = self._chat_model.engine.stats
+        return ChatStats(self._answers, self._generated_tokens, stats.kv_bytes + stats.prefix_cache_bytes, self._last)
 
     def token_counts(self) -> list[int]:
         """Return the number of tokens of each of `messages`, without what the template adds."""
@@ -287,8 +244,7 @@ class Chat:
     def ask(self, text: str, on_prefill: OnPrefill | None = None) -> Answer:
         """Answer a message.
 
-        Closing the generator stops the answer; the text so far stays in the conversation. If it is stopped before the
-        first token, the message is forgotten.
+        Closing the answer stops it, and the text so far stays in the conversation; without any, the message is dropped.
 
         Args:
             text: The message.
@@ -300,24 +256,21 @@ class Chat:
             TokenizerError: The template refuses the conversation.
         """
         self._end_answer()
-        return self._ask(self._branches.current, text, on_prefill)
+        return self._ask(Exchange(self._branches.current, text), on_prefill)
 
     def retry(self, on_prefill: OnPrefill | None = None) -> Answer:
-        """Answer the last message again, with the next seed. The new answer replaces the old one at its first token.
+        """Answer the last message again, with the next seed; the old answer is replaced at the first token.
 
-        Raises as `ask` does, and GenerationError if there is no message.
+        Raises as `ask`, and GenerationError if there is no message.
         """
         self._end_answer()
         shorter, last = self._branches.current.pop_turn()
-        return self._ask(shorter, last.question, on_prefill)
+        return self._ask(Exchange(shorter, last.question), on_prefill)
 
     def edit(self, text: str, on_prefill: OnPrefill | None = None) -> Answer:
-        """Replace the last message and answer the new one. The old turn is replaced at the answer's first token.
-
-        Raises as `ask` does, and GenerationError if there is no message.
-        """
+        """Replace the last message and answer the new one, as `retry` does."""
         self._end_answer()
-        return self._ask(self._branches.current.pop_turn()[0], text, on_prefill)
+        return self._ask(Exchange(self._branches.current.pop_turn()[0], text), on_prefill)
 
     def continue_answer(self, text: str | None = None, on_prefill: OnPrefill | None = None) -> Answer:
         """Let the model continue its last answer, with the next seed.
@@ -342,15 +295,12 @@ class Chat:
         if (constraint := self._options.constraint) is not None:
             raise GenerationError(f"with {constraint}, an answer can't be continued", "retry")
         answer = edited_answer(last.messages[-1], text, self.lm.tokenizer)
-        return self._ask(shorter, last.question, on_prefill, last.steps, answer)
+        return self._ask(Exchange(shorter, last.question, list(last.steps), answer), on_prefill)
 
     def undo(self) -> Turn:
-        """Remove the last message and its answer, and return them.
+        """Remove the last message and its answer, and return them. Raise GenerationError if there is no message.
 
         If the model then sees no turn at all, dropped turns become visible again.
-
-        Raises:
-            GenerationError: There is no message.
         """
         self._end_answer()
         shorter, last = self._branches.current.pop_turn()
@@ -358,7 +308,7 @@ class Chat:
         return last
 
     def branch(self, name: str) -> None:
-        """Continue in a new branch. Raise GenerationError if the name is taken or is not one word."""
+        """Continue in a new branch. Raise GenerationError if the name is taken or isn't one word."""
         self._end_answer()
         self._branches.fork(name)
 
@@ -373,23 +323,19 @@ class Chat:
         self._branches = Branches()
 
     def drop_oldest(self, for_message: str = "") -> int:
-        """Drop the oldest turns now, as the policy "drop" does. They stay in `messages` and in session files.
+        """Drop the oldest turns now, as the policy "drop" does, and return how many messages that are.
 
-        Args:
-            for_message: The message to make room for. By default, the last message, to ask it again.
-
-        Returns:
-            How many more messages the model no longer sees.
-
-        Raises:
-            MessageTooLongError: The message doesn't fit by itself.
+        They make room for `for_message`, by default the last message, and stay in `messages` and in session files.
+        Raises MessageTooLongError if the message doesn't fit by itself.
         """
         self._end_answer()
         before, conversation = self.dropped, self._branches.current
         if not for_message and conversation.turns:
             conversation, last = conversation.pop_turn()
             for_message = last.question
-        shorter, _ = drop_oldest_turns(conversation, self._prompt_with(for_message), self._chat_model.limit)
+        shorter, _ = drop_oldest_turns(
+            conversation, self._prompt_of(Exchange(conversation, for_message)), self._chat_model.limit
+        )
         self._branches.current = replace(self._branches.current, dropped=shorter.dropped)
         return self.dropped - before
 
@@ -437,9 +383,8 @@ class Chat:
     ) -> Chat:
         """Continue the chat of a session file. Arguments override the settings in the file.
 
-        Without a usable key-value cache, the next turn reads the conversation again; its tokens are the same except
-        where rounding decides, since a prompt is computed many tokens at once. With another model than the file's, the
-        chat continues as text. `notes` says which of these happened.
+        Without a usable key-value cache, the next turn reads the conversation again. With another model than the
+        file's, the chat continues as text. `notes` says which of these happened.
 
         Raises:
             GenerationError: The file is not a session file; the message names path and line. Also as `Chat`.
@@ -463,33 +408,27 @@ class Chat:
         system = [Message("system", self._system_prompt)] if self._system_prompt else []
         return system + [message for turn in turns for message in turn.messages]
 
-    def _prompt_with(
-        self, question: str, steps: Sequence[Message] = (), answer: Message | None = None
-    ) -> Callable[[Conversation], list[int]]:
+    def _prompt_of(self, exchange: Exchange) -> Callable[[Conversation], list[int]]:
+        """Return a function that encodes an exchange after other turns."""
         messages, prompt = self._messages, self._chat_model.prompt
+        question, steps, answer = exchange.question, exchange.steps, exchange.answer
         return lambda conversation: prompt(messages(conversation.visible_turns), question, steps, answer)
 
-    def _fit(self, exchange: _Exchange) -> None:
+    def _fit(self, exchange: Exchange) -> None:
         """Make room for an answer, and encode its prompt."""
-        prompt_of = self._prompt_with(exchange.question, exchange.steps, exchange.answer)
-        limit, max_tokens = self._chat_model.limit, self._options.max_tokens
-        fitting = fit_to_context(exchange.conversation, prompt_of, limit, self.context_overflow, max_tokens)
-        exchange.conversation, exchange.prompt = fitting
+        exchange.conversation, exchange.prompt = fit_to_context(
+            exchange.conversation,
+            self._prompt_of(exchange),
+            self._chat_model.limit,
+            self.context_overflow,
+            self._options.max_tokens,
+        )
         self._branches.current = replace(self._branches.current, dropped=exchange.conversation.dropped)
         self.prompt_tokens = len(exchange.prompt)
 
-    def _ask(
-        self,
-        conversation: Conversation,
-        question: str,
-        on_prefill: OnPrefill | None,
-        steps: Sequence[Message] = (),
-        answer: Message | None = None,
-    ) -> Answer:
-        """Start an answer; `steps` and `answer` are what it begins with, if the model continues one."""
-        if not question:
+    def _ask(self, exchange: Exchange, on_prefill: OnPrefill | None) -> Answer:
+        if not exchange.question:
             raise GenerationError("the message is empty", "some text")
-        exchange = _Exchange(conversation, question, list(steps), answer)
         self._fit(exchange)
         cancellation = Cancellation()
         answering = Answer(self._answer(exchange, on_prefill, cancellation), cancellation)
@@ -497,7 +436,7 @@ class Chat:
         return answering
 
     def _answer(
-        self, exchange: _Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation
+        self, exchange: Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation
     ) -> Generator[GenerationChunk, None, None]:
         """Generate an answer. While the model calls tools, run the calls and let it go on with their results."""
         tools, before = self._chat_model.tools, self._generated_tokens
@@ -521,7 +460,7 @@ class Chat:
             ended.set()
 
     def _generate(
-        self, exchange: _Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation, *, may_call: bool
+        self, exchange: Exchange, on_prefill: OnPrefill | None, cancellation: Cancellation, *, may_call: bool
     ) -> Generator[GenerationChunk, None, Message | None]:
         """Generate one text of an answer, which becomes the last turn. Return it as a message if it ends with calls."""
         earlier, start = self._messages(exchange.conversation.visible_turns), exchange.answer
@@ -538,35 +477,23 @@ class Chat:
         finally:
             stream.cancel()
             if (result := stream.partial_result()).tokens:
-                turn = self._chat_model.turn(exchange.question, exchange.prompt, start, result)
+                turn = self._chat_model.turn(exchange, start, result)
                 # Calls that have no results yet aren't kept, nor is the beginning of one.
                 if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text:
                     turn = replace(turn, answer=parser.text, ids=())
-                turn, conversation = replace(turn, steps=tuple(exchange.steps)), exchange.conversation
-                self._branches.current = replace(conversation, turns=(*conversation.turns, turn))
+                turns = (*exchange.conversation.turns, turn)
+                self._branches.current = replace(exchange.conversation, turns=turns)
                 if self._options.seed == result.seed:  # it was not set during the answer
                     self._options = replace(self._options, seed=(result.seed + 1) % 2**64)
                 self._generated_tokens += len(result.tokens)
                 self._last = result
         if not parser.calls or reason not in ("eos", "stop"):
             return None
-        return Message(
-            "assistant",
-            parser.text,
-            tool_calls=tuple(parser.calls),
-            reasoning_content=parser.reasoning or None,
-        )
+        calls, reasoning = tuple(parser.calls), parser.reasoning or None
+        return Message("assistant", parser.text, tool_calls=calls, reasoning_content=reasoning)
 
     def _end_answer(self) -> None:
         """End an answer that is being generated, also one that another thread is iterating."""
         if (answering := self._answering()) is not None:
             answering.close()
         self._ended.wait()
-
-
-def _by_name(tools: Sequence[Callable[..., Any] | CallableTool]) -> dict[str, CallableTool]:
-    if not tools:
-        return {}
-    from mlxlm.chat.tools import callable_tools  # imports pydantic, which takes 0.1 s
-
-    return callable_tools(tools)

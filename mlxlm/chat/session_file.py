@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.chat.answer import decodes_to
+from mlxlm.chat.chat_model import decodes_to
 from mlxlm.chat.chat_template import NAMES
 from mlxlm.chat.history import (
     MAIN_BRANCH,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined, to_json
 
@@ -49,11 +49,12 @@ class CallableTool(Tool):
         if inspect.iscoroutinefunction(function):
             raise GenerationError(f"the tool {name} is a coroutine function", "`def` instead of `async def`")
         description, arguments = _parse_docstring(inspect.getdoc(function) or "")
-        model = _arguments_model(function, name, arguments)
+        fields = _fields(function, name, arguments)
         try:
+            model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
             parameters = model.model_json_schema(schema_generator=_JsonSchema)
         except PydanticUserError as error:
-            problem = f"a type hint of the tool {name} has no JSON schema: {_short(error)}"
+            problem = f"a type hint of the tool {name} has no JSON schema: {error.message.partition('.')[0]}"
             raise GenerationError(problem, "types such as str, int, list[str] or a dataclass") from None
         del parameters["title"]
 
@@ -72,8 +73,10 @@ class CallableTool(Tool):
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             text = f"error: {'; '.join(problems)}"
-        except Exception as error:  # whatever the function raises is for the model
-            text = f"error: {_describe(error)}"
+        except MlxlmError as error:
+            text = one_line(f"error: {error}")
+        except (Exception, SystemExit) as error:  # whatever the function raises is for the model
+            text = one_line(f"error: {type(error).__name__}: {error}").removesuffix(": ")
         text = text.encode("utf-8", "replace").decode()  # a tokenizer can't encode lone surrogates
         left = len(text) - MAX_RESULT_CHARS
         return text if left <= 0 else f"{text[:MAX_RESULT_CHARS]}\n[{left} more characters were left out]"
@@ -106,17 +109,6 @@ def run_call(tools: Mapping[str, CallableTool], call: ToolCall, allow_call: Allo
     return tool.call(arguments)
 
 
-def _describe(error: Exception) -> str:
-    text = str(error)
-    return one_line(
-        text if isinstance(error, MlxlmError) else f"{type(error).__name__}: {text}" if text else repr(error)
-    )
-
-
-def _short(error: PydanticUserError) -> str:
-    return error.message.partition(".")[0]
-
-
 class _JsonSchema(GenerateJsonSchema):
     """Leaves out the titles, which repeat the names."""
 
@@ -124,8 +116,8 @@ class _JsonSchema(GenerateJsonSchema):
         return False
 
 
-def _arguments_model(function: Callable[..., Any], name: str, descriptions: Mapping[str, str]) -> type[BaseModel]:
-    """Return a model whose fields are the parameters of a function."""
+def _fields(function: Callable[..., Any], name: str, descriptions: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of a function as fields of a pydantic model."""
     try:
         signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
     except (ValueError, TypeError, NameError) as error:
@@ -141,11 +133,7 @@ def _arguments_model(function: Callable[..., Any], name: str, descriptions: Mapp
         # Fields of a pydantic model can't have every name that a parameter can, aliases can.
         described = Field(default, alias=parameter, description=descriptions.get(parameter))
         fields[f"parameter_{number}"] = hints[parameter], described
-    try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except PydanticUserError as error:
-        problem = f"a type hint of the tool {name} is not a type of JSON: {_short(error)}"
-        raise GenerationError(problem, "types such as str, int, list[str] or a dataclass") from None
+    return fields
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -39,23 +39,24 @@ from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import GenerationError, one_line
 
 if TYPE_CHECKING:
+    from mlxlm.chat.files import TextFile
     from mlxlm.chat.tools import CallableTool
 
 _CHAT_TEMPLATE = "Chat template: chatml, llama3, plain, ... or a Jinja file.  [default: the model's]"
 _CONTEXT_OVERFLOW = (
-    "When the context is full: ask, stop, or drop the oldest turns.  [default: the session's; else ask in a terminal "
+    "When the context is full: ask, stop, or drop the oldest turns.  [default: the session's, or ask in a terminal "
     "and stop elsewhere]"
 )
-_REASONING = "How to display reasoning. dim omits it if the output is not a terminal."
+_REASONING = "How to display reasoning. dim leaves it out if the output is not a terminal."
 _MARKDOWN = "Render Markdown.  [default: in a terminal, if there is a chat template]"
-_YES = "Don't ask: without MODEL, take the default model and download it if necessary; run tools."
-_TOOLS = "Let the model call the functions of this file."
-_MCP = "Let the model call the tools of this MCP server."
+_YES = "Don't ask before running tools or, without MODEL, before downloading the default model."
+_TOOLS = "Let the model call the functions in this file. Repeatable."
+_MCP = "Let the model call the tools of this MCP server. Repeatable."
 _FILE = "Add a file to the first message. Repeatable."
-_SERVER = "With --prompt: let this running server answer, instead of loading MODEL.  [env: MLXLM_SERVER]"
-_SYSTEM_PROMPT = "System prompt, or @NAME of a saved one."
+_SERVER = "With --prompt: send the message to this server instead of loading MODEL.  [env: MLXLM_SERVER]"
+_SYSTEM_PROMPT = "System prompt, or @NAME for a saved one."
 _MAX_TOKENS = "Generate at most N tokens per answer.  [default: unlimited; 256 without a chat template]"
-_SAVE_KV_CACHE = "With --session: save the key-value cache too, so that it opens instantly."
+_SAVE_KV_CACHE = "With --session: also save the key-value cache, so that the conversation opens at once."
 _conversation = partial(option, "Conversation")
 _session = partial(option, "Sessions")
 _display = partial(option, "Display")
@@ -74,8 +75,8 @@ _display = partial(option, "Display")
 @_conversation("--tools", PATH, _TOOLS, metavar="FILE.py", multiple=True)
 @_conversation("--mcp", str, _MCP, metavar="COMMAND", multiple=True)
 @_session("--session", str, "Continue the conversation in FILE, or start it there.", metavar="FILE")
-@_session("--continue continue_last", bool, "Continue the last conversation that was saved automatically.")
-@_session("--sessions", bool, "Search the automatically saved conversations, and continue one.")
+@_session("--continue continue_last", bool, "Continue the last saved conversation.")
+@_session("--sessions", bool, "Search the saved conversations and continue one.")
 @_session("--save-kv-cache", bool, _SAVE_KV_CACHE, advanced=True)
 @_session("--private", bool, "Save neither the conversation nor the input history.")
 @_display("--reasoning", ["show", "dim", "hide"], _REASONING, default="dim", advanced=True)
@@ -102,14 +103,13 @@ def chat(
     an empty line, then --prompt. A model without a chat template continues your text. A model's generation_config.json
     can set other sampling defaults.
 
-    With --tools, which can be repeated, the Python file is run, and the model can call its functions with type hints.
-    With --mcp, which can be repeated, it can call the tools of an MCP server (pip install 'mlxlm[mcp]'). Each call is
-    shown, and you are asked before it runs.
+    --tools runs a Python file and lets the model call its functions. --mcp starts an MCP server and lets the model call
+    its tools (pip install 'mlxlm[mcp]'). You see each call and are asked before it runs.
 
-    Conversations in a terminal are saved in a private folder, the last 50 of them: --continue opens the last one, and
-    --sessions lists and searches them all. If the output is not a terminal, it prints a line for each: date, model,
-    number of messages, first question and file, with tabs between. With --session, --continue or --sessions you can
-    leave out MODEL: the conversation names it.
+    The last 50 conversations in a terminal are saved in a private folder: --continue opens the last one, --sessions
+    searches them. If the output is not a terminal, --sessions prints a line for each, separated by tabs: date, model,
+    number of messages, first question and file. With --session, --continue or --sessions you can leave out MODEL: the
+    conversation names it.
     """  # noqa: D301 - click's form feed: --help ends there
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if words := click.get_current_context().args:
@@ -117,13 +117,21 @@ def chat(
     _check_flags(flags, prompt is not None, interactive)
     has_tools = bool(flags["tools"] or flags["mcp"])
     reject_unused_options(flags, (model is not None and not has_tools, ["yes"], "MODEL is given"))
+    from mlxlm.chat.files import read_file
     from mlxlm.chat.terminal import autosave, system_prompts
     from mlxlm.chat.terminal.about import first_screen, memory_bandwidth
+    from mlxlm.chat.terminal.mentions import mentioned_paths
     from mlxlm.chat.terminal.repl import open_repl
     from mlxlm.chat.terminal.settings import Settings
+    from mlxlm.chat.terminal.tools import functions_of
 
+    system_prompt = flags["system_prompt"] and system_prompts.resolve(flags["system_prompt"])
+    if prompt not in (None, "-"):
+        prompt, mentioned = mentioned_paths(prompt)  # what is piped in is data: it doesn't add files
+        flags["files"] += tuple(mentioned)
+    files = list(dict.fromkeys(read_file(file) for file in flags["files"]))
     if prompt is not None and flags["server"]:
-        _answer_remotely(model, prompt, options, flags)
+        _answer_remotely(model, prompt, system_prompt, files, options, flags)
         return
     session, verbose, overflow = flags["session"], flags["verbose"], flags["context_overflow"]
     path = Path(session) if session is not None else autosave.latest_session() if flags["continue_last"] else None
@@ -140,8 +148,8 @@ def chat(
             from mlxlm.cli.models import choose_model
 
             model = choose_model(flags["yes"])
-    system_prompt = flags["system_prompt"] and system_prompts.resolve(flags["system_prompt"])
     message = read_stdin() if prompt == "-" else None
+    tools = functions_of(flags["tools"])
     lm = load_model(model)
     chat_arguments = given_options(options) | given_values(
         {
@@ -173,30 +181,25 @@ def chat(
         memory_bandwidth()
     with ExitStack() as servers:
         if has_tools:
-            repl.use_tools(_open_tools(flags["tools"], flags["mcp"], servers))
+            repl.use_tools([*tools, *_mcp_tools(flags["mcp"], servers)])
             repl.permissions.always = None if flags["yes"] else set()
-        for file in flags["files"]:
+        for file in files:
             repl.add_file(file)
         if prompt is not None:
-            # What is piped in is data: it doesn't add files.
-            code = repl.once(prepend_stdin(repl.add_mentioned_files(prompt)) if message is None else message)
+            code = repl.once(prepend_stdin(prompt) if message is None else message)
         else:
             code = repl.run(first_screen(repl.chat) if interactive else (), flags["private"])
     if code:
         sys.exit(code)
 
 
-def _open_tools(files: Sequence[Path], commands: Sequence[str], servers: ExitStack) -> list[CallableTool]:
-    """Return the tools of Python files and of MCP servers, which are started and added to `servers`."""
-    from mlxlm.chat.mcp_tools import McpServer
-    from mlxlm.chat.terminal.tools import functions_of
-    from mlxlm.chat.tools import callable_tools
-
-    tools: list[Any] = [function for file in files for function in functions_of(file)]
+def _mcp_tools(commands: Sequence[str], servers: ExitStack) -> Iterator[CallableTool]:
+    """Start MCP servers, add them to `servers`, and yield their tools."""
     for command in commands:
+        from mlxlm.chat.mcp_tools import McpServer
+
         with spinner(f"starting {one_line(command)}"):
-            tools += servers.enter_context(closing(McpServer(command))).tools
-    return list(callable_tools(tools).values())
+            yield from servers.enter_context(closing(McpServer(command))).tools
 
 
 # What the server decides, or a single question doesn't need.
@@ -206,35 +209,37 @@ _NOT_REMOTE = [
 ]
 
 
-def _answer_remotely(model: str | None, prompt: str, options: GenerationOptions, flags: dict[str, Any]) -> None:
-    from mlxlm.chat.files import read_file, with_files
-    from mlxlm.chat.terminal.mentions import mentioned_paths
+def _answer_remotely(
+    model: str | None,
+    prompt: str,
+    system_prompt: str | None,
+    files: Sequence[TextFile],
+    options: GenerationOptions,
+    flags: dict[str, Any],
+) -> None:
+    from mlxlm.chat.files import with_files
     from mlxlm.chat.terminal.screen import open_screen
-    from mlxlm.chat.terminal.system_prompts import resolve
-    from mlxlm.cli.remote_chat import stream_from_server
+    from mlxlm.cli.remote_chat import print_token_counts, stream_from_server
 
+    server = flags["server"]
     if unused := given_flags(_NOT_REMOTE):
-        problem = f"{' and '.join(unused)} would have no effect: the server {flags['server']} answers"
+        problem = f"{' and '.join(unused)} would have no effect: the server {server} answers"
         raise click.UsageError(f"{problem} (try: --server '' to answer here)")
-    if prompt == "-":
-        files, message = flags["files"], read_stdin()
-    else:
-        text, mentioned = mentioned_paths(prompt)
-        files, message = [*flags["files"], *mentioned], prepend_stdin(text)
-    system = flags["system_prompt"] and resolve(flags["system_prompt"])
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": with_files(message, [read_file(file) for file in files])})
     if model is not None and os.path.exists(model):
         model = os.path.basename(os.path.abspath(model))  # as `mlxlm serve` calls it
+    message = read_stdin() if prompt == "-" else prepend_stdin(prompt)
+    print_token_counts(server, model, files)
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": with_files(message, files)})
     fields = {"model": model, "messages": messages, "max_tokens": flags["max_tokens"]}
     markdown = sys.stdout.isatty() if flags["markdown"] is None else flags["markdown"]
     screen = open_screen(flags["reasoning"], markdown)
-    stream_from_server(flags["server"], given_options(options) | given_values(fields), screen)
+    stream_from_server(server, given_options(options) | given_values(fields), screen)
 
 
 def _check_flags(flags: dict[str, Any], has_prompt: bool, interactive: bool) -> None:
     if (flags["tools"] or flags["mcp"]) and not interactive and not flags["yes"]:
-        raise click.UsageError("--tools and --mcp need --yes where nobody can be asked before a call")
+        raise click.UsageError("--tools and --mcp need --yes without a terminal, where nobody can allow a call")
     if flags["save_kv_cache"] and flags["session"] is None:
         raise click.UsageError("--save-kv-cache needs --session")
     if sum([flags["session"] is not None, flags["continue_last"], flags["sessions"], flags["private"]]) > 1:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
-from collections.abc import Iterator, Mapping
-from http.client import HTTPException
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
+from mlxlm.chat.files import TextFile
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.chat.terminal.screen import Screen
 from mlxlm.utils.errors import GenerationError
@@ -23,39 +25,67 @@ def stream_from_server(url: str, fields: Mapping[str, Any], screen: Screen) -> N
     MLXLM_API_KEY is sent as the key, if it is set.
 
     Args:
-        url: The server's address, with or without /v1 at the end.
+        url: The server's address, with or without http:// and /v1.
         fields: The fields of a chat completion.
         screen: Shows the answer.
 
     Raises:
         GenerationError: The server can't be reached, or refuses the request; its message says why.
     """
+    with _post(url, "/v1/chat/completions", {**fields, "stream": True}) as response:
+        try:
+            for number, chunk in enumerate(_chunks(response)):
+                if number == 0:
+                    print_status(f"{url} answers with {chunk.get('model')}")
+                for choice in chunk.get("choices", ()):
+                    screen.push(choice["delta"].get("reasoning_content") or "", True)
+                    screen.push(choice["delta"].get("content") or "", False)
+        finally:
+            screen.finish()
+
+
+def print_token_counts(url: str, model: str | None, files: Sequence[TextFile]) -> None:
+    """Print how many tokens each file has, if the server has llama.cpp's /tokenize.
+
+    Raises:
+        GenerationError: The server can't be reached.
+    """
+    for file in files:
+        fields = {"content": file.block, "parse_special": False} | ({"model": model} if model else {})
+        try:
+            with _post(url, "/tokenize", fields) as response:
+                counted = json.load(response)
+            size = counted.get("max_model_len")
+            print_status(
+                f"{file.name}: {len(counted['tokens']):,} tokens" + (f"; the context has {size:,}" if size else "")
+            )
+        except _RefusedError:
+            print_status(f"{file.name}: {len(file.block):,} characters; {url} doesn't count tokens")
+
+
+class _RefusedError(GenerationError):
+    """The server answered with an error."""
+
+
+@contextmanager
+def _post(url: str, path: str, fields: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+    """Send a request, and yield the response."""
     headers = {"content-type": "application/json"}
     if key := os.environ.get("MLXLM_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+    base = url if "://" in url else f"http://{url}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy can't reach this machine
     try:
-        request = urllib.request.Request(address, json.dumps({**fields, "stream": True}).encode(), headers)
-        with opener.open(request) as response:
-            _show(url, _chunks(response), screen)
+        address = base.rstrip("/").removesuffix("/v1") + path
+        with opener.open(urllib.request.Request(address, json.dumps(fields).encode(), headers)) as response:
+            yield response
+    except BrokenPipeError:  # of standard output
+        raise
     except HTTPError as error:
-        raise GenerationError(f"{url}: {_message(error)}") from None
-    except (URLError, OSError, HTTPException, ValueError) as error:
+        raise _RefusedError(f"{url}: {_message(error)}") from None
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = getattr(error, "reason", error)
         raise GenerationError(f"{url} doesn't answer: {reason}", "mlxlm serve MODEL, or no `server`") from None
-
-
-def _show(url: str, chunks: Iterator[dict[str, Any]], screen: Screen) -> None:
-    try:
-        for number, chunk in enumerate(chunks):
-            if number == 0:
-                print_status(f"{url} answers with {chunk.get('model')}")
-            for choice in chunk.get("choices", ()):
-                screen.push(choice["delta"].get("reasoning_content") or "", True)
-                screen.push(choice["delta"].get("content") or "", False)
-    finally:
-        screen.finish()
 
 
 def _chunks(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:

@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm import generate, tokenizer
-from mlxlm.chat.answer import decodes_to, edited_answer
+from mlxlm.chat.chat_model import decodes_to, edited_answer
 from mlxlm.chat.chat_template import ChatTemplate
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.utils.errors import GenerationError, TokenizerError
 from tests.chat.conftest import TEMPLATE, TEXT
-
-GREEDY = {"temperature": 0, "max_tokens": 12}
+from tests.chat.conversations import GREEDY, read
 
 
 @pytest.fixture
@@ -41,10 +40,6 @@ def go_on(chat, *text):
 def question_ids(chat):
     """The tokens before the last answer."""
     return ChatTemplate(chat.lm.tokenizer).encode(chat.messages[:-1])
-
-
-def read(chat):
-    return chat.stats.last.prompt_tokens - chat.stats.last.cached_tokens
 
 
 def test_an_answer_continues_where_it_was_cut_off(chat):

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatModel
+from mlxlm.chat.answer import Answer, AnswerParser, Cancellation
+from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.chat.session import MAX_ROUNDS, Chat

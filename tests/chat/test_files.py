@@ -34,34 +34,37 @@ def test_text_of_a_file(tmp_path, name, content, text):
     assert read_file(tmp_path / name) == TextFile(name, text)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.png", b"\x89PNG\0", "is an image"),
-        ("a.jpg", b"\xff\xd8", "is an image"),
-        ("a.mp3", b"ID3\0", "is a sound"),
-        ("a.docx", b"PK\x03\x04\0", "is a binary file"),
-        ("a.txt", b"\xff\xfe\x00\xd8", "is a binary file"),
-        ("a.csv", b"caf\xe9;", r"is not UTF-8: .* \(try: .*iconv"),
-        ("a.txt", b"", "has no text$"),
-        ("a.html", b"<script>x</script>", "has no text"),
-        ("a.pdf", b"%PDF-1.7", "cannot read|needs pypdf"),
-    ],
-)
-def test_files_without_text(tmp_path, name, content, problem):
+WITHOUT_TEXT = {
+    ("a.png", b"\x89PNG\0"): "is an image",
+    ("a.jpg", b"\xff\xd8"): "is an image",
+    ("a.mp3", b"ID3\0"): "is a sound",
+    ("a.docx", b"PK\x03\x04\0"): "is a binary file",
+    ("a.txt", b"\xff\xfe\x00\xd8"): "is a binary file",
+    ("a.csv", b"caf\xe9;"): r"is not UTF-8: .* \(try: .*iconv",
+    ("a.txt", b""): "has no text$",
+    ("a.html", b"<script>x</script>"): "has no text",
+    ("a.pdf", b"%PDF-1.7"): "cannot read|needs pypdf",
+}
+
+
+@pytest.mark.parametrize("name, content", WITHOUT_TEXT)
+def test_files_without_text(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(FileError, match=problem):
+    with pytest.raises(FileError, match=WITHOUT_TEXT[name, content]):
         read_file(tmp_path / name)
 
 
 def test_paths_that_are_not_files(tmp_path, monkeypatch):
-    for path, problem in ((tmp_path, "not a regular file"), (tmp_path / "x", "No such file"), ("/dev/zero", "regular")):
-        with pytest.raises(FileError, match=problem):
-            read_file(path)
     monkeypatch.setattr("mlxlm.chat.files.MAX_BYTES", 3)
     (tmp_path / "a").write_text("long")
-    with pytest.raises(FileError, match="has 4 bytes, the limit is 3"):
-        read_file(tmp_path / "a")
+    for path, problem in {
+        tmp_path: "is a folder .try: one of its files: a.$",
+        tmp_path / "x": "No such file",
+        "/dev/zero": "not a regular file",
+        tmp_path / "a": "has 4 bytes, the limit is 3",
+    }.items():
+        with pytest.raises(FileError, match=problem):
+            read_file(path)
 
 
 def test_text_of_a_pdf(tmp_path, monkeypatch):

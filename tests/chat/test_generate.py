@@ -9,13 +9,14 @@ import pytest
 
 import mlxlm
 from mlxlm.chat.chat_template import ChatTemplate
+from mlxlm.chat.generate import BatchArguments, StreamArguments
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationOptions, loaded_model
 from mlxlm.generation.options import OptionArguments
 from mlxlm.utils.errors import CheckpointError, GenerationError, TokenizerError
+from tests.chat.conversations import GREEDY
 
-GREEDY = {"temperature": 0, "max_tokens": 12}
 HELLO = [{"role": "user", "content": "Hello!"}]
 LONG = [
     {"role": "system", "content": "Be brief."},
@@ -108,9 +109,10 @@ def test_errors_of_a_batch_name_the_conversation(lm):
 def test_options_are_typed():
     """A misspelled option is an error for type checkers."""
     assert set(OptionArguments.__annotations__) == {field.name for field in fields(GenerationOptions)}
-    functions = [mlxlm.generate, mlxlm.stream, mlxlm.batch, mlxlm.batch_as_completed, Chat.__init__, Chat.open]
-    for function in functions:
+    for function in (mlxlm.stream, mlxlm.batch_as_completed, Chat.__init__, Chat.open):
         assert function.__annotations__["options"] == "Unpack[OptionArguments]", function
+    for function, arguments in ((mlxlm.stream, StreamArguments), (mlxlm.batch_as_completed, BatchArguments)):
+        assert {*arguments.__annotations__, "messages"} == {*OptionArguments.__annotations__, *function.__kwdefaults__}
 
 
 def test_a_model_can_be_named_and_stays_loaded(model_folder, tmp_path, monkeypatch):

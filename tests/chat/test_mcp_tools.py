@@ -33,6 +33,7 @@ def wait() -> str:
 
 server.run()
 '''
+WAITING = "import sys; alive = open(sys.argv[1], 'w'); print(file=alive, flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
@@ -74,6 +75,24 @@ def test_commands_that_are_not_servers(command, problem):
     pytest.importorskip("mcp")
     with pytest.raises(GenerationError, match=problem):
         McpServer(command)
+
+
+def test_ctrl_c_while_a_server_starts_ends_it(tmp_path):
+    pytest.importorskip("mcp")
+    os.mkfifo(tmp_path / "alive")  # the server keeps it open
+
+    def interrupt():
+        with open(tmp_path / "alive") as alive:
+            alive.readline()
+            os.kill(os.getpid(), signal.SIGINT)
+            alive.read()
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        McpServer(shlex.join([sys.executable, "-c", WAITING, str(tmp_path / "alive")]))
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_without_the_package(monkeypatch):

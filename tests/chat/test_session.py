@@ -2,27 +2,21 @@
 
 from contextlib import closing
 from dataclasses import replace
-from threading import Event, Thread
 
 import pytest
-from mlx.utils import tree_flatten
 
 import mlxlm
 from mlxlm import generate, tokenizer
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, make_cache
 from mlxlm.chat.chat_template import ChatTemplate
-from mlxlm.chat.history import ContextFullError, MessageTooLongError
 from mlxlm.chat.messages import Message
 from mlxlm.chat.session import Chat
 from mlxlm.generation import GenerationConfig
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.speculative import SpeculativeDecoder
-from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError, TokenizerError
-from tests.generation.recording_model import TIMEOUT
-
-GREEDY = {"temperature": 0, "max_tokens": 12}
+from tests.chat.conversations import GREEDY, fresh, fresh_prompt, read, remade, say, small
 
 
 class Recording:
@@ -37,46 +31,6 @@ class Recording:
     def __call__(self, ids, cache=None):
         self.calls.append(ids.shape[1])
         return self._model(ids, cache=cache)
-
-
-def say(chat, text):
-    return "".join(piece.text for piece in chat.ask(text))
-
-
-def read(chat):
-    """How many tokens of the last prompt had to be read."""
-    return chat.stats.last.prompt_tokens - chat.stats.last.cached_tokens
-
-
-def fresh(chat, question):
-    """The prompt of a question, and what a model that has read nothing yet answers to it."""
-    prompt = ChatTemplate(chat.lm.tokenizer).encode([*chat.messages, Message("user", question)])
-    return prompt, generate(chat.lm, prompt, kv=chat.kv, **GREEDY)
-
-
-def prompt_of(lm, question):
-    return ChatTemplate(lm.tokenizer).encode([Message("user", question)])
-
-
-def small(lm, size=60, **changes):
-    return replace(lm, config=lm.config.with_changes(max_position_embeddings=size, **changes))
-
-
-def wide(lm):
-    """A model whose head dim can be quantized."""
-    config = lm.config.with_changes(head_dim=32, max_position_embeddings=128)
-    decoder = Decoder(config)
-    decoder.init_weights(seed=3)
-    decoder.lm_head.weight = decoder.lm_head.weight * 20 * (mx.arange(300) >= 7)[:, None]
-    return replace(lm, model=decoder, config=config)
-
-
-def remade(lm, **changes):
-    """The same weights in a model of another configuration."""
-    config = lm.config.with_changes(**changes)
-    decoder = Decoder(config)
-    decoder.load_weights(tree_flatten(lm.model.parameters()))
-    return replace(lm, model=decoder, config=config)
 
 
 def test_answers_equal_a_fresh_computation_of_the_whole_conversation(lm):
@@ -171,11 +125,6 @@ def test_retry_uses_the_next_seed_and_reads_one_token(lm):
     assert chat.messages[-1].content == second  # stopped before the first token: as it was
 
 
-def fresh_prompt(chat):
-    """The prompt that the last answer followed."""
-    return ChatTemplate(chat.lm.tokenizer).encode(chat.messages[:-1])
-
-
 def test_edit_reads_only_what_was_changed(lm):
     chat = Chat(lm, system_prompt="Be brief.", **GREEDY)
     say(chat, "Hello!")
@@ -244,124 +193,6 @@ def test_the_number_of_branches_is_limited(lm):
     with pytest.raises(GenerationError, match="100 branches"):
         chat.branch("one-more")
     assert len(chat.branches) == 100
-
-
-def test_a_full_context_is_an_error_and_the_chat_continues(lm):
-    chat = Chat(small(lm), temperature=0, max_tokens=None)
-    list(chat.ask("Hello!"))
-    assert chat.stats.last.finish_reason == "context"
-    before = list(chat.messages)
-    with pytest.raises(ContextFullError, match=r"context has 60.*undo, reset"):
-        chat.ask("How are you?")
-    long = "Hello! " * 40
-    tokens = len(prompt_of(lm, long))
-    for asked in (chat, Chat(small(lm))):  # with turns that could be dropped, too
-        with pytest.raises(
-            MessageTooLongError, match=f"alone takes {tokens} .* has 60 .try: at least {tokens - 59} tokens"
-        ):
-            asked.ask(long)
-    assert chat.messages == before
-    chat.reset()
-    assert chat.messages == [] and chat.context_used == 0
-    assert say(chat, "Hello!") == before[1].content
-
-
-def test_drop_makes_room_for_several_turns(lm):
-    chat = Chat(small(lm, 200), system_prompt="Be brief.", context_overflow="drop", temperature=0, max_tokens=10)
-    dropped, used = [], []
-    for n in range(14):
-        before = chat.dropped
-        say(chat, f"Question {n}?")
-        assert chat.stats.last.finish_reason == "length"  # never cut off by the context
-        dropped.append(chat.dropped - before)
-        used.append(chat.context_used)
-    drops = [n for n, count in enumerate(dropped) if count]
-    assert len(drops) >= 2 and all(count % 2 == 0 and count > 2 for count in dropped if count)
-    assert min(b - a for a, b in zip(drops, drops[1:], strict=False)) >= 3
-    assert max(used) <= 200 and all(used[n] <= 100 + 20 for n in drops)
-    assert len(chat.messages) == 29 and chat.messages[0] == Message("system", "Be brief.")
-    seen = ChatTemplate(lm.tokenizer).encode([chat.messages[0], *chat.messages[1 + chat.dropped : -1]])
-    assert chat.messages[-1].content == generate(lm, seen, temperature=0, max_tokens=10).text
-    system_prompt = ChatTemplate(lm.tokenizer).encode(chat.messages[:1], add_generation_prompt=False)
-    chat.context_overflow = "stop"
-    assert chat.drop_oldest("x" * 90) > 0
-    say(chat, "x" * 90)
-    assert chat.stats.last.cached_tokens >= len(system_prompt)
-    chat.context_overflow, before = "drop", chat.dropped
-    for act in (chat.ask, chat.drop_oldest):
-        with pytest.raises(MessageTooLongError):
-            act("x" * 200)
-    assert chat.dropped == before < 30
-
-
-def test_dropped_turns_come_back_when_no_other_is_left(lm):
-    chat = Chat(small(lm, 100), **GREEDY)
-    for question in ("Hello!", "Why?"):
-        say(chat, question)
-    assert chat.drop_oldest() == 0  # the last message fits when asked again
-    chat.lm = small(lm, chat.stats.last.prompt_tokens)
-    with pytest.raises(ContextFullError):
-        chat.retry()
-    assert chat.drop_oldest() == 2
-    assert "".join(piece.text for piece in chat.retry()) == generate(lm, prompt_of(lm, "Why?"), **GREEDY).text
-    chat.lm = small(lm, 100)
-    assert chat.drop_oldest("x" * 40) == 2 and chat.context_used == 0
-    assert len(chat.messages) == 4
-    chat.undo()
-    assert chat.dropped == 0 and chat.context_used > 0
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_rotating_cache_bounds_a_chat_and_never_overflows(lm, bits):
-    kv = KVOptions(size=64, key_bits=bits, value_bits=bits)
-    lm = small(lm, 128) if bits is None else wide(lm)
-    chat = Chat(lm, system_prompt="Be brief.", kv=kv, **GREEDY)
-    sizes = []
-    for n in range(9):
-        _, expected = fresh(chat, f"Question {n}?")
-        assert say(chat, f"Question {n}?") == expected.text
-        if n:
-            assert chat.stats.last.cached_tokens > 0
-        sizes.append(chat.stats.cache_bytes)
-    assert max(sizes) <= 10 * chat.kv_bytes_for(64)
-    assert chat.stats.last.prompt_tokens > 128
-    assert (chat.context_used, chat.context_size, chat.dropped) == (64, 64, 0)
-    assert chat.drop_oldest() == 0
-    chat.undo()
-    _, expected = fresh(chat, "And?")  # across what was dropped it is read again, and right
-    assert say(chat, "And?") == expected.text
-    assert chat.stats.cache_bytes <= 10 * chat.kv_bytes_for(64)
-    cached = chat.stats.last.cached_tokens
-    list(chat.retry())
-    assert chat.messages[-1].content == expected.text and chat.stats.last.cached_tokens >= cached
-
-
-@pytest.mark.parametrize("kv", [None, KVOptions(size=32)])
-def test_caches_that_drop_tokens_return_to_the_last_question(lm, kv):
-    """An answer longer than what they can be trimmed by is taken back without the conversation being read again."""
-    lm = lm if kv else remade(lm, sliding_window=32, model_type="mistral")
-    long = {"temperature": 0, "max_tokens": 40}
-    chat = Chat(lm, system_prompt="Be brief. " * 12, kv=kv, **long)
-
-    def expected():
-        return generate(lm, fresh_prompt(chat), kv=kv, **long).text
-
-    for n in range(2):
-        say(chat, f"Question {n}?")
-    assert chat.messages[-1].content == expected()
-    new = len(lm.tokenizer.encode("Question 2?")) + 70
-    assert chat.stats.last.prompt_tokens > 2 * new
-    list(chat.retry())
-    assert read(chat) < new and chat.messages[-1].content == expected()
-    list(chat.edit("What?"))
-    assert read(chat) < new
-    chat.undo()
-    say(chat, "Why?")
-    assert read(chat) < new and chat.messages[-1].content == expected()
-    chat.undo()
-    chat.undo()  # further back more is read again
-    say(chat, "Why?")
-    assert chat.messages[-1].content == expected()
 
 
 def test_reset_keeps_the_system_prompt(lm):
@@ -591,75 +422,3 @@ def test_a_chat_does_not_begin_with_anything_else(lm, arguments, message):
         Chat(lm, **arguments)
     with pytest.raises(TokenizerError, match="surrogate"):
         Chat(lm, messages=messages_of("a", "\ud800"))
-
-
-CHANGES = [
-    lambda chat: chat.reset(),
-    lambda chat: chat.undo(),
-    lambda chat: (chat.branch("b"), chat.switch("main"), chat.reset()),
-    lambda chat: (chat.ask("?").close(), chat.reset()),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("round_", range(5))  # at other moments
-def test_another_thread_ends_an_answer(lm, change, round_):
-    chat, errors, begun, ended = Chat(lm, temperature=1.0, max_tokens=3000), [], Event(), Event()
-
-    def iterate():
-        try:
-            for number, _ in enumerate(chat.ask("Hello!")):
-                if number == 2 * round_:
-                    begun.set()
-        except BaseException as error:
-            errors.append(error)
-        ended.set()
-
-    thread = Thread(target=iterate)
-    thread.start()
-    assert begun.wait(TIMEOUT)
-    change(chat)
-    assert ended.wait(TIMEOUT) and errors == []
-    assert chat.messages == [] and 1 <= chat.stats.generated_tokens < 3000
-    thread.join()
-
-
-def test_an_answer_is_ended_before_its_first_token(lm):
-    """Another thread reads a long prompt: the message is forgotten."""
-    chat, reading, errors = Chat(lm, **GREEDY), Event(), []
-
-    def iterate():
-        try:
-            errors.extend(chat.ask("Hello! " * 100, on_prefill=lambda _: reading.set()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = Thread(target=iterate)
-    thread.start()
-    assert reading.wait(TIMEOUT)
-    chat.reset()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive() and chat.messages == []
-    assert not any(isinstance(error, BaseException) for error in errors)
-
-
-def test_a_chat_is_changed_between_two_chunks(lm):
-    chat, said = Chat(lm, **GREEDY), []
-    for chunk in chat.ask("Hello!"):
-        said.append(chunk.text)
-        if len(said) == 3:
-            chat.reset()
-    assert len(said) == 3 and chat.messages == []
-    assert say(chat, "Hello!").startswith("".join(said))
-
-
-def test_a_chat_is_not_changed_from_within_a_callback(lm):
-    chat, errors = Chat(lm, **GREEDY), []
-
-    def reset(_):
-        with pytest.raises(GenerationError, match="from within its answer") as caught:
-            chat.reset()
-        errors.append(caught)
-
-    answer = "".join(chunk.text for chunk in chat.ask("Hello!", on_prefill=reset))
-    assert errors and answer == chat.messages[-1].content and len(chat.stats.last.tokens) == 12

@@ -15,7 +15,7 @@ from mlxlm.cache import KVOptions
 from mlxlm.chat.session import Chat
 from mlxlm.chat.session_file import cache_path
 from mlxlm.utils.errors import GenerationError, MlxlmError
-from tests.chat.test_session import GREEDY, read, remade, say, small
+from tests.chat.conversations import GREEDY, read, remade, say, small
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 8, "seed": 5}
 

@@ -1,6 +1,7 @@
 """Tools from Python functions: their schemas, checked arguments, and errors as results."""
 
 import datetime
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,6 +83,11 @@ def test_an_exception_becomes_a_result_and_a_long_result_is_shortened():
         return "x" * (MAX_RESULT_CHARS + 5)
 
     assert CallableTool.from_function(divide).call({"a": 1, "b": 0}) == "error: ZeroDivisionError: division by zero"
+
+    def leave() -> None:
+        sys.exit(3)  # which doesn't end the chat
+
+    assert CallableTool.from_function(leave).call({}) == "error: SystemExit: 3"
     assert CallableTool.from_function(read).call({}).endswith("x\n[5 more characters were left out]")
 
 
@@ -127,7 +133,7 @@ def no_json(a: object()):
         (positional, "the tool positional has the parameter a: int"),
         (coroutine, "is a coroutine function"),
         (unknown_type, "name 'Missing' is not defined"),
-        (no_json, "a type hint of the tool no_json is not a type of JSON: Unable to"),
+        (no_json, "a type hint of the tool no_json has no JSON schema: Unable to"),
         (lambda: 1, "is not a function with a name"),
         (3, "is not a function with a name"),
     ],

@@ -1,6 +1,7 @@
 """`mlxlm chat --prompt` with `--server`: a running server answers."""
 
 import json
+import re
 
 import pytest
 
@@ -24,6 +25,7 @@ def test_the_server_answers(ask, live, chat, tmp_path):
     assert ask("-t", "0", "--system", "Be brief.").stdout != done.stdout
     (tmp_path / "notes.txt").write_text("Some notes.")
     with_file = ask("-f", tmp_path / "notes.txt")
+    assert re.match(rf"notes.txt: \d\d tokens; the context has 4,096\n{live} answers", with_file.stderr.decode())
     message = {"role": "user", "content": "File: notes.txt\n```\nSome notes.\n```\n\nHello!"}
     assert (
         with_file.stdout.decode() == chat(max_tokens=9, messages=[message])["choices"][0]["message"]["content"] + "\n"
@@ -32,12 +34,17 @@ def test_the_server_answers(ask, live, chat, tmp_path):
     assert isinstance(json.loads(number.stdout), int)
 
 
-def test_errors(ask, live):
+def test_errors(ask, live, tmp_path):
     unknown = ask("nope")
     assert unknown.returncode == 1 and unknown.stdout == b""
     assert unknown.stderr.decode().startswith(f"error: {live}: model 'nope' not found (try: tiny")
     for address in ("http://127.0.0.1:1", "nowhere", "http://[x"):
         gone = ask("--server", address)
         assert gone.returncode == 1 and gone.stderr.startswith(f"error: {address} doesn't answer".encode())
+    (tmp_path / "notes.txt").write_text("Some notes.")
+    elsewhere = ask("--server", f"{live}/x", "-f", tmp_path / "notes.txt").stderr.decode()  # has no /tokenize
+    assert elsewhere.startswith(
+        f"notes.txt: 35 characters; {live}/x doesn't count tokens\nerror: {live}/x: there is no"
+    )
     unused = ask("--session", "x", "--max-kv-size", "64")
     assert unused.returncode == 2 and b"--session and --max-kv-size would have no effect: the server" in unused.stderr

@@ -23,7 +23,8 @@ ALL_TESTS = f"""
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
     generation/test_deterministic.py generation/test_speculative_text.py generation/test_logit_filters.py
     generation/test_launches.py
-    chat/test_session.py chat/test_generate.py server/test_chat_completions.py server/test_models.py server/test_run.py
+    chat/test_session.py chat/test_context_overflow.py chat/test_generate.py
+    server/test_chat_completions.py server/test_models.py server/test_run.py
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
     quantize/test_pipeline.py
     cli/test_doctor.py cli/test_inspect.py cli/test_kernels.py cli/test_quickstart.py doctor

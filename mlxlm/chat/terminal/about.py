@@ -34,10 +34,8 @@ def first_screen(chat: Chat) -> list[str]:
     if messages := sum(message.role != "system" for message in chat.messages):
         lines.append(f"Continuing after {messages} messages; /show messages shows them all.")
     if chat.chat_template == PLAIN:
-        until = "it ends the text itself"
-        if chat.options.max_tokens:
-            until += f", or for {chat.options.max_tokens} tokens (--max-tokens)"
-        lines.append(f"This model has no chat template: it continues your text until {until}.")
+        length = f" by at most {chat.options.max_tokens} tokens (--max-tokens)" if chat.options.max_tokens else ""
+        lines.append(f"This model has no chat template: it continues your text{length}.")
     lines.append("The percentage in the prompt shows how full the context is.")
     return [*lines, "/help lists the commands, Ctrl-D leaves."]
 

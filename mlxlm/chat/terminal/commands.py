@@ -1,18 +1,16 @@
-"""The commands of a chat, which start with a slash, and messages of several lines between triple quotes."""
+"""The commands of a chat, which start with a slash."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from mlxlm.backend import bandwidth
-from mlxlm.chat.files import name_files, split_files
+from mlxlm.chat.files import name_files, read_file, split_files
 from mlxlm.chat.messages import Message
 from mlxlm.chat.reasoning import split
 from mlxlm.chat.session import Chat
@@ -20,20 +18,18 @@ from mlxlm.chat.terminal import about, clipboard, settings, system_prompts
 from mlxlm.chat.terminal.about import memory_bandwidth, model_name
 from mlxlm.chat.terminal.autosave import is_model_here
 from mlxlm.chat.terminal.mentions import unescape
+from mlxlm.chat.terminal.multiline import quote_message, strip_block
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import open_screen, push_text
 from mlxlm.chat.terminal.settings import resolve_abbreviation
 from mlxlm.chat.terminal.terminal_chat import TerminalChat, raise_interrupts
-from mlxlm.chat.terminal.tools import call_text, show_call
+from mlxlm.chat.terminal.tools import call_text, show_result
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.local_models import hub_ids
-from mlxlm.utils.bounded_reads import decode_utf8
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.files import atomic_new_file
 from mlxlm.utils.formatting import human_bytes
 
-TRIPLE_QUOTE = '"""'
-_TAKES_TEXT = re.compile(r"/(sy|ed|con)[a-z]*\s+")  # /system, /edit and /continue, which take a text, and abbreviations
 _MAX_SHOWN_LINES = 5  # of the question when a conversation is continued
 _SHOW_TOPICS = ("model", "system", "settings", "messages", "session")
 
@@ -107,29 +103,31 @@ _UNCOMMON = ("/show", "/stats", "/continue", "/save", "/branch", "/tokens", "/to
 # Each has the commands with this topic, and a text.
 _TOPICS = {
     "model": """\
-Settings may be abbreviated: /set temp 0.5; "default" restores one.
-/system save NAME saves the system prompt in a file; /system @NAME or mlxlm chat --system @NAME uses it.""",
+Settings can be abbreviated: /set temp 0.5. /set temp default restores the default.
+/system none removes the system prompt, and /system save NAME saves it; /system @NAME and
+mlxlm chat --system @NAME use a saved one.""",
     "files": """\
-@notes.txt  in a message adds the file to it; also @"my notes.txt" and @~/notes.txt
+@notes.txt  adds the file to the message; also @"my notes.txt" and @~/notes.txt
 -f FILE     adds a file to the first message: mlxlm chat -f notes.txt -p "Summarize"
-Any text in UTF-8, HTML without its markup, and the text of a PDF (pip install pypdf).
-What isn't the name of a file stays text.""",
-    "answers": "Ctrl-C stops an answer. An edited message keeps its files.",
+/file none  removes the files of the next message
+Files can be text in UTF-8, HTML (without its markup) and PDF (with pip install pypdf).""",
+    "answers": "Ctrl-C stops an answer. /edit keeps the files of the message.",
     "sessions": """\
-Conversations in a terminal are saved by themselves: mlxlm chat --continue opens the last one.""",
+Conversations in a terminal are saved automatically: mlxlm chat --continue opens the last one.""",
     "tools": """\
---tools FILE.py   functions with type hints: mlxlm chat --tools weather.py
+--tools FILE.py   the functions of a Python file: mlxlm chat --tools weather.py
 --mcp COMMAND     the tools of an MCP server: mlxlm chat --mcp "npx some-server"
-Each call is shown, and runs if you answer y, or a for all calls of this function. Ctrl-C stops one.""",
+Before each call: y runs it, a runs all calls of this function, anything else refuses it.
+Ctrl-C stops a running call.""",
     "keys": '''\
 Enter       sends; Alt-Enter starts a new line
-"""         opens and closes a message of several lines
+"""         starts and ends a message of several lines
 Ctrl-G      opens an editor, $VISUAL or $EDITOR (also Ctrl-X Ctrl-E)
 Tab         completes commands, settings and files
 Up, Down    earlier messages
 Ctrl-C      stops an answer; Ctrl-D leaves
-//          starts a message that starts with /
-/und        commands may be abbreviated''',
+//          sends a message that starts with /
+/und        commands can be abbreviated''',
 }
 
 
@@ -184,7 +182,7 @@ def _show(terminal: TerminalChat, what: str) -> None:
         rows["read per token"] = "?" if weights is None else f"{human_bytes(weights)} of weights"
         rows["context"] = f"{chat.context_used or 'empty: 0'} of {chat.context_size} tokens"
     if topic in ("", "session"):
-        rows["branch"] = f"{chat.branch_name}, of {', '.join(chat.branches)}"
+        rows["branch"] = chat.branch_name + (f" of {', '.join(chat.branches)}" if len(chat.branches) > 1 else "")
         rows["saved in"] = str(terminal.autosave.path or "no file yet")
     for name, value in rows.items():
         print_info(f"{name:15} {value}")
@@ -195,9 +193,12 @@ def _show_messages(terminal: TerminalChat, messages: Sequence[Message]) -> None:
     if not messages:
         print_status("empty: there is no message yet")
     for message in messages:
+        if message.role == "tool":
+            show_result(message.content)
+            continue
         print_status(f"{message.role}:")
         for call in message.tool_calls:
-            show_call(call)
+            print_info(call_text(call))
         if message.role != "assistant" or not sys.stdout.isatty():
             print_info(message.content)
             continue
@@ -227,7 +228,7 @@ def _model(terminal: TerminalChat, name: str) -> None:
     terminal.chat.lm = lm
     terminal.bytes_per_token = ""
     terminal.autosave.save_changes(terminal.chat)
-    print_status("the conversation continues with this model, which reads it again")
+    print_status("the conversation continues with this model")
 
 
 def _save(terminal: TerminalChat, text: str) -> None:
@@ -244,7 +245,7 @@ def _save(terminal: TerminalChat, text: str) -> None:
 def _export(terminal: TerminalChat, name: str) -> None:
     """Write the conversation to a new Markdown file."""
     if not name:
-        raise GenerationError("there is no file to write to", "/export FILE.md")
+        raise GenerationError("/export needs the name of a file", "/export chat.md")
     if not terminal.last_question:
         raise GenerationError("there is no message yet", "a message first")
     path, chat = Path(_expanded(name)), terminal.chat
@@ -257,28 +258,22 @@ def _export(terminal: TerminalChat, name: str) -> None:
         parts += filter(None, [text, *(f"`{call_text(call)}`" for call in message.tool_calls)])
     with atomic_new_file(path, GenerationError, "another name") as file:
         file.write(("\n\n".join(parts) + "\n").encode())
-    print_status(f"{len(chat.messages)} messages are written to {path}")
+    print_status(f"wrote {len(chat.messages)} messages to {path}")
 
 
 def _copy(terminal: TerminalChat, number: str) -> None:
     """Copy the last answer, or one of its blocks of code."""
     answer = split(_last_answer(terminal))[1]
     if number:
-        blocks = _code_blocks(answer)
+        from markdown_it import MarkdownIt  # takes time to import
+
+        tokens = MarkdownIt("commonmark").parse(answer)
+        blocks = [token.content for token in tokens if token.type in ("fence", "code_block")]
         if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
-            hint = f"1 to {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
-            count = f"{len(blocks)} blocks" if len(blocks) != 1 else "one block"
-            raise GenerationError(f"the last answer has {count} of code, and no {number}", hint)
+            hint = f"/copy 1 to /copy {len(blocks)}" if len(blocks) > 1 else "/copy 1" if blocks else "/copy"
+            raise GenerationError(f"the last answer has no code block {number}", hint)
         answer = blocks[int(number) - 1]
     print_status(f"copied {len(answer):,} characters {clipboard.copy(answer)}")
-
-
-def _code_blocks(markdown: str) -> list[str]:
-    """Return the code in the blocks of a Markdown text, also of one that isn't closed."""
-    from markdown_it import MarkdownIt  # takes time to import
-
-    tokens = MarkdownIt("commonmark").parse(markdown)
-    return [token.content for token in tokens if token.type in ("fence", "code_block")]
 
 
 def _last_answer(terminal: TerminalChat) -> str:
@@ -292,20 +287,16 @@ def _file(terminal: TerminalChat, name: str) -> None:
     if name == "none":
         terminal.files = []
     elif name:
-        path = Path(_expanded(name))
-        if path.is_dir():
-            names = ", ".join(sorted(child.name for child in path.iterdir() if child.is_file())[:10])
-            raise GenerationError(f"{path} is a folder", f"one of its files: {names}" if names else "a file")
-        terminal.add_file(path)
+        terminal.add_file(read_file(_expanded(name)))
     names = ", ".join(file.name for file in terminal.files)
-    print_status(f"the next message begins with {names}" if names else "no file is added to the next message")
+    print_status(f"files of the next message: {names or 'none'}")
 
 
 def _tools(terminal: TerminalChat, _: str) -> None:
     for tool in terminal.chat.tools:
         print_info(f"{tool.name}({', '.join(tool.parameters.get('properties', {}))})  {_abbreviated(tool.description)}")
     if not terminal.chat.tools:
-        print_status("there are no tools: mlxlm chat --tools FILE.py or --mcp COMMAND adds some")
+        print_status("there are no tools (start mlxlm chat with --tools FILE.py or --mcp COMMAND)")
 
 
 def _load(terminal: TerminalChat, name: str) -> None:
@@ -350,10 +341,6 @@ def _undo(terminal: TerminalChat, _: str) -> None:
     print_status(f"removed: {_abbreviated(turn.question)}")
 
 
-def _retry(terminal: TerminalChat, _: str) -> None:
-    terminal.answer(terminal.chat.retry)
-
-
 def _edit(terminal: TerminalChat, text: str) -> None:
     question = terminal.last_question
     if not question:
@@ -383,7 +370,7 @@ def _branch(terminal: TerminalChat, name: str) -> None:
         for branch, turns in chat.branches.items():
             mark, unit = "*" if branch == chat.branch_name else " ", "turn" if turns == 1 else "turns"
             print_info(f"{mark} {branch}: {turns} {unit}")
-        print_status("/branch NAME starts a new branch here, or switches to an existing one")
+        print_status("/branch NAME starts a new branch here or switches to an existing one")
         return
     if name in chat.branches:
         chat.switch(name)
@@ -399,7 +386,7 @@ def _reset(terminal: TerminalChat, _: str) -> None:
     saved = terminal.autosave.path if terminal.chat.branches != {terminal.chat.branch_name: 0} else None
     terminal.chat.reset()
     terminal.autosave.open(None)
-    print_status("the conversation is removed" + (f"; /load {saved} brings it back" if saved else ""))
+    print_status("the conversation is removed" + (f"; /load {saved} opens it again" if saved else ""))
 
 
 def _tokens(terminal: TerminalChat, _: str) -> None:
@@ -409,7 +396,7 @@ def _tokens(terminal: TerminalChat, _: str) -> None:
     for i, (message, count) in enumerate(zip(chat.messages, counts, strict=True)):
         dropped = "  (dropped: the model no longer sees it)" if bool(chat.system_prompt) <= i < first_seen else ""
         print_info(f"{count:7}  {message.role:9}  {_abbreviated(message.content)}{dropped}")
-    print_info(f"{sum(counts):7}  in all; with the template, {chat.context_used} of {chat.context_size} are used")
+    print_info(f"{sum(counts):7}  in total; with the template, {chat.context_used} of {chat.context_size} are used")
 
 
 def _stats(terminal: TerminalChat, _: str) -> None:
@@ -424,11 +411,6 @@ def _exit(terminal: TerminalChat, _: str) -> None:
 def _abbreviated(text: str) -> str:
     line = " ".join(name_files(text).split())
     return line if len(line) <= 60 else line[:59] + "…"
-
-
-def _models(_: TerminalChat) -> list[str]:
-    """File names, names of the catalog, and models downloaded from the hub."""
-    return [PATHS, *model_names(), *hub_ids()]
 
 
 def _words(*words: str) -> Callable[[TerminalChat], tuple[str, ...]]:
@@ -448,73 +430,36 @@ def _system_words(_: TerminalChat) -> list[str]:
     return ["none", "save ", *(f"@{name}" for name in system_prompts.saved_names())]
 
 
-_SYSTEM = "show the system prompt, or set it (none: no prompt)"
 _BY_TOPIC = {
-    "": (Command("/help [TOPIC]", "show this, or more about a topic or command (also /?)", _help, _help_names),),
+    "": (Command("/help [TOPIC]", "show this, or one topic (also /?)", _help, _help_names),),
     "model": (
-        Command("/system [TEXT | @NAME]", _SYSTEM, _system, _system_words),
-        Command("/set [NAME [VALUE]]", "show the settings, or set one", _set, _setting_values),
+        Command("/system [TEXT | @NAME]", "show or set the system prompt", _system, _system_words),
+        Command("/set [NAME [VALUE]]", "show or change the settings", _set, _setting_values),
         Command("/show [WHAT]", f"show {', '.join(_SHOW_TOPICS)}", _show, _words(*_SHOW_TOPICS)),
-        Command("/model [MODEL]", "continue with another model", _model, _models),
+        Command("/model [MODEL]", "continue with another model", _model, lambda _: [PATHS, *model_names(), *hub_ids()]),
         Command("/stats", "show tokens, speed, and memory bandwidth", _stats),
     ),
-    "files": (
-        Command("/file [PATH]", "add a file to the next message (none: no files)", _file, _words(PATHS, "none")),
-    ),
+    "files": (Command("/file [PATH]", "add a file to the next message", _file, _words(PATHS, "none")),),
     "answers": (
-        Command("/undo", "remove the last message and its answer", _undo),
-        Command("/retry", "answer the last message again", _retry),
-        Command("/edit [TEXT]", "change the last message and answer it again", _edit),
-        Command("/continue [TEXT]", "change the last answer and let the model continue it", _continue),
-        Command("/copy [N]", "copy the last answer, or its Nth block of code", _copy),
+        Command("/undo", "remove the last message and answer", _undo),
+        Command("/retry", "answer the last message again", lambda terminal, _: terminal.answer(terminal.chat.retry)),
+        Command("/edit [TEXT]", "edit the last message and resend it", _edit),
+        Command("/continue [TEXT]", "edit the last answer and let the model continue it", _continue),
+        Command("/copy [N]", "copy the last answer or a code block", _copy),
     ),
     "sessions": (
-        Command("/save [FILE] [--save-kv-cache]", "save the conversation (and its cache)", _save, _words(PATHS)),
-        Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
-        Command("/sessions", "search the saved conversations, and continue one", _sessions),
-        Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
         Command(
-            "/branch [NAME]", "list the branches, or switch to one or start one", _branch, lambda r: r.chat.branches
+            "/save [FILE] [--save-kv-cache]", "save the conversation (and its key-value cache)", _save, _words(PATHS)
         ),
-        Command("/reset", "remove all but the system prompt (also /clear)", _reset),
+        Command("/load FILE", "continue a saved conversation", _load, _words(PATHS)),
+        Command("/sessions", "search the saved conversations", _sessions),
+        Command("/export FILE.md", "write the conversation as Markdown", _export, _words(PATHS)),
+        Command("/branch [NAME]", "list branches, switch to one, or start one", _branch, lambda r: r.chat.branches),
+        Command("/reset", "remove all messages (also /clear)", _reset),
         Command("/tokens", "count the tokens of each message", _tokens),
     ),
     "tools": (Command("/tools", "list the functions that the model can call", _tools),),
-    "keys": (Command("/exit", "leave the chat (also /bye, /quit, Ctrl-D)", _exit),),
+    "keys": (Command("/exit", "leave (also /bye, /quit, Ctrl-D)", _exit),),
 }
 COMMANDS: dict[str, Command] = {command.usage.split()[0]: command for group in _BY_TOPIC.values() for command in group}
 ALIASES = {"/?": "/help", "/clear": "/reset", "/bye": "/exit", "/quit": "/exit"}
-
-
-def has_open_block(text: str) -> bool:
-    """Whether `text`, or the argument of a command that takes a message, starts a block that is still open."""
-    text = _TAKES_TEXT.sub("", text.strip(), count=1) if text.lstrip().startswith("/") else text.strip()
-    return text.startswith(TRIPLE_QUOTE) and (len(text) < 2 * len(TRIPLE_QUOTE) or not text.endswith(TRIPLE_QUOTE))
-
-
-def strip_block(text: str) -> str:
-    """Return a message without the quotes around a block and the line ends next to them."""
-    stripped = text.strip()
-    if not stripped.startswith(TRIPLE_QUOTE) or has_open_block(text):
-        return text
-    return stripped[len(TRIPLE_QUOTE) : -len(TRIPLE_QUOTE)].removeprefix("\n").removesuffix("\n")
-
-
-def quote_message(message: str) -> str:
-    """Return `message` as it must be typed: in a block, if it looks like a command or a block."""
-    needs_quotes = message.lstrip().startswith(("/", TRIPLE_QUOTE))
-    return f"{TRIPLE_QUOTE}\n{message}\n{TRIPLE_QUOTE}" if needs_quotes else message
-
-
-def read_piped_messages(source: TextIO | None) -> Iterator[str]:
-    """Yield the lines of a pipe, and each block as one message. Raise GenerationError for a line that isn't UTF-8."""
-    message, first_line = "", 0
-    for number, line in enumerate(source.buffer if source else (), 1):
-        name = f"line {number} of standard input"
-        text = decode_utf8(line, name, GenerationError, "a text in UTF-8").rstrip("\r\n")
-        message, first_line = (f"{message}\n{text}", first_line) if message else (text, number)
-        if not has_open_block(message):
-            yield message
-            message = ""
-    if message:
-        raise GenerationError(f"the block that starts in line {first_line} isn't closed", TRIPLE_QUOTE)

@@ -23,8 +23,9 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from mlxlm.backend import platform
-from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command, has_open_block
+from mlxlm.chat.terminal.commands import ALIASES, COMMANDS, PATHS, find_command
 from mlxlm.chat.terminal.mentions import UNFINISHED_MENTION, unescape
+from mlxlm.chat.terminal.multiline import has_open_block
 from mlxlm.chat.terminal.output import is_dumb_terminal, print_status
 from mlxlm.chat.terminal.terminal_chat import TerminalChat
 from mlxlm.utils.errors import GenerationError, PlatformError
@@ -104,7 +105,7 @@ class Editor:
 
     def _placeholder(self) -> StyleAndTextTuples:
         is_shown = self._example and not get_app().is_done
-        return [("fg:ansibrightblack", f"{self._example}  (Enter sends this example)")] if is_shown else []
+        return [("fg:ansibrightblack", f"{self._example}  (press Enter)")] if is_shown else []
 
     def send_example(self, buffer: Buffer) -> None:
         """Write the example on an empty line, if there is one."""

@@ -37,10 +37,11 @@ def _wrapped(line: str) -> str:
     """Wrap a line to the terminal's width. If it has a first column, the second is indented."""
     width = max(shutil.get_terminal_size().columns, 20)
     column = _FIRST_COLUMN.match(line)
-    indent = " " * column.end() if column and column.end() < width // 2 else ""
-    return textwrap.fill(
-        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False, replace_whitespace=False
+    start = column.end() if column and column.end() < width // 2 else 0
+    lines = textwrap.wrap(
+        line[start:], width - start, break_on_hyphens=False, break_long_words=False, replace_whitespace=False
     )
+    return line[:start] + ("\n" + " " * start).join(lines)
 
 
 def dim(text: str) -> str:

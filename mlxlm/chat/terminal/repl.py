@@ -16,7 +16,8 @@ from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.about import example_prompt
 from mlxlm.chat.terminal.autosave import Autosave
-from mlxlm.chat.terminal.commands import read_piped_messages, run_command, show_last_exchange, strip_block
+from mlxlm.chat.terminal.commands import run_command, show_last_exchange
+from mlxlm.chat.terminal.multiline import read_piped_messages, strip_block
 from mlxlm.chat.terminal.output import print_status
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import (
@@ -115,7 +116,7 @@ class Repl(TerminalChat):
 
         with closing(Editor(self, private)) as editor:
             self._editor, self.ask, self.run_application = editor, editor.ask, editor.run
-            self.permissions.ask = editor.ask
+            self.permissions.ask, self.permissions.stop = editor.ask, self.stop
             while not self.leaving and self._read_and_handle(editor):
                 pass
         if option := self.autosave.resume_option:
@@ -127,7 +128,7 @@ class Repl(TerminalChat):
         self.draft, self.purpose = "", "ask"
         self.stop.clear()
         try:
-            text = editor.read(self._prompt(), draft, self._example())
+            text = editor.read(self._prompt(), draft, self.example())
         except KeyboardInterrupt:
             if not editor.typed:
                 print_status("(/exit or Ctrl-D leaves the chat)")
@@ -155,9 +156,9 @@ class Repl(TerminalChat):
         elif line:
             self.send(text.replace("//", "/", 1) if line.startswith("//") else strip_block(text), purpose)
 
-    def _example(self) -> str:
+    def example(self) -> str:
         """The message that Enter sends on an empty line: an example before the first message of a new chat."""
-        return "" if self.has_sent or any(self.chat.branches.values()) else example_prompt(self.chat)
+        return "" if self.has_sent or self.files or any(self.chat.branches.values()) else example_prompt(self.chat)
 
     def _prompt(self) -> list[tuple[str, str]]:
         """The prompt: branch and fill level of the context."""

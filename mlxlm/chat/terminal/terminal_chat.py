@@ -24,7 +24,7 @@ from mlxlm.chat.terminal.mentions import mentioned_paths
 from mlxlm.chat.terminal.output import print_info, print_status
 from mlxlm.chat.terminal.screen import PlainScreen, Screen, open_screen, push_text
 from mlxlm.chat.terminal.settings import Settings
-from mlxlm.chat.terminal.tools import Permissions, interruptible, show_call, show_result
+from mlxlm.chat.terminal.tools import Permissions, call_text, interruptible, show_result
 from mlxlm.generation import FinishReason, LoadedModel
 from mlxlm.utils.errors import GenerationError, TextTooLongError
 
@@ -37,12 +37,12 @@ Purpose = Literal["ask", "edit", "continue"]
 _MAX_COUNTED_TOKENS = 1 << 18  # of a file: counting that many takes about a second
 _UNFINISHED: dict[FinishReason | None, str] = {
     None: "(stopped)",
-    "length": "(cut off at max_tokens: /set max_tokens changes that)",
+    "length": "(cut off at max_tokens: change it with /set max_tokens)",
 }
 _CONTEXT_FULL = {
-    "ask": "(the context is full: with the next message you can drop the oldest turns)",
+    "ask": "(the context is full: your next message can drop the oldest turns)",
     "stop": "(the context is full: /undo, /reset, or /set context_overflow drop)",
-    "drop": "(the context is full: with the next message the oldest turns are dropped)",
+    "drop": "(the context is full: your next message drops the oldest turns)",
 }
 
 
@@ -93,13 +93,12 @@ class TerminalChat:
         self.chat.tools = [interruptible(tool, raise_interrupts) for tool in tools] if self.interactive else tools
         self.chat.allow_call = self.permissions.allow
 
-    def add_file(self, path: Path | str) -> None:
+    def add_file(self, file: TextFile) -> None:
         """Add a file to the next message, and print how many tokens it has.
 
         Raises:
-            FileError: The file can't be read as text, or doesn't fit into the context.
+            FileError: The file doesn't fit into the context.
         """
-        file = read_file(path)
         if file in self.files:
             return
         size, limit = self.chat.context_size, max(_MAX_COUNTED_TOKENS, self.chat.context_size)
@@ -112,19 +111,10 @@ class TerminalChat:
             tokens, count = size, f"more than {limit:,}"
         can_drop = self.settings.overflow_policy(self.chat) != "stop"
         if tokens >= (size if can_drop else left):
-            hint = (
-                "/undo, /reset, or fewer files" if tokens < size else "a shorter file, or a model with a larger context"
-            )
-            raise FileError(f"{file.name} has {count} tokens, and {left:,} of the context's {size:,} are left", hint)
+            hint = "/undo, /reset or fewer files" if tokens < size else "a shorter file or a model with more context"
+            raise FileError(f"{file.name} has {count} tokens, but only {max(0, left):,} of {size:,} are left", hint)
         self.files.append(file)
         print_status(f"{file.name}: {count} tokens; {max(0, left - tokens):,} of {size:,} are left")
-
-    def add_mentioned_files(self, text: str) -> str:
-        """Add the files that a message mentions, such as @notes.txt, and return it with their names."""
-        text, paths = mentioned_paths(text)
-        for path in paths:
-            self.add_file(path)
-        return text
 
     def send(self, text: str, purpose: Purpose = "ask") -> None:
         """Answer a message with its files, or let the model continue its last answer; see the attribute `purpose`.
@@ -138,7 +128,9 @@ class TerminalChat:
         if purpose == "edit":
             start, (kept, _) = self.chat.edit, split_files(self.last_question)
         try:
-            text = self.add_mentioned_files(text)
+            text, mentioned = mentioned_paths(text)
+            for path in mentioned:
+                self.add_file(read_file(path))
             message = with_files(text, [*kept, *self.files])
             self.answer(partial(start, message), message)
         except BaseException:  # the message is typed again, with what it mentions
@@ -261,7 +253,7 @@ def stream_answer(
                 elif chunk.tool_call is not None:
                     if has_text or not isinstance(screen, PlainScreen):
                         screen.finish()
-                    show_call(chunk.tool_call)
+                    print_info(call_text(chunk.tool_call))
                     screen, has_text = new_screen(), False
                 if stop.is_set():
                     break

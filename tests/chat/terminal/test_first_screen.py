@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from mlxlm.backend import bandwidth
+from mlxlm.chat.files import TextFile
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal import about
 from mlxlm.chat.terminal.about import example_prompt, first_screen, model_name
+from mlxlm.chat.terminal.autosave import Autosave
+from mlxlm.chat.terminal.repl import Repl
+from mlxlm.chat.terminal.settings import Settings
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig
 from mlxlm.generation import GenerationConfig
 
@@ -21,7 +25,7 @@ def test_lines_of_a_small_model(lm, tmp_path):
     assert first_screen(Chat(other))[1] == f"{lm.weight_bytes / 1e3:.3g} kB of memory, a context of 4,096 tokens"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert "Continuing after 2 messages" in first_screen(Chat(lm, system_prompt="Short.", messages=messages))[2]
-    assert "for 256 tokens" in first_screen(Chat(lm, chat_template="plain"))[2]
+    assert "by at most 256 tokens" in first_screen(Chat(lm, chat_template="plain"))[2]
 
 
 @pytest.mark.parametrize(("weights", "line"), [(100_000_000, "at most 250 tokens/s"), (99_999_999, ""), (None, "")])
@@ -38,6 +42,10 @@ def test_examples_suit_the_model(lm):
     assert example_prompt(Chat(lm, chat_template="plain")) == "Once upon a time"
     own = replace(lm, generation_config=GenerationConfig(example_prompt="What is assert?"))
     assert example_prompt(Chat(own)) == "What is assert?"
+    repl = Repl(Chat(lm), Settings(), Autosave(), None, {}, interactive=True)
+    assert repl.example()
+    repl.files = [TextFile("notes.txt", "Some notes.")]
+    assert not repl.example()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Messages of several lines."""
 
-from mlxlm.chat.terminal.commands import has_open_block, quote_message, strip_block
+from mlxlm.chat.terminal.multiline import has_open_block, quote_message, strip_block
 
 
 def test_what_is_typed_for_a_message():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from mlxlm.chat.messages import ToolCall
 from mlxlm.chat.session import Chat
 from mlxlm.chat.terminal.autosave import Autosave
 from mlxlm.chat.terminal.commands import run_command
+from mlxlm.chat.terminal.output import print_info
 from mlxlm.chat.terminal.repl import Repl
 from mlxlm.chat.terminal.screen import open_screen
 from mlxlm.chat.terminal.settings import Settings
 from mlxlm.chat.terminal.terminal_chat import raise_interrupts, stream_answer
-from mlxlm.chat.terminal.tools import Permissions, functions_of, interruptible, show_call, show_result
-from mlxlm.chat.tools import CallableTool, callable_tools
+from mlxlm.chat.terminal.tools import Permissions, call_text, functions_of, interruptible, show_result
+from mlxlm.chat.tools import CallableTool
 from mlxlm.generation import GenerationChunk
 from mlxlm.utils.errors import GenerationError
 from tests.chat.test_chat_tools import made_to_call  # noqa: F401 - a fixture
@@ -42,10 +44,14 @@ def _helper(name):
 '''
 
 
-def test_functions_of_a_file(tmp_path):
+def test_functions_of_a_file(tmp_path, monkeypatch):
     path = tmp_path / "weather.py"
-    path.write_text(TOOLS)
-    (tool,) = callable_tools(functions_of(path)).values()
+    path.write_text(
+        TOOLS.replace("import Path", "import Path\nfrom sunny_helper import SUNNY").replace("sunny in", "{SUNNY} in")
+    )
+    (tmp_path / "sunny_helper.py").write_text("SUNNY = 'sunny'")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tool,) = functions_of([path])
     assert (tool.name, tool.description) == ("get_weather", "Return the weather.")
     assert tool.call({"city": {"name": "Paris"}, "days": 2}) == "sunny in Paris sunny in Paris "
 
@@ -56,6 +62,7 @@ def test_functions_of_a_file(tmp_path):
         ("a.txt", "def f(): ...", "is not a Python file"),
         ("a.py", "1/0", r"can't be run: ZeroDivisionError: division by zero \(try: python "),
         ("a.py", "def f(", "can't be run: SyntaxError"),
+        ("a.py", "import sys; sys.exit(2)", "can't be run: SystemExit: 2"),
         ("a.py", "from os.path import join\ndef _f(): ...", "has no functions"),
         ("missing.py", None, "is not a Python file"),
     ],
@@ -64,7 +71,7 @@ def test_files_without_functions(tmp_path, name, content, problem):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(GenerationError, match=problem):
-        functions_of(tmp_path / name)
+        functions_of([tmp_path / name])
 
 
 def test_each_call_needs_a_permission():
@@ -75,7 +82,9 @@ def test_each_call_needs_a_permission():
         permissions.allow(ToolCall("2", "other", "{}"))
     assert Permissions(None).allow(CALL) is False and Permissions(None, None).allow(CALL) is True
     for error in (EOFError, KeyboardInterrupt):
-        assert Permissions(lambda question, error=error: (_ for _ in ()).throw(error)).allow(CALL) is False
+        permissions = Permissions(lambda question, error=error: (_ for _ in ()).throw(error))
+        assert permissions.allow(CALL) is False
+        assert permissions.stop.is_set() == (error is KeyboardInterrupt)  # Ctrl-C also ends the answer
 
 
 def test_ctrl_c_ends_a_call_and_not_the_chat():
@@ -129,7 +138,7 @@ def test_tools_on_the_command_line(model_folder, tmp_path):
     (tmp_path / "weather.py").write_text(TOOLS)
     arguments = ["chat", model_folder, "-n", "3", "--tools", tmp_path / "weather.py"]
     refused = run_mlxlm(*arguments, "-p", "Hi")
-    assert refused.returncode == 2 and b"need --yes where nobody can be asked" in refused.stderr
+    assert refused.returncode == 2 and b"need --yes without a terminal" in refused.stderr
     listed = run_mlxlm(*arguments, "--yes", stdin=b"/tools\n")
     assert (listed.returncode, listed.stderr) == (0, b"get_weather(city, days)  Return the weather.\n")
     cut_off = run_mlxlm(*arguments, "--yes", "--seed", 5, "-p", "Hi")  # within a character
@@ -137,7 +146,7 @@ def test_tools_on_the_command_line(model_folder, tmp_path):
 
 
 def test_what_a_model_wrote_can_not_control_the_terminal(capsys):
-    show_call(ToolCall("1", "f", '{"a": "\\u001b[2J"}'))
-    show_call(ToolCall("1", "f", "\x1b[2J"))
+    for arguments in ('{"a": "\\u001b[2J"}', "\x1b[2J"):
+        print_info(call_text(ToolCall("1", "f", arguments)))
     show_result("\x1b[2J")
     assert "\x1b" not in capsys.readouterr().err
