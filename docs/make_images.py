@@ -33,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 150_000
 FONT_SIZE = 13
-COLUMNS, CHAT_COLUMNS, ROWS = 96, 54, 100  # the chat can be read on a phone without scrolling
+COLUMNS, CHAT_COLUMNS, ROWS = 96, 56, 100  # the chat can be read on a phone without scrolling
 SHELL_PROMPT, CHAT_PROMPT = re.compile(r"\$ +$"), re.compile(r"\d+% > ")
 QUESTIONS = [
     "What is a prime number? One sentence.",
-    "Write Python code that adds two numbers.",
+    "A Python function that adds two numbers, please.",
 ]
 COLOR_NAMES = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's -> rich's
 WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # which rich would load from another server
@@ -130,6 +130,8 @@ class Terminal:
         time.sleep(0.5)
         self._child.send("\r")
         self.wait(prompt)
+        if any(row.startswith("error: ") for row in self.screen.display):
+            raise RuntimeError("\n".join(self.screen.display).rstrip())
 
     def save(self, name: str, title: str) -> None:
         """Write what the terminal shows as an SVG."""
