@@ -1,6 +1,6 @@
 """Makes the pictures in docs/images/ by running the program: terminal sessions as SVG, pages and plots as PNG.
 
-    python docs/make_images.py MODEL [--only quickstart chat train quantize report page] [--question QUESTION ...]
+    python docs/make_images.py MODEL [--only quickstart chat train quantize report page] [--questions QUESTION ...]
 
 MODEL is for the chats; for the other pictures, models are trained. This needs the extras `dev` and `docs`, Chromium or
 Chrome, and about ten minutes on an idle machine: what a model learns in two minutes depends on its speed.
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -150,24 +149,14 @@ def _write(name: str, content: bytes) -> None:
     print(f"{name}: {len(content)} bytes")
 
 
-@dataclass
-class Setup:
-    """What the pictures are made with."""
-
-    folder: Path
-    browser: Browser
-    model: str
-    questions: list[str]
-
-
-def quickstart(setup: Setup) -> None:
+def quickstart(setup: argparse.Namespace) -> None:
     """A quickstart without the chat."""
     terminal = Terminal(setup.folder)
     terminal.type("mlxlm quickstart --no-chat")
     terminal.save("quickstart", "mlxlm quickstart")
 
 
-def chat(setup: Setup) -> None:
+def chat(setup: argparse.Namespace) -> None:
     """A chat in the terminal."""
     terminal = Terminal(setup.folder, CHAT_COLUMNS)
     terminal.type(f"mlxlm chat {setup.model} --temperature 0", CHAT_PROMPT)
@@ -176,7 +165,7 @@ def chat(setup: Setup) -> None:
     terminal.save("chat", "mlxlm chat")
 
 
-def train(setup: Setup) -> None:
+def train(setup: argparse.Namespace) -> None:
     """A run of two minutes."""
     terminal = Terminal(setup.folder)
     terminal.type("mlxlm prepare --builtin small-world --out stories.jsonl")
@@ -184,7 +173,7 @@ def train(setup: Setup) -> None:
     terminal.save("train", "mlxlm pretrain")
 
 
-def quantize(setup: Setup) -> None:
+def quantize(setup: argparse.Namespace) -> None:
     """The report of quantizing a small model, in the terminal and as a plot."""
     terminal = Terminal(setup.folder)
     terminal.type("mlxlm prepare --builtin small-world --size 2MB --out text.jsonl")
@@ -204,13 +193,13 @@ def open_page(browser: Browser, address: str) -> Page:
     return page
 
 
-def report(setup: Setup) -> None:
+def report(setup: argparse.Namespace) -> None:
     """The HTML report of the run."""
     page = open_page(setup.browser, (setup.folder / "run" / "report.html").as_uri())
     _write("report.png", page.screenshot())
 
 
-def page(setup: Setup) -> None:
+def page(setup: argparse.Namespace) -> None:
     """The chat page of the server."""
     command = [sys.executable, ROOT / "cli.py", "serve", setup.model, "--port", "0", "--log-level", "error"]
     command += ["--temperature", "0"]
@@ -237,16 +226,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--name", help="what to call MODEL in the pictures")
-    parser.add_argument("--question", action="append", dest="questions", help="for the chats; repeatable")
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="for the chats")
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
-    options = parser.parse_args()
-    wanted = {*options.only, *(["train"] if "report" in options.only else [])}
+    setup = parser.parse_args()
+    wanted = {*setup.only, *(["train"] if "report" in setup.only else [])}
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        model = options.name or options.model.name
-        setup = Setup(Path(temporary), browser, model, options.questions or QUESTIONS)
-        (setup.folder / model).symlink_to(options.model.resolve())
+        setup.browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        setup.folder = Path(temporary)
+        name = setup.name or setup.model.name
+        (setup.folder / name).symlink_to(setup.model.resolve())
+        setup.model = name
         for name, job in JOBS.items():
             if name in wanted:
                 job(setup)

@@ -162,8 +162,8 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     epochs = max(run.tokens for run in grid.runs) / grid.unique_tokens
     if epochs > 1.2 * FULL_VALUE_EPOCHS:
         render.say(
-            f"the text is short: the longest runs take {epochs:.1f} epochs, and more than {FULL_VALUE_EPOCHS:g} improve "
-            "a model less than new text would, which makes the fit worse",
+            f"the text is short: the longest runs take {epochs:.1f} epochs, and more than {FULL_VALUE_EPOCHS:g} "
+            "improve a model less than new text would, which makes the fit worse",
             style="yellow",
         )
     runs = []
