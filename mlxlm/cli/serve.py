@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -118,9 +120,14 @@ def serve(
             with spinner(f"loading {one_line(path)}"):
                 served.add(load_model(name, path, settings))
         log_to_stderr(server.log_level, server.log_format)
-        _greet(run.address_of(listener, server.host), served.names, bool(keys))
+        is_json = server.log_format == "json"
+        tell = logging.getLogger("mlxlm.server").info if is_json else say
+        address = run.address_of(listener, server.host)
+        tell(f"Serving {_shown(served.names)} at {address}/v1, with a chat page at {address}/")
+        if not is_json:
+            _suggest_curl(address, served.names[0], bool(keys))
         app = make_app(served, rules, strict=server.strict, responses_dir=server.responses_dir)
-        run.make_server(app, server.shutdown_timeout, _on_signal, server.idle_timeout).run([listener])
+        run.make_server(app, server.shutdown_timeout, partial(_on_signal, tell), server.idle_timeout).run([listener])
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:
@@ -152,22 +159,23 @@ def _check_access(host: str, keys: Sequence[str], no_auth: bool) -> None:
         raise click.UsageError(f"others can reach {host}: set --api-key or MLXLM_API_KEY, or allow it with --no-auth")
 
 
-def _greet(address: str, names: Sequence[str], has_key: bool) -> None:
-    """Print where the server is, and a command to try it with."""
+def _shown(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = [f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []
+    return ", ".join([*map(one_line, names[:_MAX_SHOWN]), *more])
+
+
+def _suggest_curl(address: str, name: str, has_key: bool) -> None:
+    """Print a command to try the server with."""
     header = ' -H "Authorization: Bearer $MLXLM_API_KEY"' if has_key else ""
-    message = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    shown = [
-        *map(one_line, names[:_MAX_SHOWN]),
-        *([f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else []),
-    ]
-    say(f"Serving {', '.join(shown)} at {address}/v1, with a chat page at {address}/")
+    message = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
     say("Ctrl-C stops it. To try it in another terminal:")
     say(f"  curl {address}/v1/chat/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(message)}")
 
 
-def _on_signal(number: int) -> None:
+def _on_signal(tell: Callable[[str], None], number: int) -> None:
     """Say what a signal does; at the second one end the process at once."""
     if number > 1:
-        say("stopped; running requests were cut off")
+        tell("stopped; running requests were cut off")
         os._exit(130)  # waits for no thread
-    say("stopping: running requests finish first; Ctrl-C again stops at once")
+    tell("stopping: running requests finish first; Ctrl-C again stops at once")

@@ -211,7 +211,7 @@ def _parse_line(number: int, line: bytes) -> dict[str, Any]:
 
 
 def _check_id(value: Any) -> Id:
-    if isinstance(value, bool) or not isinstance(value, Id) or isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Id):
         raise GenerationError("the id is neither a string nor a number", "one, or none for the number of the line")
     return value
 

@@ -18,10 +18,11 @@ from starlette.routing import Route
 
 from mlxlm.server.endpoints import find_routes
 from mlxlm.server.errors import ErrorMiddleware, error_response
-from mlxlm.server.metrics import Metrics, RequestCounter
+from mlxlm.server.logs import RequestLog
+from mlxlm.server.metrics import Metrics
 from mlxlm.server.models import Models
 from mlxlm.server.options import OLLAMA_PORT
-from mlxlm.server.schemas import UnknownFields
+from mlxlm.server.request_body import UnknownFields
 from mlxlm.server.security import AccessMiddleware, AccessRules
 from mlxlm.server.stored_responses import StoredResponses
 
@@ -73,7 +74,7 @@ def make_app(
     ]
     metrics = Metrics(models)
     middleware = [
-        Middleware(RequestCounter, metrics, [route.path for route in all_routes]),
+        Middleware(RequestLog, metrics, [route.path for route in all_routes]),
         Middleware(ErrorMiddleware),
         Middleware(AccessMiddleware, rules),
     ]

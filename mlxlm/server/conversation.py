@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mlxlm.chat.messages import Message, parse_tools
 from mlxlm.chat.reasoning import CLOSE
@@ -15,8 +15,43 @@ from mlxlm.generation.constraint import Grammar
 from mlxlm.generation.request import context_limit
 from mlxlm.server.errors import ApiError, invalid
 from mlxlm.server.models import ServedModel
+from mlxlm.server.schemas import Fields
 from mlxlm.server.text import Text, sample_requests
 from mlxlm.utils.errors import GenerationError, TokenizerError
+
+
+class ToolFields(Fields):
+    """An entry of `tools` in any API. The model is only offered functions: others are run by another server.
+
+    Attributes:
+        type: What it is: `function_type` for a function.
+    """
+
+    function_type: ClassVar[str] = "function"
+    type: str
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it isn't a function."""
+        return self.type != self.function_type
+
+    def to_chat(self) -> dict[str, Any]:
+        """The function as in chat completions."""
+        return self.model_dump(exclude_none=True)
+
+
+def functions_of(tools: Sequence[ToolFields] | None) -> list[dict[str, Any]]:
+    """The functions among the tools of a request, as in chat completions."""
+    return [tool.to_chat() for tool in tools or () if not tool.is_left_out]
+
+
+def check_offered(name: Any, tools: Sequence[ToolFields] | None) -> None:
+    """Raise ApiError if `tool_choice` has the name or type of a tool that is left out."""
+    left_out = [(tool.type, getattr(tool, "name", None)) for tool in tools or () if tool.is_left_out]
+    if isinstance(name, str) and any(name in names for names in left_out):
+        raise invalid(
+            f"tool_choice is {name[:100]}, a tool that this server doesn't run (try: a function)", "tool_choice"
+        )
 
 
 @dataclass(frozen=True)
@@ -42,27 +77,31 @@ class ToolUse:
             raise invalid(str(error), "tools") from None
 
     @classmethod
-    def from_openai(cls, tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-        """From tools as in chat completions, and `tool_choice` and `parallel_tool_calls` of OpenAI's APIs.
+    def from_openai(cls, tools: Sequence[ToolFields] | None, choice: Any, parallel: bool | None) -> ToolUse:
+        """From `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's APIs.
 
         Raises:
             ApiError: For an invalid `tool_choice`.
         """
-        use = cls(tuple(tools or ()), "auto" if choice is None else choice, parallel is not False)
-        if not isinstance(choice, dict) or choice.get("type") not in ("function", "allowed_tools"):
+        choice = {None: "auto", "any": "required"}.get(choice, choice) if isinstance(choice, str | None) else choice
+        use = cls(functions_of(tools), choice, parallel is not False)
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind not in ("function", "allowed_tools"):
+            check_offered(kind, tools)
             return use  # `tool_grammar` checks it
-        if choice["type"] == "function":
+        if kind == "function":
             function = choice.get("function", choice)  # the Responses API has the name next to the type
             return replace(use, choice=named_tool(function.get("name") if isinstance(function, dict) else None))
         settings = choice.get("allowed_tools", choice)
         try:
-            names = frozenset(entry.get("name") or entry["function"]["name"] for entry in settings["tools"])
+            functions = [entry for entry in settings["tools"] if entry.get("type", "function") == "function"]
+            names = frozenset(entry.get("name") or entry["function"]["name"] for entry in functions)
             known = {tool["function"]["name"] for tool in use.tools}
             if not names or not names <= known or settings["mode"] not in ("auto", "required"):
                 raise ValueError
         except (KeyError, TypeError, AttributeError, ValueError):
             raise invalid(
-                'tool_choice doesn\'t name tools of the request, with the mode "auto" or "required"', "tool_choice"
+                'tool_choice doesn\'t name functions of the request, with the mode "auto" or "required"', "tool_choice"
             ) from None
         return replace(use, choice=settings["mode"], allowed=names)
 

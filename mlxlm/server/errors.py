@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,11 +16,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend.error_text import describe_error, device_error
+from mlxlm.config.option import options_of
+from mlxlm.generation import GenerationOptions
 from mlxlm.utils.errors import GenerationError, MemoryLimitError, MlxlmError, TokenizerError, one_line
 
 logger = logging.getLogger("mlxlm.server")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the request that is being handled
+
+GIVEN_NAMES = "mlxlm.given_names"  # key of a request's scope: {our name of an option: the client's}
+_OPTION = re.compile(rf"\b({'|'.join(options_of(GenerationOptions))})\b")
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -105,13 +112,23 @@ def is_ollama(path: str) -> bool:
     return path.startswith("/api/") and not path.startswith(("/api/v0/", "/api/v1/"))
 
 
-def to_api_error(error: Exception) -> ApiError:
-    """Convert any exception. Those that aren't the request's fault are logged with their traceback."""
+def to_api_error(error: Exception, given_names: Mapping[str, str] | None = None) -> ApiError:
+    """Convert any exception. Those that aren't the request's fault are logged with their traceback.
+
+    Args:
+        error: The exception.
+        given_names: {our name of an option: the request's}, for the message.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MemoryLimitError):
         return unavailable(client_message(error))
-    if isinstance(error, GenerationError | TokenizerError):
+    if isinstance(error, GenerationError):
+        names = given_names or {}
+        message = _OPTION.sub(lambda option: names.get(option[0], option[0]), client_message(error))
+        first = _OPTION.search(error.message)
+        return invalid(message, names.get(first[0], first[0]) if first else None)
+    if isinstance(error, TokenizerError):
         return invalid(client_message(error))
     if failure := device_error(error):
         logger.error("%s in %s", failure, request_id.get())
@@ -146,7 +163,7 @@ class ErrorMiddleware:
         except Exception as error:
             if started or scope["type"] != "http":
                 raise  # closes the connection
-            await to_api_error(error).response(scope["path"])(scope, receive, send)
+            await to_api_error(error, scope.get(GIVEN_NAMES)).response(scope["path"])(scope, receive, send)
         except asyncio.CancelledError:  # at shutdown, after --shutdown-timeout
             if started:
                 raise

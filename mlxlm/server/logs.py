@@ -1,12 +1,24 @@
-"""The log of the server: lines of text or JSON objects on standard error."""
+"""The log of the server: a line per request, as text or as a JSON object, on standard error."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 
-from mlxlm.server.errors import request_id
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxlm.server.errors import new_id, request_id
+from mlxlm.server.metrics import MODEL, Metrics
+from mlxlm.utils.errors import one_line
+
+logger = logging.getLogger("mlxlm.server")
+
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")  # printable, without spaces
 
 
 class JSONFormatter(logging.Formatter):
@@ -17,8 +29,8 @@ class JSONFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        values = {"time": time, "level": record.levelname.lower(), "message": record.getMessage()}
+        created = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        values = {"time": created, "level": record.levelname.lower(), "message": record.getMessage()}
         if id := request_id.get():
             values["request_id"] = id
         values |= getattr(record, "fields", {})
@@ -41,3 +53,52 @@ def log_to_stderr(level: str, log_format: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(max(getattr(logging, level.upper()), least))
+
+
+class RequestLog:
+    """Logs one line per request, without its content, gives it an ID, and counts it in the metrics.
+
+    Args:
+        app: The application.
+        metrics: Its metrics.
+        endpoints: The paths that have metrics of their own.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
+        self._app, self._metrics = app, metrics
+        self._endpoints = {path.replace(":path", "") for path in endpoints}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, start = 499, time.monotonic()  # 499: the client disconnected before the response
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id.set(id := given if _CLIENT_ID.fullmatch(given) else new_id("req_"))
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = id  # the name of OpenAI, and that of Anthropic
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting_send)
+        finally:
+            path = endpoint = scope["path"]
+            for name, value in scope.get("path_params", {}).items():
+                endpoint = endpoint.replace(value, f"{{{name}}}")
+            endpoint = endpoint if endpoint in self._endpoints else "other"
+            model, seconds = scope.get(MODEL, ""), time.monotonic() - start
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.duration.labels(endpoint, model).observe(seconds)
+            level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
+            left = ", the client disconnected" if scope.get("mlxlm.client_left") else ""
+            method, shown = scope["method"], one_line(path[:200])
+            fields = {"method": method, "path": shown, "status": status, "seconds": round(seconds, 4)}
+            fields |= {"model": model} if model else {}
+            text = "%s %s %d, %.2f s%s, %s"
+            logger.log(level, text, method, shown, status, seconds, left, id, extra={"fields": fields})

@@ -1,30 +1,20 @@
-"""Metrics for Prometheus, and the log of requests."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
-import logging
-import re
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend import platform
 from mlxlm.generation import GenerationResult
-from mlxlm.server.errors import new_id, request_id
 from mlxlm.server.models import Models
-from mlxlm.utils.errors import one_line
-
-logger = logging.getLogger("mlxlm.server")
 
 MODEL = "mlxlm.model"  # key of a request's scope: the name of the model that answers it
 
-_CLIENT_ID = re.compile(r"[!-~]{1,128}")  # printable, without spaces
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -45,8 +35,9 @@ class Metrics:
         )
         self.first_token = seconds("mlxlm_time_to_first_token_seconds", "Time to the first token", ["model"])
         self.queue = seconds("mlxlm_queue_seconds", "Time until the engine began to read the prompt", ["model"])
-        text = "Mean time between two tokens of a text"
-        self.inter_token = seconds("mlxlm_inter_token_seconds", text, ["model"], buckets=_TOKEN_SECONDS)
+        self.inter_token = seconds(
+            "mlxlm_inter_token_seconds", "Time between two tokens of a text", ["model"], buckets=_TOKEN_SECONDS
+        )
         self.registry.register(_Gauges(models))
 
     def add_result(self, model: str, result: GenerationResult) -> None:
@@ -56,8 +47,6 @@ class Metrics:
         self.generated_tokens.labels(model).inc(len(result.tokens))
         if result.timings.queue_seconds is not None:
             self.queue.labels(model).observe(result.timings.queue_seconds)
-        if result.timings.tokens_per_second:
-            self.inter_token.labels(model).observe(1 / result.timings.tokens_per_second)
 
 
 class _Gauges(Collector):
@@ -87,42 +76,3 @@ class _Gauges(Collector):
         yield gauge
         memory = platform.process_memory()
         yield GaugeMetricFamily("mlxlm_process_resident_memory_bytes", "Memory of the process", memory)
-
-
-class RequestCounter:
-    """Counts requests by endpoint and status, gives them an ID, and logs one line per request, without its content."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Collection[str]):
-        self._app, self._metrics, self._endpoints = app, metrics, frozenset(endpoints)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, start = 499, time.monotonic()  # 499: the client disconnected before the response
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id.set(id := given if _CLIENT_ID.fullmatch(given) else new_id("req_"))
-
-        async def counting_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = id  # the name of OpenAI, and that of Anthropic
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting_send)
-        finally:
-            path, known = scope["path"], scope["path"] in self._endpoints
-            endpoint, model, seconds = path if known else "other", scope.get(MODEL, ""), time.monotonic() - start
-            self._metrics.requests.labels(endpoint, str(status)).inc()
-            self._metrics.duration.labels(endpoint, model).observe(seconds)
-            level = logging.INFO if scope["method"] == "POST" or status >= 400 else logging.DEBUG
-            left = ", the client disconnected" if scope.get("mlxlm.client_left") else ""
-            method, shown = scope["method"], one_line(path[:200])
-            fields = {"method": method, "path": shown, "status": status, "seconds": round(seconds, 4)}
-            fields |= {"model": model} if model else {}
-            text = "%s %s %d, %.2f s%s, %s"
-            logger.log(level, text, method, shown, status, seconds, left, id, extra={"fields": fields})

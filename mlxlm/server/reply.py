@@ -92,7 +92,8 @@ class Reply(ABC):
     def progress(self) -> bytes:
         """What keeps a stream without chunks open: a comment, which clients ignore."""
         of = sum(len(text.request.prompt) for text in self.texts)
-        read = sum(text.stream.num_read for text in self.texts)
+        # The last token of a prompt is read with the first new one.
+        read = sum(len(t.request.prompt) if t.stream.num_generated else t.stream.num_read for t in self.texts)
         return f": reading the prompt, {read} of {of} tokens\n\n".encode() if read < of else b": generating\n\n"
 
 
@@ -303,7 +304,9 @@ async def _chunks(reply: Reply, metrics: Metrics) -> AsyncGenerator[tuple[Text, 
         except Exception as error:
             await queue.put(error)
 
-    start, first = monotonic(), True
+    start, times = monotonic(), dict[Text, float]()  # of the last token
+    first_token = metrics.first_token.labels(reply.model.name)
+    inter_token = metrics.inter_token.labels(reply.model.name)
     tasks = [asyncio.create_task(read(text)) for text in reply.texts]
     try:
         left = len(tasks)
@@ -319,9 +322,14 @@ async def _chunks(reply: Reply, metrics: Metrics) -> AsyncGenerator[tuple[Text, 
             if item is None:
                 left -= 1
                 continue
-            if first:
-                first = False
-                metrics.first_token.labels(reply.model.name).observe(monotonic() - start)
+            text, chunk = item
+            if chunk.token is not None:
+                now = monotonic()
+                if not times:
+                    first_token.observe(now - start)
+                if text in times:
+                    inter_token.observe(now - times[text])
+                times[text] = now
             yield item
     finally:
         for task in tasks:

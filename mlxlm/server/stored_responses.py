@@ -68,7 +68,10 @@ class StoredResponses:
             return value
         if self._has_file(id):
             read = partial(read_json_object, self._path(id), MAX_FILE_BYTES, CheckpointError)
-            return await asyncio.get_running_loop().run_in_executor(self._disk, read)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._disk, read)
+            except CheckpointError as error:
+                logger.error("a response can't be read: %s", error)
         problem = f"there is no response {id[:100]!r}: it had store: false, was deleted, or is too old"
         code = "previous_response_not_found" if param else "not_found"
         raise ApiError(400 if param else 404, problem, param=param, code=code)

@@ -23,7 +23,6 @@ from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.result import TokenLogprob, TokenLogprobs
 from mlxlm.server.errors import ApiError, client_message, invalid
 from mlxlm.server.models import ServedModel
-from mlxlm.server.schemas import option_in
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError, MemoryLimitError
 
@@ -120,19 +119,17 @@ class Text:
         """Begin to generate the text.
 
         Raises:
-            ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
-            MemoryLimitError: Memory has no room for the prompt.
+            ApiError: 400 for a prompt that is too long, 429 if too many texts wait already.
+            GenerationError: The model can't serve the prompt or its options, or memory has no room for them.
         """
         try:
             self.stream = model.engine.submit(self.request)
         except QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "2"}) from None
-        except MemoryLimitError:
-            raise  # a 503: it isn't the request's fault
         except GenerationError as error:
-            too_long = len(self.request.prompt) >= model.context_length
-            code = "context_length_exceeded" if too_long else None
-            raise invalid(client_message(error), option_in(error.message), code) from None
+            if isinstance(error, MemoryLimitError) or len(self.request.prompt) < model.context_length:
+                raise
+            raise invalid(client_message(error), code="context_length_exceeded") from None
         return self.stream
 
     @property

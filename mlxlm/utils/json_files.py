@@ -54,11 +54,16 @@ def parse_json(
         name: What error messages call it.
         error_type: The error for content that is not JSON.
         hint: The hint of that error.
-        strict: Refuse what parsers treat differently: duplicate keys, NaN and infinities.
+        strict: Refuse what parsers treat differently: duplicate keys, NaN, infinities, and numbers like 1e999.
     """
 
     def refuse_constant(constant: str) -> None:
         raise error_type(f"{name} has {constant}, which is not a JSON value", hint)
+
+    def finite(number: str) -> float:
+        if math.isinf(value := float(number)):
+            raise error_type(f"{name} has {number[:20]}, which is too large for a number", hint)
+        return value
 
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
@@ -70,7 +75,9 @@ def parse_json(
     text = decode_utf8(content, name, error_type, hint, "utf-8" if strict else "utf-8-sig")
     try:
         if strict:
-            return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
+            return json.loads(
+                text, parse_float=finite, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates
+            )
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise error_type(f"{name} is not JSON: {error.msg} at character {error.pos + 1}", hint) from None

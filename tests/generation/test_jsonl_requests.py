@@ -201,7 +201,7 @@ def test_ids_are_unique_as_texts(reader):
         ('{"prompt": "\\ud800"}', "the text has a lone surrogate"),
         ('{"id": true, "prompt": "a"}', "the id is neither a string nor a number"),
         ('{"id": null, "prompt": "a"}', "the id is neither a string nor a number"),
-        ('{"id": 1e999, "prompt": "a"}', "the id is neither a string nor a number"),
+        ('{"id": 1e999, "prompt": "a"}', "the line has 1e999, which is too large for a number"),
         ('{"id": ["a"], "prompt": "a"}', "the id is neither a string nor a number"),
     ],
 )

@@ -97,7 +97,6 @@ def test_what_anthropics_servers_would_do_is_left_out(api, caplog):
     caplog.set_level("INFO", "mlxlm.server")
     schema = {"type": "object", "properties": {}}
     cached = {"cache_control": {"type": "ephemeral"}}
-    search = {"type": "web_search_20250305", "name": "web_search"}
     tool = {"name": "f", "input_schema": schema, "defer_loading": True, "input_examples": [{}], **cached}
     results = [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}]
     turns = [{"role": "assistant", "content": results}, {"role": "user", "content": "And?"}]
@@ -106,15 +105,12 @@ def test_what_anthropics_servers_would_do_is_left_out(api, caplog):
     extra = {"mcp_servers": [], **cached}
     counts = [
         api.messages.count_tokens(**body, tools=tools, extra_body=extra).input_tokens
-        for tools in ([tool], [tool, search], [{"name": "f", "input_schema": schema}])
+        for tools in ([tool], [{"name": "f", "input_schema": schema}])
     ]
     assert len(set(counts)) == 1 and counts[0] > api.messages.count_tokens(**body).input_tokens
-    assert api.messages.create(**body, tools=[tool, search], max_tokens=1, extra_body=extra).content
+    assert api.messages.create(**body, tools=[tool], max_tokens=1, extra_body=extra).content
     ignored = [message.partition(" of ")[0] for message in caplog.messages if "ignoring" in message]
-    assert ignored == [
-        "ignoring the parameter messages.content.type=web_search_tool_result",
-        "ignoring the parameter tools.type=web_search_20250305",
-    ]
+    assert ignored == ["ignoring the parameter messages.content.type=web_search_tool_result"]
     with pytest.raises(anthropic.BadRequestError, match="mcp_servers isn't supported"):
         api.messages.create(**OPTIONS | {"extra_body": {"mcp_servers": [{"url": "https://example.org"}]}})
 

@@ -46,6 +46,7 @@ def test_metrics(client):
     client.post("/v1/chat/completions", json={**HELLO, "max_tokens": 7})
     client.post("/v1/chat/completions", json={})
     client.get("/nothing/of/this")
+    client.get("/v1/models/tiny")
     lines = dict(line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if line[0] != "#")
     assert lines['mlxlm_requests_total{endpoint="/v1/chat/completions",status="200"}'] == "1.0"
     assert lines['mlxlm_requests_total{endpoint="/v1/chat/completions",status="400"}'] == "1.0"
@@ -56,7 +57,8 @@ def test_metrics(client):
     assert lines['mlxlm_running{model="tiny"}'] == lines['mlxlm_waiting{model="tiny"}'] == "0.0"
     for name in ('request_duration_seconds_count{endpoint="/v1/chat/completions",', "queue_seconds_count{"):
         assert lines[f'mlxlm_{name}model="tiny"}}'] == "1.0"
-    assert lines['mlxlm_inter_token_seconds_count{model="tiny"}'] == "1.0"
+    assert lines['mlxlm_inter_token_seconds_count{model="tiny"}'] == "6.0"
+    assert lines['mlxlm_request_duration_seconds_count{endpoint="/v1/models/{id}",model=""}'] == "1.0"
     assert lines['mlxlm_request_duration_seconds_count{endpoint="other",model=""}'] == "1.0"
     assert float(lines["mlxlm_process_resident_memory_bytes"]) > 1e6
     assert {'mlxlm_kv_bytes{model="tiny"}', 'mlxlm_prefix_cache_bytes{model="tiny"}'} <= set(lines)

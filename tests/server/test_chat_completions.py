@@ -66,11 +66,6 @@ def test_a_single_text_with_a_seed_is_deterministic(options, n, wanted):
     assert {request.options.is_deterministic for request in requests} == {wanted}
 
 
-def test_limits_under_both_names(chat):
-    assert chat(max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
-    assert chat(max_tokens=4, max_completion_tokens=4)["usage"]["completion_tokens"] == 4
-
-
 def test_json_object_and_schema(chat):
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}

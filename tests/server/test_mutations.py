@@ -17,7 +17,7 @@ from mlxlm.server.endpoints.messages import MessagesRequest
 from mlxlm.server.endpoints.ollama import ChatRequest, GenerateRequest
 from mlxlm.server.endpoints.responses import ResponseRequest
 from mlxlm.server.endpoints.tokens import TokenizeRequest
-from mlxlm.server.schemas import NAMES, UNSUPPORTED
+from mlxlm.server.other_servers import NAMES, UNSUPPORTED
 from tests.server.apis import PATHS
 from tests.server.test_errors import VALID, check_error
 from tests.server.test_tools import CALL, NAMED, NOTHING, PARAMETERS, WEATHER

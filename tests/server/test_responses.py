@@ -15,16 +15,6 @@ from tests.server.conftest import CONTEXT
 from tests.server.test_tools import CALL, WEATHER
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
-OTHER_TOOLS = [
-    {"type": "web_search", "external_web_access": True},
-    {"type": "local_shell"},
-    {
-        "type": "custom",
-        "name": "apply_patch",
-        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
-    },
-    {"type": "namespace", "name": "mcp", "tools": [FUNCTION]},
-]
 
 
 @pytest.fixture
@@ -110,6 +100,15 @@ def test_a_folder_outlives_the_server(models, ask, tmp_path):
         assert ask(client, previous_response_id="../../secret")["error"]["code"] == "previous_response_not_found"
 
 
+def test_a_damaged_file_is_like_none(models, ask, tmp_path, caplog):
+    id = f"resp_{'0' * 24}"
+    (tmp_path / f"{id}.json").write_text('{"response"')
+    with TestClient(make_app(models, responses_dir=tmp_path)) as client:
+        assert client.get(f"/v1/responses/{id}").status_code == 404
+        assert ask(client, previous_response_id=id)["error"]["code"] == "previous_response_not_found"
+    assert "a response can't be read" in caplog.text
+
+
 def test_a_folder_that_cannot_be_written_to_is_logged(models, ask, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with TestClient(make_app(models, responses_dir=tmp_path / "file")) as client:
@@ -123,19 +122,6 @@ def test_items_by_reference(ask):
     items = [user("Hello!"), {"type": "item_reference", "id": first["output"][0]["id"]}, user("And?")]
     assert text_of(ask(input=items)) == text_of(ask(input="And?", previous_response_id=first["id"]))
     assert ask(input=[{"type": "item_reference", "id": "msg_1"}])["error"]["param"] == "input.0.id"
-
-
-def test_tools_that_it_does_not_run_are_left_out(ask, caplog):
-    caplog.set_level("INFO", "mlxlm.server")
-    plain = ask(tools=[FUNCTION])
-    other = ask(tools=[*OTHER_TOOLS, FUNCTION], tool_choice="auto", client_metadata={"a": "b"}, include=["x"])
-    assert other["usage"]["input_tokens"] == plain["usage"]["input_tokens"] and len(other["tools"]) == 5
-    assert ask(tools=OTHER_TOOLS)["usage"]["input_tokens"] == ask()["usage"]["input_tokens"]
-    ignored = [message for message in caplog.messages if "ignoring" in message]
-    kinds = ("web_search", "local_shell", "custom", "namespace")
-    assert ignored == [f"ignoring the parameter tools.type={kind} of /v1/responses" for kind in kinds]
-    assert ask(tools=OTHER_TOOLS, tool_choice="required")["error"]["param"] == "tool_choice"
-    assert ask(tools=[{"type": "function"}])["error"]["param"] == "tools"
 
 
 def called(name, arguments):
@@ -195,6 +181,11 @@ def test_items_of_other_types(ask, items, same):
 )
 def test_incomplete_items_are_refused(ask, item):
     assert ask(input=[user("Hi"), item])["error"]["param"].startswith("input.1")
+
+
+def test_an_input_without_messages_is_refused(ask):
+    assert ask(input=[{"type": "web_search_call", "id": "ws"}])["error"]["param"] == "input"
+    assert ask(input=[])["error"]["message"] == "input: it should have at least 1 item, not 0"
 
 
 def test_truncation_drops_the_oldest_turns(client, ask):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from mlxlm.server import run, schemas
+from mlxlm.server import request_body, run
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings, ServedModel
 from tests.paths import ROOT
@@ -142,7 +142,7 @@ def test_a_second_request_on_a_connection_is_dropped_too(live, monkeypatch):
 
 
 def test_slow_bodies_are_dropped(live, monkeypatch):
-    monkeypatch.setattr(schemas, "BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT", 0.1)
     connection = raw_connection(live, post(b"{" + b" " * 100)[:-50])
     assert b" 408 " in read_to_end(connection)
 
@@ -180,12 +180,12 @@ def test_a_port_in_use(live):
 class Process:
     """`mlxlm serve` as a user starts it, with the lines that it prints."""
 
-    def __init__(self, folder, *options):
+    def __init__(self, folder, *options, last_line="curl"):
         command = [sys.executable, str(ROOT / "cli.py"), "serve", str(folder), "--port", "0", *options]
         environment = {**os.environ, "MLXLM_API_KEY": ""}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines = []
-        while not self.lines or "curl" not in self.lines[-1]:
+        while not self.lines or last_line not in self.lines[-1]:
             line = self.process.stderr.readline()
             assert line, self.lines
             self.lines.append(line)
@@ -223,11 +223,13 @@ def long_stream(server):
 
 
 def test_a_second_signal_ends_at_once(model_folder):
-    with Process(model_folder) as server, long_stream(server):
+    with Process(model_folder, "--log-format", "json", last_line="Serving") as server, long_stream(server):
         for _ in range(2):
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.2)
         assert server.process.wait(2) == 130
+        lines = [json.loads(line) for line in [*server.lines, *server.process.stderr]]
+        assert ["stopping" in line["message"] for line in lines].count(True) == 1 and len(lines) >= 3
 
 
 def test_the_time_to_finish_is_limited(model_folder):

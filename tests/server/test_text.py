@@ -65,6 +65,15 @@ def test_calls_in_one_chunk_have_their_own_index():
     assert [call["index"] for delta in deltas for call in delta.get("tool_calls", ())] == [0, 0, 1, 1]
 
 
+def test_progress_until_all_texts_have_begun():
+    texts = [Text(n, Request([1, 2, 3], GenerationOptions())) for n in range(2)]
+    reply = _ChatCompletion(SimpleNamespace(name="tiny"), texts, ChatCompletionRequest.model_validate(HELLO), {})
+    for num_generated, expected in ((0, b": reading the prompt, 5 of 6 tokens\n\n"), (1, b": generating\n\n")):
+        texts[0].stream = SimpleNamespace(num_read=2, num_generated=1)
+        texts[1].stream = SimpleNamespace(num_read=2, num_generated=num_generated)
+        assert reply.progress() == expected
+
+
 def test_parts_begin_and_end_in_turn():
     model = SimpleNamespace(name="tiny", lm=SimpleNamespace(tokenizer=None))
     text = Text(0, Request([1], GenerationOptions()), "", JSON_FORMAT)

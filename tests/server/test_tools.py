@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from starlette.testclient import TestClient
 
+from mlxlm.server.app import make_app
+from tests.server.apis import PATHS, body_for
 from tests.server.conftest import HELLO
 
 PARAMETERS = {
@@ -16,6 +19,7 @@ PARAMETERS = {
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS}}
 NOTHING = {"type": "function", "function": {"name": "nothing", "parameters": {"type": "object", "properties": {}}}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
+OTHER = {"type": "custom", "custom": {"name": "f"}}  # which this server leaves out
 CALL = {
     "id": "call_1",
     "type": "function",
@@ -51,7 +55,8 @@ def test_a_call_has_openais_form(call):
 def test_required_and_allowed_tools(call):
     for choice, names in (
         ("required", {"get_weather", "nothing"}),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, {"get_weather"}),
+        ("any", {"get_weather", "nothing"}),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED, OTHER]}}, {"get_weather"}),
     ):
         [made] = call(tool_choice=choice)["choices"][0]["message"]["tool_calls"]
         assert made["function"]["name"] in names
@@ -77,7 +82,7 @@ def test_results_go_back_to_the_model(chat, client):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
@@ -99,6 +104,39 @@ def test_results_go_back_to_the_model(chat, client):
 def test_invalid_tools(chat, fields, param):
     error = chat(**fields)["error"]
     assert error["param"] == param
+
+
+LEFT_OUT = {
+    "chat": ([OTHER], OTHER),
+    "responses": (
+        [{"type": kind, "name": "f"} for kind in ("web_search", "local_shell", "custom", "namespace")],
+        {"type": "custom", "name": "f"},
+    ),
+    "messages": ([{"type": "web_search_20250305", "name": "web_search"}], {"type": "tool", "name": "web_search"}),
+}
+
+
+@pytest.mark.parametrize("api", LEFT_OUT)
+def test_tools_that_the_server_does_not_run_are_left_out(client, models, caplog, api):
+    caplog.set_level("INFO", "mlxlm.server")
+    others, choice = LEFT_OUT[api]
+    body = body_for(api, tools=[WEATHER], max_tokens=5)
+
+    def ask(client=client, **fields):
+        return client.post(PATHS[api], json={**body, **fields})
+
+    def num_tokens(*tools):
+        usage = ask(tools=list(tools)).json()["usage"]
+        return usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+
+    assert num_tokens(*others, *body["tools"]) == num_tokens(*body["tools"]) > num_tokens(*others) == num_tokens()
+    ignored = [message for message in caplog.messages if "ignoring" in message]
+    kinds = [tool["type"] for tool in others]
+    assert ignored == [f"ignoring the parameter tools.type={kind} of {PATHS[api]}" for kind in kinds]
+    refused = ask(tools=[*others, *body["tools"]], tool_choice=choice)
+    assert refused.status_code == 400 and "a tool that this server doesn't run" in refused.json()["error"]["message"]
+    with TestClient(make_app(models, strict=True)) as strict:
+        assert ask(strict).status_code == 200 and ask(strict, tools=others).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -150,3 +188,5 @@ def test_messages_that_are_sent_back_may_have_more_fields(client):
     assert tokens(reasoning="r") == tokens(reasoning_content="r") == tokens(thinking="r")
     arguments = {"tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": {"city": "Ulm", "days": 2}}}]}
     assert tokens(**arguments) == tokens(tool_calls=[CALL])
+    calls = [[{**CALL, "function": {"name": "get_weather", "arguments": text}}] for text in ("", "{}")]
+    assert tokens(tool_calls=calls[0]) == tokens(tool_calls=calls[1])

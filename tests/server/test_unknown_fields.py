@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from starlette.testclient import TestClient
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.app import make_app
 from mlxlm.server.endpoints.chat_completions import ChatCompletionRequest, ChatMessage
-from mlxlm.server.schemas import NAMES, UNSUPPORTED, WITHOUT_EFFECT, SamplingFields, TemplateFields
+from mlxlm.server.other_servers import NAMES, UNSUPPORTED, WITHOUT_EFFECT
+from mlxlm.server.schemas import SamplingFields, TemplateFields
 from tests.server.apis import PATHS, body_for
 from tests.server.conftest import HELLO
 from tests.server.test_tools import WEATHER
@@ -31,6 +33,11 @@ def logged(caplog):
     [
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1, "repetition_context_size": 16384}),
         ({"repetition_penalty": 0}, {"repetition_penalty": 1.0}),
+        ({"repeat_penalty": 1.3, "repeat_last_n": 0}, {"repetition_penalty": 1.0, "repetition_context_size": 64}),
+        ({"temperature": 1e-8}, {"temperature": 0.0}),
+        ({"logit_bias": [[5, 1.5], [6, False]]}, {"logit_bias": {5: 1.5, 6: -100.0}}),
+        ({"logit_bias": []}, {"logit_bias": {}}),
+        ({"grammar": "", "guided_choice": "a"}, {"choice": ("a",), "grammar": None}),
         ({"num_predict": 5}, {"max_tokens": 5}),
         ({"n_predict": -1}, {"max_tokens": None}),
         ({"max_tokens": -2}, {"max_tokens": None}),
@@ -70,10 +77,11 @@ def test_other_names_are_in_the_docs():
         ({"mirostat": 2}, "mirostat"),
         ({"images": ["aGk="]}, "images"),
         ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages.images"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "guided_structural_tag"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": "a"}, "structured_outputs"),
         ({"grammar": 'root ::= "yes" | "no"'}, "grammar"),
-        ({"guided_grammar": 'root ::= "yes" | "no"'}, "grammar"),
-        ({"guided_json": SCHEMA, "regex": "a"}, "json_schema"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "guided_grammar"),
+        ({"guided_json": SCHEMA, "regex": "a"}, "guided_json"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ],
 )
@@ -82,6 +90,38 @@ def test_what_would_change_the_text_is_refused(chat, fields, named):
     assert error["param"] == named and error["type"] == "invalid_request_error"
     if "grammar" in named:
         assert "GBNF" in error["message"] and "Lark" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat", {"max_tokens": None, "n_predict": 1.5}, "n_predict"),
+        ("chat", {"repeat_last_n": -5}, "repeat_last_n"),
+        ("chat", {"guided_choice": []}, "guided_choice"),
+        ("chat", {"guided_regex": "("}, "guided_regex"),
+        ("chat", {"structured_outputs": {"json": {"type": "bool"}}}, "structured_outputs.json"),
+        ("chat", {"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ("chat", {"response_format": {"type": "json_object", "schema": {"type": "bool"}}}, "response_format"),
+        ("chat", {"messages": [{"role": "user", "content": "a", "thinking": 5}]}, "messages.0.thinking"),
+        ("chat", {"keep_alive": True}, "keep_alive"),
+        ("chat", {"think": 5}, "think"),
+        ("completions", {"n_predict": 0}, "n_predict"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": {"type": "bool"}}}}, "text.format"),
+        ("messages", {"max_tokens": 1, "stop_sequences": [5]}, "stop_sequences.0"),
+        ("ollama", {"options": {"num_predict": 0}}, "num_predict"),
+    ],
+)
+def test_errors_name_the_field_that_was_sent(client, path, fields, param):
+    inputs = {**HELLO, "prompt": "a"} if path == "completions" else HELLO
+    body = {**({"input": "a"} if path == "responses" else inputs), **fields}
+    response = client.post({**PATHS, "ollama": "/api/chat"}[path], json=body)
+    error = response.json()["error"]
+    message = error if path == "ollama" else error["message"]
+    assert response.status_code == 400 and re.search(rf"(^|\W){param.rpartition('.')[2]}\b", message)
+    assert "max_tokens" not in message.replace(param, "") and "json_schema" not in message
+    assert path in ("ollama", "messages") or error["param"] == param
 
 
 @pytest.mark.parametrize("api", [api for api in PATHS if api not in ("chat", "completions")])
@@ -100,7 +140,7 @@ def test_an_unknown_field_is_logged_once(chat, logged):
 
 
 def test_the_log_of_unknown_fields_is_bounded(chat, logged, monkeypatch):
-    monkeypatch.setattr("mlxlm.server.schemas._MAX_LOGGED", 5)
+    monkeypatch.setattr("mlxlm.server.request_body._MAX_LOGGED", 5)
     chat(**{f"a{number}\n{'x' * 1000}": 1 for number in range(100)}, max_tokens=1)
     assert len(logged()) == 5 and all(len(line) < 200 and "\n" not in line for line in logged())
 
@@ -150,17 +190,19 @@ def test_tokens_that_end_the_text(chat, served):
     assert other["choices"][0]["message"]["content"] == ""
 
 
-@pytest.mark.parametrize("api", PATHS)
-def test_keep_alive_is_for_the_model(client, models, monkeypatch, api):
+@pytest.mark.parametrize(
+    ("api", "fields"), [*((api, {}) for api in PATHS), ("completions", {"max_tokens": 0, "echo": True})]
+)
+def test_keep_alive_is_for_the_model(client, models, monkeypatch, api, fields):
     given, use = [], models.use
 
     def recorded(name, keep_alive=None):
         given.append(keep_alive)
         return use(name, keep_alive)
 
+    def ask(keep_alive):
+        return client.post(PATHS[api], json={**body_for(api), **fields, "keep_alive": keep_alive})
+
     monkeypatch.setattr(models, "use", recorded)
-    assert client.post(PATHS[api], json={**body_for(api), "keep_alive": "5m"}).status_code == 200
-    assert given == ["5m"]
-    assert (
-        "keep_alive" in client.post(PATHS[api], json={**body_for(api), "keep_alive": "soon"}).json()["error"]["message"]
-    )
+    assert ask("5m").status_code == 200 and given == ["5m"]
+    assert "keep_alive" in ask("soon").json()["error"]["message"]

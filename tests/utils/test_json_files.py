@@ -41,6 +41,7 @@ def test_what_is_not_json(content, message):
     [
         (b'{"a": {"b": 1, "c": 2, "b": 3}}', 'x has "b" twice'),
         (b'{"a": NaN}', "x has NaN, which is not a JSON value"),
+        (b'{"a": -1e999}', "x has -1e999, which is too large for a number"),
         (b'{"a": -Infinity}', "x has -Infinity"),
         (b"[1]", "x is not a JSON object"),
     ],

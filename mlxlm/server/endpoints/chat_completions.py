@@ -14,44 +14,24 @@ from starlette.responses import Response
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse, named_tool
+from mlxlm.server.conversation import Conversation, ToolFields, ToolUse, named_tool
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import ChoicesReply, Event, respond
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChoicesRequest,
     Fields,
+    Format,
     JsonText,
     TemplateFields,
     TextContent,
-    read_body,
+    TextFormat,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
-
-
-class JsonSchema(Fields):
-    """The schema of `response_format`."""
-
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None  # no effect: the schema is always enforced
-
-
-class ResponseFormat(Fields):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    llama_cpp_schema: dict[str, Any] | None = Field(None, alias="schema")
-
-    @property
-    def given_schema(self) -> dict[str, Any] | None:
-        """The schema, if it has one."""
-        return self.json_schema.json_schema if self.json_schema else self.llama_cpp_schema
 
 
 class ToolFunction(Fields):
@@ -63,11 +43,16 @@ class ToolFunction(Fields):
     strict: bool | None = None
 
 
-class Tool(Fields):
+class Tool(ToolFields):
     """An entry of `tools`."""
 
-    type: Literal["function"]
-    function: ToolFunction
+    function: ToolFunction | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Tool:
+        if self.function is None and not self.is_left_out:
+            raise ValueError("a tool of the type function needs function")
+        return self
 
 
 class CalledFunction(Fields):
@@ -124,7 +109,7 @@ class ChatCompletionRequest(ChoicesRequest, TemplateFields):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
+    response_format: Format = TextFormat()
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -143,11 +128,10 @@ async def chat_completions(request: Request) -> Response:
 
 def _tool_use(body: ChatCompletionRequest) -> ToolUse:
     if not body.functions:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        return ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
+        return ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.tools:
         raise invalid("functions and tools (try: tools)", "functions")
-    tools = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in body.functions]
+    tools = [Tool(type="function", function=each) for each in body.functions]
     named = body.function_call
     return ToolUse.from_openai(tools, named_tool(named.get("name")) if isinstance(named, dict) else named, False)
 
@@ -161,12 +145,11 @@ async def _make_reply(body: ChatCompletionRequest, conversation: Conversation, m
 
 
 def _options(body: ChatCompletionRequest, defaults: GenerationOptions) -> GenerationOptions:
-    form = body.response_format or ResponseFormat.model_validate({"type": "text"})
     wants_logprobs = bool(body.top_logprobs) if body.logprobs is None else body.logprobs
     return body.options(
         defaults,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        json_schema=body.schema_of_format(form.type, form.given_schema, "response_format"),
+        json_schema=body.schema_of_format(body.response_format, "response_format"),
     )
 
 

@@ -21,10 +21,11 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import ChoicesReply, json_response, respond
-from mlxlm.server.schemas import MAX_PROMPTS, ChoicesRequest, Prompts, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import MAX_PROMPTS, ChoicesRequest, Prompts
 from mlxlm.server.text import Piece, Text, finite, sample_requests, token_text
 from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
-from mlxlm.utils.errors import TokenizerError
+from mlxlm.utils.errors import GenerationError, TokenizerError
 
 _MAX_TOKENS = 16  # OpenAI's default
 _MAX_LOGPROBS = 20
@@ -41,13 +42,13 @@ class CompletionRequest(ChoicesRequest):
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        """Raise ApiError for what isn't supported."""
+        """Raise ApiError or GenerationError for what isn't supported."""
         if self.best_of not in (None, self.n):
             raise invalid("best_of isn't supported (try: n)", "best_of")
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise invalid("with suffix, a prompt is a text", "prompt")
         if self.max_tokens == 0 and (self.stream or not self.echo):
-            raise invalid("max_tokens is 0 (try: 1, or echo without stream)", "max_tokens")
+            raise GenerationError("max_tokens is 0", "1, or echo without stream")
         if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
             raise invalid(f"logprobs is {self.logprobs} (try: 0 to {_MAX_LOGPROBS})", "logprobs")
         if len(self.prompt) * self.n > MAX_PROMPTS:
@@ -64,7 +65,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _echo_only(models: Models, body: CompletionRequest) -> dict[str, Any]:
-    async with models.use(body.model) as model:
+    async with models.use(body.model, body.keep_alive) as model:
         return (await _make_reply(body, model)).complete()
 
 

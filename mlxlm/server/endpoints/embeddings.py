@@ -18,7 +18,8 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import client_message, invalid
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import json_response
-from mlxlm.server.schemas import Fields, Prompts, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import Fields, Prompts
 from mlxlm.utils.errors import GenerationError
 
 

@@ -20,7 +20,8 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
-from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest
 from mlxlm.server.text import Piece, Text
 
 

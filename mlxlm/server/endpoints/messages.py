@@ -14,11 +14,12 @@ from starlette.responses import JSONResponse, Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
-from mlxlm.server.conversation import Conversation, ToolUse, named_tool
+from mlxlm.server.conversation import Conversation, ToolFields, ToolUse, check_offered, functions_of, named_tool
 from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import Event, Reply, respond
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -26,8 +27,8 @@ from mlxlm.server.schemas import (
     Schema,
     TemplateFields,
     TextContent,
+    TextFormat,
     TextRequest,
-    read_body,
     text_of_part,
 )
 from mlxlm.server.text import Part, Piece, Text
@@ -83,19 +84,15 @@ class AnthropicMessage(Fields):
     content: Blocks
 
 
-class AnthropicTool(Fields):
-    """A function that the model may call."""
+class AnthropicTool(ToolFields):
+    """An entry of `tools`."""
 
+    function_type = "custom"
     type: str = "custom"
     name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @property
-    def is_left_out(self) -> bool:
-        """Whether it is one of Anthropic's own tools."""
-        return self.type != "custom"
 
     @model_validator(mode="after")
     def _check(self) -> AnthropicTool:
@@ -104,24 +101,17 @@ class AnthropicTool(Fields):
         return self
 
     def to_chat(self) -> dict[str, Any]:
-        """The tool as in chat completions."""
+        """The function as in chat completions."""
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         given = {name: value for name, value in function.items() if value is not None}
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
-
-
-class OutputFormat(Fields):
-    """`output_config.format`."""
-
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Fields):
     """`output_config`."""
 
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: TextFormat | None = None
 
 
 def _check_edit(value: Any) -> Any:
@@ -143,8 +133,8 @@ class MessagesRequest(TextRequest, TemplateFields):
     system: TextContent | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # its earlier name for output_config.format
+    output_config: OutputConfig = OutputConfig()
+    output_format: TextFormat | None = None  # its earlier name for output_config.format
     context_management: ContextManagement | None = None
 
 
@@ -153,9 +143,8 @@ async def messages(request: Request) -> Response:
     body = await read_body(request, MessagesRequest)
     if body.max_tokens is None:
         raise invalid("max_tokens is missing", "max_tokens", "missing_required_parameter")
-    form, schema = (body.output_config or OutputConfig()).format or body.output_format, body.json_schema
-    if form is not None:
-        schema = body.schema_of_format(form.type, form.json_schema, "output_config.format")
+    form = body.output_config.format or body.output_format or TextFormat()
+    schema = body.schema_of_format(form, "output_config.format")
     return await respond(request, body, partial(_make_reply, body, schema, _conversation(body)))
 
 
@@ -167,7 +156,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _conversation(body: MessagesRequest) -> Conversation:
-    kwargs = body.template_kwargs(body.output_config.effort if body.output_config else None)
+    kwargs = body.template_kwargs(body.output_config.effort)
     return Conversation(_messages(body), kwargs, _tool_use(body))
 
 
@@ -197,13 +186,14 @@ def _to_message(message: AnthropicMessage) -> Message:
 
 
 def _tool_use(body: MessagesRequest) -> ToolUse:
-    tools = [tool.to_chat() for tool in body.tools or () if not tool.is_left_out]
     choice = body.tool_choice or {"type": "auto"}
     choices = {"auto": "auto", "any": "required", "none": "none", "tool": named_tool(choice.get("name"))}
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in choices:
         raise invalid(f"there is no tool_choice of this type (try: {', '.join(choices)})", "tool_choice.type")
-    return ToolUse(tools, choices[kind], not choice.get("disable_parallel_tool_use"))
+    if kind == "tool":
+        check_offered(choice.get("name"), body.tools)
+    return ToolUse(functions_of(body.tools), choices[kind], not choice.get("disable_parallel_tool_use"))
 
 
 async def _make_reply(

@@ -18,7 +18,8 @@ from mlxlm.server.endpoints import routes
 from mlxlm.server.errors import invalid
 from mlxlm.server.model_library import ModelDescription
 from mlxlm.server.models import Models
-from mlxlm.server.schemas import Fields, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import Fields
 
 
 class ModelRequest(Fields):

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mlxlm.chat.messages import Message
 from mlxlm.generation import GenerationOptions
-from mlxlm.server.conversation import Conversation, ToolUse, continuation
+from mlxlm.server.conversation import Conversation, ToolUse, continuation, functions_of
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.endpoints.completions import fill_in_the_middle
 from mlxlm.server.endpoints.embeddings import embed_texts
@@ -33,6 +33,7 @@ from mlxlm.server.reply import (
     respond,
     timings_of,
 )
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -41,7 +42,7 @@ from mlxlm.server.schemas import (
     ReplyFields,
     SamplingFields,
     TemplateFields,
-    read_body,
+    TextFormat,
 )
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
 from mlxlm.utils.errors import ConfigError
@@ -69,9 +70,10 @@ class OllamaTextRequest(OllamaRequest, ReplyFields, TemplateFields):
         """The generation options of the request. Raises ApiError for an invalid value."""
         schema = self.format if isinstance(self.format, dict) else None
         kind = "json_schema" if schema is not None else "json_object" if self.format else "text"
+        form = TextFormat.model_validate({"type": kind, "schema": schema})
         return self.options.options(
             defaults,
-            json_schema=self.options.schema_of_format(kind, schema, "format"),
+            json_schema=self.options.schema_of_format(form, "format"),
             logprobs=(self.top_logprobs or 0) if self.logprobs or self.top_logprobs else None,
         )
 
@@ -99,7 +101,7 @@ async def chat(request: Request) -> Response:
     if not body.messages:
         return await _load(request, body, is_chat=True)
     messages = list(_with_ids(message.to_chat() for message in body.messages))
-    tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools])
+    tools = ToolUse(functions_of(body.tools))
     conversation = Conversation(messages, body.template_kwargs(), tools)
 
     async def make_reply(model: ServedModel) -> _Answer:

@@ -21,7 +21,8 @@ from mlxlm.server.errors import ApiError, invalid, to_api_error
 from mlxlm.server.model_library import ModelDescription
 from mlxlm.server.models import Models
 from mlxlm.server.reply import NDJSON, Event, encode_event, json_response, stream_response
-from mlxlm.server.schemas import Fields, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import Fields
 from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
 from mlxlm.utils.errors import CheckpointError, ConfigError, MlxlmError, TokenizerError
 from mlxlm.utils.formatting import human_count

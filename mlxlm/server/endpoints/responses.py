@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, Response
 
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
-from mlxlm.server.conversation import Conversation, ToolUse
+from mlxlm.server.conversation import Conversation, ToolFields, ToolUse
 from mlxlm.server.endpoints import routes
-from mlxlm.server.endpoints.chat_completions import JsonSchema
 from mlxlm.server.errors import ApiError, invalid, new_id
 from mlxlm.server.models import ServedModel
 from mlxlm.server.reply import Event, Reply, respond
+from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -28,9 +28,9 @@ from mlxlm.server.schemas import (
     StreamOptions,
     TemplateFields,
     TextContent,
+    TextFormat,
     TextRequest,
     join_text_parts,
-    read_body,
 )
 from mlxlm.server.stored_responses import StoredResponses
 from mlxlm.server.text import Part, Piece, Text, describe_logprobs
@@ -86,35 +86,23 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextFormat(JsonSchema):
-    """`text.format`."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
 class TextSettings(Fields):
     """`text`."""
 
-    format: TextFormat | None = None
+    format: TextFormat = TextFormat()
     verbosity: str | None = None
 
 
-class ResponseTool(Fields):
+class ResponseTool(ToolFields):
     """An entry of `tools`."""
 
-    type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
-    def is_left_out(self) -> bool:
-        """Whether it isn't a function: OpenAI runs it, or a client knows it by its type."""
-        return self.type != "function"
-
     def to_chat(self) -> dict[str, Any]:
-        """The tool as in chat completions."""
+        """The function as in chat completions."""
         function = self.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -126,7 +114,7 @@ class ResponseRequest(TextRequest, TemplateFields):
     input: Annotated[list[InputItem], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     stream_options: StreamOptions | None = None
-    text: TextSettings | None = None
+    text: TextSettings = TextSettings()
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -140,11 +128,6 @@ class ResponseRequest(TextRequest, TemplateFields):
     def wants_logprobs(self) -> bool:
         """Whether the request asks for log-probabilities."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
-
-    @property
-    def format(self) -> TextFormat:
-        """The format of the text."""
-        return self.text.format if self.text and self.text.format else TextFormat(type="text")
 
 
 async def responses(request: Request) -> Response:
@@ -161,10 +144,11 @@ async def responses(request: Request) -> Response:
             if found is None:
                 raise invalid(f"there is no item {(item.id or '')[:100]!r} (try: the item itself)", f"input.{index}.id")
             body.input[index] = InputItem.model_validate(found)
-    tools = [tool.to_chat() for tool in body.tools or () if not tool.is_left_out]
-    tool_use = ToolUse.from_openai(tools, body.tool_choice, body.parallel_tool_calls)
-    kwargs = body.template_kwargs(verbosity=body.text.verbosity if body.text else None)
-    conversation = Conversation(_messages(body), kwargs, tool_use)
+    tool_use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
+    kwargs = body.template_kwargs(verbosity=body.text.verbosity)
+    if not (messages := _messages(body)):
+        raise invalid("input has no message, call or output", "input")
+    conversation = Conversation(messages, kwargs, tool_use)
     keep = None if body.store is False else stored
     return await respond(request, body, partial(_make_reply, body, conversation, keep))
 
@@ -249,7 +233,7 @@ def _add_call(messages: list[Message], item: InputItem, reasoning: str | None, w
 async def _make_reply(
     body: ResponseRequest, conversation: Conversation, stored: StoredResponses | None, model: ServedModel
 ) -> _Response:
-    schema = body.schema_of_format(body.format.type, body.format.json_schema, "text.format")
+    schema = body.schema_of_format(body.text.format, "text.format")
     logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     options = body.options(model.defaults, logprobs=logprobs, json_schema=schema)
     if body.truncation == "auto":
@@ -381,7 +365,7 @@ class _Response(Reply):
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": self._stored is not None,
             "temperature": options.temperature,
-            "text": {"format": body.format.model_dump(by_alias=True, exclude_none=True)},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": options.top_p,

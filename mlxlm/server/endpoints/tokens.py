@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mlxlm.server.conversation import Conversation, ToolUse
+from mlxlm.server.conversation import Conversation, ToolUse, functions_of
 from mlxlm.server.endpoints import routes
 from mlxlm.server.endpoints.chat_completions import ChatMessage, Tool
 from mlxlm.server.errors import invalid
-from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, TemplateFields, read_body
+from mlxlm.server.request_body import read_body
+from mlxlm.server.schemas import MAX_MESSAGES, MAX_TOOLS, Fields, TemplateFields
 from mlxlm.tokenizer import Tokenizer
 
 
@@ -49,7 +50,7 @@ async def tokenize(request: Request) -> JSONResponse:
     async with request.app.state.models.use(body.model) as model:
         tokenizer = model.lm.tokenizer
         if body.messages is not None:
-            tools = ToolUse([tool.model_dump(exclude_none=True) for tool in body.tools or ()])
+            tools = ToolUse(functions_of(body.tools))
             messages = [message.to_chat() for message in body.messages]
             conversation = Conversation(messages, body.template_kwargs(), tools)
             ids = await conversation.encode(model, count_only=True)

@@ -1,8 +1,7 @@
 import { streamChat } from "./api.js";
 import { promptOf } from "./conversation.js";
 
-/** Why an answer can be continued: it was cut off. */
-export const CUT_OFF = { length: "The answer reached its maximum length.", stopped: "Stopped." };
+const PAUSE = 40; // milliseconds between two drawings, at least
 
 /**
  * Streams an answer into `message`, after the text that it already has. How it ended is in its `finish` or `error`.
@@ -39,4 +38,24 @@ export async function writeAnswer(conversation, message, signal, onChange) {
     }
   }
   return null;
+}
+
+/**
+ * Makes a function that runs `action` as often as it is called, but so seldom that the browser has most of its time for
+ * other things.
+ */
+export function paced(action) {
+  let timer = null;
+  let pause = PAUSE;
+  const run = () => {
+    timer = null;
+    const start = performance.now();
+    action();
+    pause = Math.max(PAUSE, 3 * (performance.now() - start));
+  };
+  const request = () => {
+    timer ??= setTimeout(run, pause);
+  };
+  request.stop = () => clearTimeout(timer);
+  return request;
 }

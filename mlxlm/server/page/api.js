@@ -1,8 +1,8 @@
 /** The server's API: OpenAI's, with paths relative to the page, so that it also works below a prefix. */
-import { SSEParser } from "./sse.js";
+import { recall, remember } from "./dom.js";
 
-const KEY = "mlxlm.api-key";
-let key = storedKey();
+const KEY = "mlxlm.api-key"; // kept until the tab is closed
+let key = recall(KEY, "sessionStorage");
 
 /** What the server (or the network) has to say about a failed request, in words for the user. */
 export class APIError extends Error {
@@ -12,24 +12,11 @@ export class APIError extends Error {
   }
 }
 
-function storedKey() {
-  try {
-    return sessionStorage.getItem(KEY);
-  } catch {
-    return null; // the browser blocks storage
-  }
-}
-
 export const hasAPIKey = () => Boolean(key);
 
-/** Keeps the API key until the browser tab is closed. */
 export function setAPIKey(newKey) {
   key = newKey;
-  try {
-    sessionStorage.setItem(KEY, key);
-  } catch {
-    // Then it is asked for again after a reload.
-  }
+  remember(KEY, key, "sessionStorage");
 }
 
 /** @returns {Promise<object[]>} The models, as `GET /v1/models` describes them. */
@@ -52,15 +39,13 @@ export async function listCatalog() {
  * @param {(progress: {completed?: number, total?: number}) => void} onProgress
  */
 export async function pullModel(model, onProgress) {
-  let rest = "";
-  for await (const text of textOf(await post("api/pull", { model }))) {
-    const lines = (rest + text).split("\n");
-    rest = lines.pop();
-    for (const progress of lines.map((line) => JSON.parse(line))) {
-      if (progress.error) throw new APIError(progress.error);
-      onProgress(progress);
-    }
+  let progress;
+  for await (const line of linesOf(await post("api/pull", { model }))) {
+    progress = JSON.parse(line);
+    if (progress.error) throw new APIError(progress.error);
+    onProgress(progress);
   }
+  if (progress?.status !== "success") throw new APIError("The connection to the server was lost during the download.");
 }
 
 /** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that a model can see. */
@@ -73,57 +58,50 @@ export async function countTokens(model, prompt) {
  * @param {object} body  of `POST /v1/chat/completions`
  * @param {AbortSignal} signal
  * @yields {{progress?: {read: number, total: number}, text?: string, reasoning?: string, logprobs?: object[],
- *   finish?: string,
- *   stats?: {promptTokens: number, tokens: number, speed?: number}}}
+ *   finish?: string, stats?: {promptTokens: number, tokens: number, speed?: number}}}
  */
 export async function* streamChat(body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
-  const parser = new SSEParser();
   let finished = false;
-  for await (const text of textOf(await post("v1/chat/completions", streamed, signal))) {
-    for (const event of parser.push(text)) {
-      if (event.data === "[DONE]") return;
-      for (const part of partsOf(event)) {
-        finished ||= Boolean(part.finish);
-        yield part;
-      }
-    }
+  for await (const line of linesOf(await post("v1/chat/completions", streamed, signal))) {
+    if (line === "data: [DONE]") return;
+    const part = line.startsWith("data: ") ? partOf(JSON.parse(line.slice(6))) : progressOf(line);
+    finished ||= Boolean(part.finish);
+    yield part;
   }
   if (!finished) throw new APIError("The connection to the server was lost before the answer was complete.");
 }
 
-/** Yields the text of a response as it comes. (Safari has no `for await` over a stream.) */
-async function* textOf(response) {
+/** Yields the lines of a response as they come, without the empty ones. (Safari has no `for await` over a stream.) */
+async function* linesOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
   for (;;) {
-    const { done, value } = await reader.read().catch((error) => fail(error));
+    const { done, value } = await reader.read().catch(fail);
     if (done) return;
-    yield value;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    yield* lines.filter(Boolean);
   }
 }
 
-function partsOf({ comment, data }) {
-  if (comment !== undefined) {
-    const [, read, total] = /reading the prompt, ([\d,]+) of ([\d,]+)/.exec(comment) ?? [];
-    return total ? [{ progress: { read: toNumber(read), total: toNumber(total) } }] : [];
-  }
-  const chunk = JSON.parse(data);
+/** The server says in comments how much of the prompt it has read. */
+function progressOf(comment) {
+  const [, read, total] = /reading the prompt, ([\d,]+) of ([\d,]+)/.exec(comment) ?? [];
+  const toNumber = (text) => Number(text.replaceAll(",", ""));
+  return total ? { progress: { read: toNumber(read), total: toNumber(total) } } : {};
+}
+
+function partOf(chunk) {
   if (chunk.error) throw new APIError(chunk.error.message ?? "The server reported an error.", chunk.error.code);
   const { delta, finish_reason: finish, logprobs } = chunk.choices?.[0] ?? {};
   const { content: text, reasoning_content: reasoning } = delta ?? {};
-  const entries = reasoning ? null : logprobs?.content;
-  const stats = chunk.usage && statsOf(chunk);
-  const parts = [{ reasoning }, { text }, { logprobs: entries }, { finish }, { stats }];
-  return parts.filter((part) => Object.values(part)[0]);
+  const { usage, timings } = chunk;
+  const stats = usage && {
+    promptTokens: usage.prompt_tokens, tokens: usage.completion_tokens, speed: timings?.predicted_per_second,
+  };
+  return { text, reasoning, finish, stats, logprobs: reasoning ? undefined : logprobs?.content };
 }
-
-const statsOf = ({ usage, timings }) => ({
-  promptTokens: usage.prompt_tokens,
-  tokens: usage.completion_tokens,
-  speed: timings?.predicted_per_second,
-});
-
-const toNumber = (text) => Number(text.replaceAll(",", ""));
 
 function post(path, body, signal = undefined) {
   const headers = { "Content-Type": "application/json" };
@@ -132,7 +110,7 @@ function post(path, body, signal = undefined) {
 
 async function request(path, options = {}) {
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-  const response = await fetch(path, { ...options, headers }).catch((error) => fail(error));
+  const response = await fetch(path, { ...options, headers }).catch(fail);
   if (response.ok) return response;
   const text = await response.text();
   let message;
@@ -147,5 +125,5 @@ async function request(path, options = {}) {
 
 function fail(error) {
   if (error.name === "AbortError") throw error;
-  throw new APIError("The server can't be reached. Check that it is still running.");
+  throw new APIError("Can't reach the server. Check that it is running.");
 }

@@ -123,10 +123,9 @@ export class Composer {
   #problem() {
     const tokens = this.#files.reduce((sum, file) => sum + (file.tokens ?? 0), 0);
     if (tokens < this.#context) return "";
-    const remedy = "Remove some, or choose another model.";
-    if (!Number.isFinite(tokens)) return `The files take more tokens than ${this.#counter} can see. ${remedy}`;
-    const context = this.#context.toLocaleString();
-    return `The files take ${describeTokens(tokens)}, and ${this.#counter} can see ${context}. ${remedy}`;
+    const [taken, context] = [tokens, this.#context].map((count) => count.toLocaleString());
+    const numbers = Number.isFinite(tokens) ? `: they take ${taken} of ${context} tokens` : "";
+    return `The files don't fit into the context of ${this.#counter}${numbers}. Remove some, or choose another model.`;
   }
 
   #draw() {

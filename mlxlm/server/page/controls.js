@@ -1,5 +1,5 @@
 /** What is around the conversation: the sidebar, the theme, dialogs and shortcuts. Some of it is begun in early.js. */
-import { $, remember, toast } from "./dom.js";
+import { $, openDialog, remember, toast } from "./dom.js";
 
 const root = document.documentElement;
 
@@ -13,7 +13,7 @@ export function enableControls(actions) {
     "toggle-sidebar": () => toggleSidebar(),
     "close-sidebar": () => toggleSidebar(false),
     "theme": cycleTheme,
-    "help-button": () => $("#help").showModal(),
+    "help-button": () => openDialog($("#help")),
   };
   for (const [id, action] of Object.entries(all)) $(`#${id}`).addEventListener("click", () => action());
   for (const close of document.querySelectorAll("dialog .close")) {
@@ -68,6 +68,6 @@ export function closeSidebarOnPhone() {
 function cycleTheme() {
   const theme = THEMES[(THEMES.indexOf(root.dataset.theme) + 1) % THEMES.length];
   setTheme(theme);
-  toast(theme === "auto" ? "Light or dark, as your system." : `Always ${theme}.`);
+  toast(`Theme: ${theme === "auto" ? "that of the system" : theme}`);
   remember("mlxlm.theme", theme);
 }

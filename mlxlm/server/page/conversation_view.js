@@ -16,7 +16,9 @@ export class ConversationView {
     this.list = $("#messages");
     this.toEnd = $("#to-end");
     this.scroller.addEventListener("scroll", () => this.#onScroll(), { passive: true });
-    new ResizeObserver(() => this.#keepAtEnd()).observe(this.scroller);
+    const observer = new ResizeObserver(() => this.#keepAtEnd());
+    observer.observe(this.scroller);
+    observer.observe(this.list); // messages are laid out when they come into view
     this.toEnd.addEventListener("click", () => {
       this.follow();
       $("#question").focus();
@@ -41,9 +43,9 @@ export class ConversationView {
       if (before !== element) this.list.insertBefore(element, before);
     });
     while (this.list.children.length > views.length) this.list.lastElementChild.remove();
-    for (const message of messages) this.update(message);
+    messages.forEach((message) => this.#update(message));
     $("#welcome").hidden = messages.length > 0;
-    this.#onScroll();
+    this.#keepAtEnd();
   }
 
   #viewOf(message) {
@@ -52,7 +54,12 @@ export class ConversationView {
   }
 
   /** Shows a message as it is now. */
-  update(message, progress = undefined) {
+  update(message, progress) {
+    this.#update(message, progress);
+    this.#keepAtEnd();
+  }
+
+  #update(message, progress = undefined) { // measures nothing: with a layout for each message, long ones are slow
     this.#views.get(message.id)?.update({
       running: this.running.has(message),
       busy: this.running.size > 0,
@@ -60,12 +67,6 @@ export class ConversationView {
       compared: this.compared.includes(message),
       progress,
     });
-    this.#keepAtEnd();
-  }
-
-  /** Makes the next `show` draw everything anew. */
-  reset() {
-    this.#views.clear();
   }
 
   /** Goes to the end and stays there. */

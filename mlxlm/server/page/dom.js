@@ -89,13 +89,31 @@ function copyWithSelection(text) {
   focused?.focus();
 }
 
-/** Keeps a preference in this browser, as far as it allows that. */
-export function remember(name, value) {
+/** Keeps a value in this browser, or with "sessionStorage" in this tab, as far as the browser allows it. */
+export function remember(name, value, area = "localStorage") {
   try {
-    localStorage.setItem(name, value);
+    window[area].setItem(name, value);
   } catch {
-    toast("The browser doesn't let this page remember that.");
+    toast("The browser doesn't let this page save that.");
   }
+}
+
+/** @returns {?string} what `remember` has kept */
+export function recall(name, area = "localStorage") {
+  try {
+    return window[area].getItem(name);
+  } catch {
+    return null; // the browser blocks storage
+  }
+}
+
+/** Opens a dialog. @returns {Promise<boolean>} when it is closed, whether its form was submitted */
+export function openDialog(dialog) {
+  dialog.returnValue = "";
+  if (!dialog.open) dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.onclose = () => resolve(dialog.returnValue === "submit");
+  });
 }
 
 export function download(name, type, text) {

@@ -17,11 +17,11 @@ export async function readFile(file) {
   const fail = (problem) => {
     throw new Error(`${name} ${problem}`);
   };
-  if (/^image\/(?!svg)/.test(type)) fail("is an image. This server's models read only text.");
-  if (size > MAX_BYTES) fail(`has ${Math.ceil(size / MB)} MB. Files can have up to ${MAX_BYTES / MB} MB.`);
-  const content = await file.arrayBuffer().catch(() => fail("can't be read. Of a folder, choose the files."));
-  if (isPDF(content)) fail("is a PDF. Copy its text here, or use mlxlm chat -f, which can read it.");
-  const text = decode(content) ?? fail("isn't a text file, or not in UTF-8.");
+  if (/^image\/(?!svg)/.test(type)) fail("is an image. The models of this server read only text.");
+  if (size > MAX_BYTES) fail(`has ${Math.ceil(size / MB)} MB; the limit is ${MAX_BYTES / MB} MB.`);
+  const content = await file.arrayBuffer().catch(() => fail("can't be read. If it is a folder, add its files instead."));
+  if (isPDF(content)) fail("is a PDF, which this page can't read. Paste its text, or use mlxlm chat -f.");
+  const text = decode(content) ?? fail("isn't a text file, or its encoding isn't UTF-8.");
   const visible = (/^text\/html|xhtml/.test(type) ? textOfHTML(text) : text).replace(/^\n+|\n+$/g, "");
   return { name, text: visible.trim() ? visible : fail("has no text.") };
 }

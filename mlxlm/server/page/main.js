@@ -1,5 +1,5 @@
 /** The chat page: connects the server, the library of conversations and what is shown. */
-import { writeAnswer } from "./answer.js";
+import { paced, writeAnswer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { closeSidebarOnPhone, enableControls } from "./controls.js";
 import { ConversationView } from "./conversation_view.js";
@@ -8,7 +8,6 @@ import { $, announce, dismissToast, download, h, toast } from "./dom.js";
 import * as library from "./library.js";
 import { pickModel } from "./model_picker.js";
 import { examplesOf, loadModels, modelOf, secondModelOf } from "./models.js";
-import { Pace } from "./pace.js";
 import { defaultSettings, editSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { toJSON, toMarkdown } from "./transfer.js";
@@ -24,7 +23,7 @@ const view = new ConversationView({
   continueAnswer: (message) => runAnswer(current, message),
   edit: (message, text) => ask(current.messages[message.parent], text, message.files),
   remove: removeFrom,
-  stop: (message) => running.get(message).controller.abort(),
+  stop: (message) => (running.has(message) ? running.get(message).controller.abort() : stop()),
   keep,
   show(message, label) {
     show(current, message);
@@ -45,7 +44,8 @@ const sidebar = new Sidebar({
 
 // Asking and answering
 
-const isBusy = (id) => [...running.values()].some(({ conversation }) => conversation.id === id);
+const answeredHere = () => [...running.values()].map(({ conversation }) => conversation.id);
+const isBusy = (id) => answeredHere().includes(id) || library.isAnsweredElsewhere(id);
 
 /** @returns {boolean} whether it was sent */
 function send(text, files = []) {
@@ -68,8 +68,9 @@ function ask(parent, text, files = []) {
 
 /** Answers a question with the model of the conversation, and with a second one if there is one. */
 function answer(conversation, asked) {
+  conversation.model = modelOf(conversation) ?? conversation.model;
   const second = secondModelOf(conversation);
-  const models = [modelOf(conversation), ...(second ? [second] : [])];
+  const models = second ? [conversation.model, second] : [conversation.model];
   const answers = models.map((model) => addMessage(conversation, asked, { role: "assistant", model }));
   conversation.compared = answers.length > 1 ? answers.map(({ id }) => id) : undefined;
   for (const message of answers) runAnswer(conversation, message);
@@ -82,7 +83,9 @@ function retry(message) {
 
 /** Goes on with one of two answers. The other one stays as another version. */
 function keep(message) {
-  for (const other of comparedAnswers(current)) running.get(other)?.controller.abort();
+  if (library.isAnsweredElsewhere(current.id)) return;
+  stop();
+  dismissToast();
   current.compared = undefined;
   show(current, message);
   library.save(current);
@@ -104,7 +107,7 @@ async function runAnswer(conversation, message) {
 
   let progress;
   let saved = Date.now();
-  const drawing = new Pace(() => {
+  const draw = paced(() => {
     if (conversation === current) view.update(message, progress);
     if (Date.now() - saved < SAVE) return;
     saved = Date.now();
@@ -112,9 +115,9 @@ async function runAnswer(conversation, message) {
   });
   const error = await writeAnswer(conversation, message, controller.signal, (newProgress) => {
     progress = newProgress;
-    drawing.request();
+    draw();
   });
-  drawing.stop();
+  draw.stop();
 
   running.delete(message);
   conversation.updated = Date.now();
@@ -122,6 +125,7 @@ async function runAnswer(conversation, message) {
   redraw();
   if (conversation === current) announceEnd(message);
   if (error?.status === 401 && (await loadModels())) runAnswer(conversation, message);
+  if (error?.status === 404 && (await loadModels())) redraw(); // the server has other models now
 }
 
 function announceEnd({ text, error }) {
@@ -130,6 +134,7 @@ function announceEnd({ text, error }) {
 
 function stop(id = current.id) {
   for (const { conversation, controller } of running.values()) if (conversation.id === id) controller.abort();
+  if (library.stopElsewhere(id)) redraw();
 }
 
 /** Deletes a message and what follows it. */
@@ -138,7 +143,7 @@ function removeFrom(message) {
   const undo = removeMessage(conversation, message);
   library.save(conversation);
   redraw();
-  offerUndo("Deleted the message and what followed it.", () => {
+  offerUndo("Deleted the message and those after it.", () => {
     undo();
     library.save(conversation);
     open(conversation);
@@ -202,17 +207,24 @@ function openFromAddress() {
 // Drawing
 
 function redraw() {
-  const answering = [...running].filter(([, { conversation }]) => conversation === current).map(([message]) => message);
-  view.show(current, new Set(answering));
+  const answering = answersBeingWritten();
+  view.show(current, answering);
   sidebar.show(library.all(), current.id, isBusy);
   document.title = current.title ? `${current.title} – mlxlm` : "mlxlm";
   $("#title").textContent = current.title || "New conversation";
-  $("#send").hidden = answering.length > 0;
-  $("#stop").hidden = !answering.length;
+  $("#send").hidden = isBusy(current.id);
+  $("#stop").hidden = !isBusy(current.id);
   $("#system-set").hidden = !current.settings.system;
   drawModels();
   $("#export-markdown").disabled = $("#export-json").disabled = !library.get(current.id);
   $("#export-all").disabled = !library.all().length;
+}
+
+/** The answers of the current conversation that are being written, here or in another tab. */
+function answersBeingWritten() {
+  const isUnfinished = ({ role, finish, error }) => role === "assistant" && !finish && !error;
+  const isRunning = library.isAnsweredElsewhere(current.id) ? isUnfinished : (message) => running.has(message);
+  return new Set([...path(current).slice(-1), ...comparedAnswers(current)].filter(isRunning));
 }
 
 function drawModels() {
@@ -238,12 +250,12 @@ enableControls({
     stop();
     composer.focus();
   },
-  "settings-button": () => editSettings(current.settings, (settings) => {
-    current.settings = settings;
-    library.save(current);
-    view.reset();
+  "settings-button": async () => {
+    const conversation = current;
+    conversation.settings = (await editSettings(conversation.settings)) ?? conversation.settings;
+    library.save(conversation);
     redraw();
-  }),
+  },
   "export-markdown": () => download(fileName("md"), "text/markdown", toMarkdown(current)),
   "export-json": () => download(fileName("json"), "application/json", toJSON([current])),
   "export-all": () => download("conversations.json", "application/json", toJSON(library.all())),
@@ -257,10 +269,7 @@ $(".skip").addEventListener("click", (event) => {
 addEventListener("hashchange", openFromAddress);
 
 redraw();
-await library.load(isBusy, (id) => {
-  if (id === current.id) current = library.get(id) ?? current;
-  redraw();
-});
+await library.load({ answering: answeredHere, stop, onChange: redraw });
 openFromAddress();
 await loadModels();
 redraw();

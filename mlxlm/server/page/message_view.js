@@ -1,4 +1,3 @@
-import { CUT_OFF } from "./answer.js";
 import { alternatives, contentOf } from "./conversation.js";
 import { $, copy, h, icon, iconButton } from "./dom.js";
 import { describeTokens } from "./files.js";
@@ -7,6 +6,7 @@ import { contextLengthOf } from "./models.js";
 import { TokensView } from "./tokens_view.js";
 
 const LONG_QUESTION = 1500; // characters; the rest is shown on demand
+const CUT_OFF = { length: "The answer reached its maximum length.", stopped: "Stopped." }; // it can be continued
 const NEARLY_FULL = 0.5; // of the model's context, from where on it is said
 
 /**
@@ -66,13 +66,16 @@ export class MessageView {
       this.expanded = true;
       this.#updateQuestion();
     };
-    this.notice.replaceChildren(h("button", { type: "button", class: "link", onclick: expand }, "Show all of it"));
+    this.notice.replaceChildren(h("button", { type: "button", class: "link", onclick: expand }, "Show more"));
   }
 
   #updateAnswer(progress) {
     const { message: { text, reasoning, error }, running } = this;
     this.#updateText();
-    this.reasoning.hidden = !reasoning || this.conversation.settings.reasoning === "hidden";
+    const { reasoning: choice } = this.conversation.settings;
+    if (this.choice !== choice) this.reasoning.open = choice === "open";
+    this.choice = choice;
+    this.reasoning.hidden = !reasoning || choice === "hidden";
     if (reasoning) renderMarkdown($(".text", this.reasoning), reasoning);
     $("summary span", this.reasoning).textContent = running && !text ? "Thinking…" : "Reasoning";
     this.waiting.hidden = !running || Boolean(text) || !this.reasoning.hidden;
@@ -88,14 +91,13 @@ export class MessageView {
 
   /** The text as Markdown, or as tokens with their probabilities if the settings want them. */
   #updateText() {
-    const { logprobs } = this.message;
-    if (!this.conversation.settings.logprobs || !logprobs?.length) {
-      renderMarkdown(this.text, this.message.text);
-      return;
-    }
-    this.tokens ??= new TokensView();
-    if (!this.tokens.element.isConnected) this.text.replaceChildren(this.tokens.element);
-    this.tokens.update(logprobs);
+    const { text, logprobs } = this.message;
+    const asTokens = Boolean(this.conversation.settings.logprobs && logprobs?.length);
+    if (asTokens && !this.tokens) this.text.after((this.tokens = new TokensView()).element);
+    if (this.tokens) this.tokens.element.hidden = !asTokens;
+    this.text.hidden = asTokens;
+    if (asTokens) this.tokens.update(logprobs);
+    else renderMarkdown(this.text, text);
   }
 
   #updateWaiting(progress) {
@@ -110,9 +112,9 @@ export class MessageView {
   }
 
   #noticeText() {
-    const { error, finish, text, reasoning } = this.message;
+    const { error, finish = "stopped", text, reasoning } = this.message; // a reload leaves no `finish`
     if (error) return error;
-    if (CUT_OFF[finish ?? "stopped"]) return this.last ? CUT_OFF[finish ?? "stopped"] : "";
+    if (CUT_OFF[finish]) return this.last ? CUT_OFF[finish] : "";
     return text || reasoning ? "" : "The answer is empty.";
   }
 
@@ -144,7 +146,7 @@ export class MessageView {
       copyText(),
       message.role === "user"
         ? iconButton("Edit", "edit", () => this.startEditing())
-        : iconButton("Try again", "retry", () => actions.retry(message)),
+        : iconButton("Regenerate", "retry", () => actions.retry(message)),
       remove,
       this.#stats(),
     ];
@@ -170,14 +172,13 @@ export class MessageView {
     const rate = speed ? ` · ${speed.toFixed(1)} tokens/s` : "";
     const full = (promptTokens + tokens) / contextLengthOf(this.message.model);
     const context = full > NEARLY_FULL ? ` · ${Math.round(100 * full)}% of the context` : "";
-    const title = `${promptTokens.toLocaleString()} tokens read, ${tokens.toLocaleString()} written`;
+    const title = `${promptTokens.toLocaleString()} prompt tokens, ${tokens.toLocaleString()} generated`;
     return h("span", { class: "stats", title }, `${tokens.toLocaleString()} tokens${rate}${context}`);
   }
 
   #makeReasoning() {
     const summary = h("summary", {}, icon("right"), h("span", {}, "Reasoning"));
-    const open = this.conversation.settings.reasoning === "open";
-    this.reasoning = h("details", { class: "reasoning", hidden: true, open }, summary, h("div", { class: "text" }));
+    this.reasoning = h("details", { class: "reasoning", hidden: true }, summary, h("div", { class: "text" }));
     return this.reasoning;
   }
 

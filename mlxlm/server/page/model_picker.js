@@ -1,6 +1,6 @@
 /** The dialog with the server's models: choosing one or two, loading, unloading and downloading. */
 import { listCatalog, loadModel, pullModel, unloadModel } from "./api.js";
-import { $, h } from "./dom.js";
+import { $, h, openDialog } from "./dom.js";
 import { allModels, loadModels, modelOf, secondModelOf } from "./models.js";
 
 const pending = new Set(); // ids of models that are being loaded or unloaded
@@ -16,7 +16,7 @@ export async function pickModel(chooser, callback) {
   [conversation, onChange] = [chooser, callback];
   $("#pull").onsubmit = download;
   draw();
-  $("#models").showModal();
+  openDialog($("#models"));
   await refresh(); // another program may have loaded or downloaded one
   await showErrors(drawCatalog);
 }
@@ -43,7 +43,7 @@ function row(model) {
   const { id, loaded } = model;
   const [first, second] = [modelOf(conversation), secondModelOf(conversation)];
   const waits = pending.has(id);
-  const label = waits ? "Wait…" : loaded ? "Unload" : "Load";
+  const label = loaded ? "Unload" : "Load";
   const action = (name, properties, ...children) =>
     h("button", { type: "button", "data-key": `${name} ${id}`, ...properties }, ...children);
   const use = () => {
@@ -56,9 +56,10 @@ function row(model) {
     action("use", { class: "model", "aria-pressed": String(id === first), onclick: use },
       h("strong", {}, id), h("small", {}, describe(model))),
     action("compare", {
-      "aria-pressed": String(id === second), "aria-label": `Compare with ${id}`, onclick: compare,
+      "aria-pressed": String(id === second), "aria-label": `Compare with ${id}`, disabled: id === first, onclick: compare,
     }, "Compare"),
-    action("load", { "aria-disabled": waits && "true", "aria-label": `${label} ${id}`, onclick: load }, label));
+    action("load", { "aria-disabled": waits && "true", "aria-label": `${label} ${id}`, onclick: load },
+      waits ? `${label}ing…` : label));
 }
 
 async function run(id, action) {
@@ -82,7 +83,8 @@ async function download(event) {
       if (total) progress.value = completed / total;
       output.textContent = total ? `${size(completed)} of ${size(total)}` : "";
     });
-    report = `${name} is here.`;
+    report = `Downloaded ${name}.`;
+    input.value = "";
     await drawCatalog();
   });
   output.textContent = report;
@@ -115,7 +117,7 @@ function describe({ parameters, quantization, context_length: context, size: byt
     loaded && "loaded",
     parameters && `${short(parameters)} parameters`,
     quantization,
-    context && `${context.toLocaleString()} tokens of context`,
+    context && `context ${context.toLocaleString()}`,
     bytes && size(bytes),
   ];
   return facts.filter(Boolean).join(" · ");

@@ -1,6 +1,6 @@
 /** The models of the server, and the API key that it may ask for. */
 import { hasAPIKey, listModels, setAPIKey } from "./api.js";
-import { $ } from "./dom.js";
+import { $, openDialog } from "./dom.js";
 
 const EXAMPLES = [
   "Explain how a refrigerator works to a curious ten-year-old.",
@@ -45,17 +45,12 @@ export async function loadModels() {
 }
 
 /** @returns {Promise<boolean>} whether a key was entered */
-function askForKey(reason) {
+async function askForKey(reason) {
   const dialog = $("#key");
   const input = $("input", dialog);
   input.value = "";
-  dialog.returnValue = "";
   $("#key-reason").textContent = hasAPIKey() ? reason : "";
-  if (!dialog.open) dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.onclose = () => {
-      if (dialog.returnValue) setAPIKey(input.value);
-      resolve(Boolean(dialog.returnValue));
-    };
-  });
+  const entered = await openDialog(dialog);
+  if (entered) setAPIKey(input.value);
+  return entered;
 }

@@ -1,52 +1,46 @@
-import { $, remember } from "./dom.js";
+/** The settings of a conversation. Their form in index.html declares them: each has a field of its name. */
+import { $, openDialog, recall, remember } from "./dom.js";
 
 const DEFAULTS = "mlxlm.settings";
+const dialog = $("#settings");
+const fields = [...$("form", dialog).elements].filter(({ name }) => name);
 const isText = (value) => typeof value === "string";
-const VALID = {
-  system: isText,
-  reasoning: isText,
-  stop: (value) => Array.isArray(value) && value.every(isText),
-  logprobs: (value) => value === true,
-};
-for (const name of ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"]) {
-  VALID[name] = Number.isFinite;
-}
 
 /** @returns {object} The settings of new conversations. */
 export function defaultSettings() {
   try {
-    return validSettings(JSON.parse(localStorage.getItem(DEFAULTS)));
+    return validSettings(JSON.parse(recall(DEFAULTS)));
   } catch {
-    return {};
+    return {}; // not JSON
   }
 }
 
 /** @returns {object} What of any value can be the settings of a conversation. */
 export function validSettings(value) {
-  return Object.fromEntries(Object.entries(Object(value)).filter(([name, setting]) => VALID[name]?.(setting)));
+  const settings = fields.map((field) => [field, Object(value)[field.name]]);
+  return Object.fromEntries(settings.filter(isValid).map(([{ name }, setting]) => [name, setting]));
+}
+
+function isValid([{ name, type }, setting]) {
+  if (type === "checkbox") return setting === true;
+  if (type === "number") return Number.isFinite(setting);
+  return name === "stop" ? Array.isArray(setting) && setting.every(isText) : isText(setting);
 }
 
 /**
- * Opens the dialog with the settings of a conversation: the fields of its form by name, without those left empty.
+ * Opens the dialog with the settings of a conversation.
  * @param {object} settings
- * @param {(settings: object) => void} onSave
+ * @returns {Promise<?object>} the new ones, without those left empty; null if they are not saved
  */
-export function editSettings(settings, onSave) {
-  const dialog = $("#settings");
-  const form = $("form", dialog);
-  const fields = [...form.elements].filter(({ name }) => name);
+export async function editSettings(settings) {
   const fill = (values) => fields.forEach((field) => setField(field, values[field.name]));
   fill(settings);
   $("#as-default").checked = false;
   $("#clear-settings").onclick = () => fill({});
-  form.onsubmit = (event) => {
-    event.preventDefault();
-    const saved = validSettings(Object.fromEntries(fields.map((field) => [field.name, valueOf(field)])));
-    if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
-    dialog.close();
-    onSave(saved);
-  };
-  dialog.showModal();
+  if (!(await openDialog(dialog))) return null;
+  const saved = validSettings(Object.fromEntries(fields.map((field) => [field.name, valueOf(field)])));
+  if ($("#as-default").checked) remember(DEFAULTS, JSON.stringify(saved));
+  return saved;
 }
 
 function setField(field, value) {

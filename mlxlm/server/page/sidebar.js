@@ -33,7 +33,7 @@ export class Sidebar {
       .filter((conversation) => words.every((word) => contains(conversation, word)))
       .sort((a, b) => b.updated - a.updated);
     const groups = Map.groupBy(found, ({ updated }) => age(updated));
-    const empty = words.length ? "Nothing found." : "Your conversations will be here. They stay in this browser.";
+    const empty = words.length ? "No conversations found." : "Your conversations appear here. They are stored only in this browser.";
     const list = $("#conversations");
     const focused = list.contains(document.activeElement) && document.activeElement.dataset.key;
     list.replaceChildren(
@@ -56,7 +56,7 @@ export class Sidebar {
       type: "button", class: "title", title, "data-key": `open ${id}`, "aria-current": current && "page",
       onclick: () => this.actions.open(conversation),
     }, title);
-    if (this.isRunning(id)) open.append(h("span", { class: "pulse", role: "img", "aria-label": "being answered" }));
+    if (this.isRunning(id)) open.append(h("span", { class: "pulse", role: "img", "aria-label": "answering" }));
     const rename = () => this.#rename(conversation, row);
     const remove = () => this.actions.remove(conversation);
     const row = h("li", { class: current ? "current" : null }, open,

@@ -1,5 +1,5 @@
 /** An answer token by token: each is shaded by its probability, and shows what else could have stood there. */
-import { h } from "./dom.js";
+import { $, h } from "./dom.js";
 
 const MARGIN = 8; // pixels between the list of alternatives and the edge
 
@@ -8,7 +8,7 @@ export class TokensView {
   #at = -1;
 
   constructor() {
-    const label = "Tokens. The arrow keys go from one to the next and tell their probabilities.";
+    const label = "Tokens. Use the left and right arrow keys to read their probabilities.";
     this.list = h("div", { class: "token-list", tabindex: 0, role: "group", "aria-label": label });
     this.details = h("div", { class: "token-details", role: "status", hidden: true });
     this.element = h("div", { class: "tokens" }, this.list, this.details);
@@ -47,10 +47,13 @@ export class TokensView {
     const all = [...(chosen.top_logprobs ?? [])];
     if (!all.some(({ token }) => token === chosen.token)) all.push(chosen);
     this.details.replaceChildren(...all.map((entry) => row(entry, entry.token === chosen.token)));
-    const { offsetWidth: width } = this.details;
+    const { offsetWidth: width, offsetHeight: height } = this.details;
     const left = Math.min(span.offsetLeft, this.element.clientWidth - width - MARGIN);
+    const below = span.offsetTop + span.offsetHeight + MARGIN / 2;
+    const bottom = span.getBoundingClientRect().bottom + height + MARGIN;
+    const fits = bottom < $("#scroller").getBoundingClientRect().bottom;
     this.details.style.left = `${Math.max(0, left)}px`;
-    this.details.style.top = `${span.offsetTop + span.offsetHeight}px`;
+    this.details.style.top = `${fits ? below : span.offsetTop - height - MARGIN / 2}px`;
   }
 }
 

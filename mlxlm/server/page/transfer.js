@@ -50,7 +50,7 @@ function copyConversation(source, index) {
   const follows = (child, parent) => child === null || (isMessage(child) && copied[child].parent === parent);
   for (const { id, parent, next: child } of Object.values(copied)) {
     const hasPlace = parent === null || (isMessage(parent) && numberOf(parent) < numberOf(id));
-    if (!hasPlace || !follows(child, id)) fail(`message ${id} is in no valid place`); // or path() would not end
+    if (!hasPlace || !follows(child, id)) fail(`message ${id} has an invalid position`); // or path() would not end
   }
   if (!follows(next, null)) fail("its first message is missing");
   const conversation = newConversation(validSettings(settings), isText(model) ? model : undefined);

@@ -18,3 +18,15 @@ def answers(page):
 
 def finished(page):
     expect(page.locator("#send")).to_be_visible()
+
+
+def stored(page):
+    """The conversations in the browser's storage, after all writing."""
+    return page.evaluate(
+        """() => new Promise((resolve) => {
+          indexedDB.open("mlxlm").onsuccess = ({ target: { result: database } }) => {
+            const store = database.transaction("conversations").objectStore("conversations");
+            store.getAll().onsuccess = ({ target }) => resolve(target.result);
+          };
+        })"""
+    )

@@ -15,9 +15,9 @@ MAC_BROWSERS = ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",)
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
-    """Chromium. One per module, because Playwright's event loop keeps `asyncio.run` from working in this thread."""
+    """Chromium, only as long as needed: Playwright's event loop keeps `asyncio.run` from working here."""
     installed = [shutil.which(name) for name in BROWSERS] + [path for path in MAC_BROWSERS if os.path.exists(path)]
     path = next(filter(None, installed), None)
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -134,7 +134,7 @@ class FakeChatServer:
                 if number:
                     await self._wait()
                 yield json.dumps(progress) + "\n"
-            if "error" not in progress:
+            if progress.get("status") == "success":
                 self.models.append(name)
 
         return StreamingResponse(stream(), media_type="application/x-ndjson")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.server.page.actions import answers, ask, expect, finished
 from tests.server.page.fake_chat_server import Answer
 
@@ -83,10 +81,9 @@ def test_hostile_output_does_nothing(page, server):
     assert not page.evaluate("violations")  # nothing was left for the policy to stop
 
 
-@pytest.mark.parametrize("html", ["<img src=x onerror='window.ran = 1'>", "<svg><script>window.ran = 1</script></svg>"])
-def test_the_policy_stops_what_a_sanitizer_could_miss(page, html):
+def test_the_policy_stops_what_a_sanitizer_could_miss(page):
     insert = "(html) => { try { document.body.insertAdjacentHTML('beforeend', html); } catch (e) { return e.name; } }"
-    assert page.evaluate(insert, html) == "TypeError"  # a string is no TrustedHTML
+    assert page.evaluate(insert, "<img src=x onerror='window.ran = 1'>") == "TypeError"  # a string is no TrustedHTML
     blocked = page.evaluate(
         """() => new Promise((resolve) => {
           document.addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
