@@ -1,15 +1,15 @@
 """Makes the pictures in docs/images/ by running the program: terminal sessions as SVG, pages and plots as PNG.
 
-    python docs/make_images.py MODEL [--only quickstart chat train quantize report page] [--question QUESTION ...]
+    python docs/make_images.py MODEL [--only quickstart chat train quantize report page] [--questions QUESTION ...]
 
-MODEL, a chat model, is used for the chats; for the others, models are trained for two minutes. Run it in a checkout,
-with the extras `dev` and `docs` and Chromium or Chrome installed. It takes about ten minutes on two cores that
-do nothing else, which the results of the training depend on.
+MODEL is for the chats; for the other pictures, models are trained. This needs the extras `dev` and `docs`, Chromium or
+Chrome, and about ten minutes on an idle machine: what a model learns in two minutes depends on its speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -32,28 +31,29 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 150_000
-COLUMNS, CHAT_COLUMNS, ROWS = 96, 64, 100  # a chat is wrapped, so that it can be read on a phone
+FONT_SIZE = 13
+COLUMNS, CHAT_COLUMNS, ROWS = 96, 56, 100  # the chat can be read on a phone without scrolling
 SHELL_PROMPT, CHAT_PROMPT = re.compile(r"\$ +$"), re.compile(r"\d+% > ")
 QUESTIONS = [
     "What is a prime number? One sentence.",
-    "Write a Python function that adds two numbers. Only the code.",
+    "A Python function that adds two numbers, please.",
 ]
 COLOR_NAMES = {"default": None, "brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's -> rich's
 WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # which rich would load from another server
 
 
 class Screen(pyte.Screen):
-    """pyte's screen, which answers questions of the program, and keeps dim text apart: as blinking."""
+    """pyte's screen, which answers queries of the program, and marks dim text, which pyte ignores, as blinking."""
 
     answer: Callable[[str], None]
 
     def write_process_input(self, data: str) -> None:
-        """Send the answer to a question of the program, such as for the position of the cursor."""
+        """Answer a query of the program, such as for the position of the cursor."""
         self.answer(data)
 
     def select_graphic_rendition(self, *attrs: int, **settings: bool) -> None:
         """Set colors and styles."""
-        if not {38, 48} & set(attrs):  # a color with more parameters
+        if not {38, 48} & set(attrs):  # these are followed by a color, which may have a 2
             attrs = tuple(other for attr in attrs for other in {2: (5,), 22: (22, 25)}.get(attr, (attr,)))
         super().select_graphic_rendition(*attrs, **settings)
 
@@ -129,13 +129,16 @@ class Terminal:
         time.sleep(0.5)
         self._child.send("\r")
         self.wait(prompt)
+        if any(row.startswith("error: ") for row in self.screen.display):
+            raise RuntimeError("\n".join(self.screen.display).rstrip())
 
     def save(self, name: str, title: str) -> None:
         """Write what the terminal shows as an SVG."""
-        text = self.screen.text()
-        console = Console(width=self.screen.columns, record=True, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
-        console.print(text, soft_wrap=True)
-        _write(f"{name}.svg", WEB_FONT.sub("", console.export_svg(title=title, unique_id=name)).encode())
+        console = Console(width=self.screen.columns, record=True, file=io.StringIO(), color_system="truecolor")
+        console.print(self.screen.text(), soft_wrap=True)
+        svg = WEB_FONT.sub("", console.export_svg(title=title, unique_id=name))
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]) * FONT_SIZE / 20  # rich draws it at 20 pixels
+        _write(f"{name}.svg", svg.replace("<svg ", f'<svg width="{width:.0f}" ', 1).encode())
 
 
 def _write(name: str, content: bytes) -> None:
@@ -146,99 +149,97 @@ def _write(name: str, content: bytes) -> None:
     print(f"{name}: {len(content)} bytes")
 
 
-def chat(folder: Path, model: str, questions: list[str]) -> None:
-    """A chat in the terminal."""
-    terminal = Terminal(folder, CHAT_COLUMNS)
-    terminal.type(f"mlxlm chat {model} --temperature 0", CHAT_PROMPT)
-    for question in questions:
-        terminal.type(question, CHAT_PROMPT)
-    terminal.save("chat", "mlxlm chat")
-
-
-def quickstart(folder: Path) -> None:
+def quickstart(setup: argparse.Namespace) -> None:
     """A quickstart without the chat."""
-    terminal = Terminal(folder)
+    terminal = Terminal(setup.folder)
     terminal.type("mlxlm quickstart --no-chat")
     terminal.save("quickstart", "mlxlm quickstart")
 
 
-def train(folder: Path) -> None:
+def chat(setup: argparse.Namespace) -> None:
+    """A chat in the terminal."""
+    terminal = Terminal(setup.folder, CHAT_COLUMNS)
+    terminal.type(f"mlxlm chat {setup.model} --temperature 0", CHAT_PROMPT)
+    for question in setup.questions:
+        terminal.type(question, CHAT_PROMPT)
+    terminal.save("chat", "mlxlm chat")
+
+
+def train(setup: argparse.Namespace) -> None:
     """A run of two minutes."""
-    terminal = Terminal(folder)
+    terminal = Terminal(setup.folder)
     terminal.type("mlxlm prepare --builtin small-world --out stories.jsonl")
     terminal.type("mlxlm pretrain stories.jsonl --minutes 2 --out run")
     terminal.save("train", "mlxlm pretrain")
 
 
-def quantize(folder: Path) -> None:
-    """The report of quantizing the run, in the terminal and as a plot."""
-    terminal = Terminal(folder)
-    terminal.type("mlxlm quantize run --out run-4bit")
+def quantize(setup: argparse.Namespace) -> None:
+    """The report of quantizing a small model, in the terminal and as a plot."""
+    terminal = Terminal(setup.folder)
+    terminal.type("mlxlm prepare --builtin small-world --size 2MB --out text.jsonl")
+    terminal.type(
+        "mlxlm pretrain text.jsonl --preset 0.3m --steps 400 --batch-size 8 --max-seq-length 128 --out stories"
+    )
+    terminal = Terminal(setup.folder)
+    terminal.type("mlxlm quantize stories --out stories-4bit")
     terminal.save("quantize", "mlxlm quantize")
-    _write("quantization.png", (folder / "run-4bit" / "quantization.png").read_bytes())
+    _write("quantization.png", (setup.folder / "stories-4bit" / "quantization.png").read_bytes())
 
 
-@contextmanager
-def open_page(browser: Browser, address: str) -> Iterator[Page]:
+def open_page(browser: Browser, address: str) -> Page:
     """Open a page of 1100 x 640 pixels."""
     page = browser.new_page(viewport={"width": 1100, "height": 640})
     page.goto(address, wait_until="networkidle")
-    yield page
-    page.close()
+    return page
 
 
-def report(folder: Path, browser: Browser) -> None:
+def report(setup: argparse.Namespace) -> None:
     """The HTML report of the run."""
-    with open_page(browser, (folder / "run" / "report.html").as_uri()) as page:
-        _write("report.png", page.screenshot())
+    page = open_page(setup.browser, (setup.folder / "run" / "report.html").as_uri())
+    _write("report.png", page.screenshot())
 
 
-def page(folder: Path, browser: Browser, model: str, questions: list[str]) -> None:
+def page(setup: argparse.Namespace) -> None:
     """The chat page of the server."""
-    command = [sys.executable, ROOT / "cli.py", "serve", model, "--port", "0", "--log-level", "error"]
+    command = [sys.executable, ROOT / "cli.py", "serve", setup.model, "--port", "0", "--log-level", "error"]
     command += ["--temperature", "0"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(command, cwd=setup.folder, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:
             address = re.search(r"http://[\d.:]+", server.stderr.readline())[0]
-            with open_page(browser, address) as page:
-                for number, question in enumerate(questions, 1):
-                    page.fill("#question", question)
-                    page.keyboard.press("Enter")
-                    page.wait_for_function(f"document.querySelectorAll('#messages .assistant').length == {number}")
-                    page.wait_for_selector("#stop", state="hidden", timeout=120_000)
-                _write("chat-page.png", page.screenshot())
+            page = open_page(setup.browser, address)
+            for number, question in enumerate(setup.questions, 1):
+                page.fill("#question", question)
+                page.keyboard.press("Enter")
+                page.wait_for_function(f"document.querySelectorAll('#messages .assistant').length == {number}")
+                page.wait_for_selector("#stop", state="hidden", timeout=120_000)
+            _write("chat-page.png", page.screenshot())
         finally:
             server.terminate()
 
 
+JOBS = {job.__name__: job for job in (quickstart, chat, train, quantize, report, page)}
+
+
 def main() -> None:
     """Make the pictures that --only names, or all."""
-    names = ["quickstart", "chat", "train", "quantize", "report", "page"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--name", help="what to call MODEL in the pictures")
-    parser.add_argument("--question", action="append", dest="questions", help="for the chats; repeatable")
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    options = parser.parse_args()
-    model, questions = options.name or options.model.name, options.questions or QUESTIONS
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS, help="for the chats")
+    parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
+    setup = parser.parse_args()
+    wanted = {*setup.only, *(["train"] if "report" in setup.only else [])}
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
-        folder = Path(temporary)
-        (folder / model).symlink_to(options.model.resolve())
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        jobs = {
-            "quickstart": lambda: quickstart(folder),
-            "chat": lambda: chat(folder, model, questions),
-            "train": lambda: train(folder),
-            "quantize": lambda: quantize(folder),
-            "report": lambda: report(folder, browser),
-            "page": lambda: page(folder, browser, model, questions),
-        }
-        wanted = set(options.only) | ({"train"} if {"quantize", "report"} & set(options.only) else set())
-        for name, job in jobs.items():
+        setup.browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        setup.folder = Path(temporary)
+        name = setup.name or setup.model.name
+        (setup.folder / name).symlink_to(setup.model.resolve())
+        setup.model = name
+        for name, job in JOBS.items():
             if name in wanted:
-                job()
+                job(setup)
 
 
 if __name__ == "__main__":

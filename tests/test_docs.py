@@ -41,14 +41,24 @@ from tests.run_command import run_command
 from tests.stand_ins import make_stand_ins, serve
 
 DOCS = ROOT / "docs"
-PAGES = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))) if path.exists()]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
 OTHER_OPTIONS = {"--backend", "--over", "--strict"}  # of mlx.launch, mlx.distributed_config, mypy
 OTHER_OPTIONS |= {"--config", "--model", "--profile", "--settings"}  # of the clients in docs/clients.md
 OTHER_OPTIONS |= {"--help", "--help-all", "--quickstart", "--sizes", "--device"}  # of click, benchmarks, tests
 OTHER_OPTIONS |= {"--repeat-penalty", "--grammar-file", "--slot-save-path", "--max-new-tokens"}  # of llama.cpp, ...
 OTHER_PROGRAMS = re.compile(r"`(?:ollama|uv|llama-|mlx_lm\.|convert_hf_to_gguf)[^`]*`")
+SETTINGS = [
+    GenerationOptions,
+    KVOptions,
+    TrainSettings,
+    TokenizerOptions,
+    DataOptions,
+    QuantizationSettings,
+    ServerOptions,
+]
 TOOLS = ("curl", "jq", "xargs")
 ADDRESS = "127.0.0.1:8080"
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 _BLOCK = re.compile(
     r'^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<content>.*?)^```$',
     re.MULTILINE | re.DOTALL,
@@ -71,10 +81,6 @@ def blocks(page):
     found = [Block(**match.groupdict()) for match in _BLOCK.finditer(text)]
     assert 2 * len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page.name} has an indented block"
     return found
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +203,7 @@ def check(block):
             json.loads(text)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@every_page
 def test_every_example_runs(page, folder, request):
     skipped = set()
     for block in blocks(page):
@@ -210,7 +216,7 @@ def test_every_example_runs(page, folder, request):
         if block.language not in ("sh", "python") or kind == "not run":
             check(block)
         elif block.language == "python":
-            exec(compile(content, name_of(page), "exec"), {"__name__": "__main__"})
+            exec(compile(content, page, "exec"), {"__name__": "__main__"})
         else:
             assert kind in ("", "run with", "run as"), block.mark
             if kind == "run as":
@@ -239,7 +245,7 @@ def options_of(name):
     return {option for parameter in shown for option in parameter.opts + parameter.secondary_opts}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@every_page
 def test_every_command_and_option_in_the_text_exists(page):
     text = OTHER_PROGRAMS.sub("", _BLOCK.sub("", page.read_text(encoding="utf-8")))
     of_program = {option for parameter in app.params for option in parameter.opts}
@@ -251,12 +257,11 @@ def test_every_command_and_option_in_the_text_exists(page):
             assert set(re.findall(r"(?<= )--?[a-z][a-z-]*", arguments)) <= options_of(name), code
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@every_page
 def test_every_named_file_exists(page):
     folders = "mlxlm|tests|benchmarks|docs|examples|metal_kernels|models"
     names = re.findall(rf"`((?:{folders})/[\w./-]+)", page.read_text(encoding="utf-8"))
-    missing = [name for name in names if "NAME" not in name and not (ROOT / name).exists()]
-    assert not [name for name in missing if not name.startswith("docs/images/")]
+    assert not [name for name in names if "NAME" not in name and not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").iterdir()), ids=lambda path: path.name)
@@ -283,17 +288,9 @@ def test_the_reference_has_every_command_and_option():
 def test_the_tables_have_every_option_of_a_settings_class():
     text = rendered("reference/options.md")
     assert "<!--" not in text
-    row = "| `top_p` | `--top-p` | a number above 0 and at most 1 | 1.0 | Nucleus sampling"
-    assert row in text and "| `mask_prompt` |  | true or false |" in text
-    for settings in (
-        GenerationOptions,
-        KVOptions,
-        TrainSettings,
-        TokenizerOptions,
-        DataOptions,
-        QuantizationSettings,
-        ServerOptions,
-    ):
+    assert "| `top_p` | `--top-p` | a number above 0 and at most 1 | 1.0 | Nucleus sampling" in text
+    assert "| `mask_prompt` |  | true or false |" in text
+    for settings in SETTINGS:
         assert not [name for name in options_of_settings(settings) if f"\n| `{name}` |" not in text]
 
 

@@ -1,5 +1,6 @@
-"""What the package says about itself, and what it contains."""
+"""The package: its metadata, its files, and the steps of the release workflow."""
 
+import os
 import re
 import subprocess
 import sys
@@ -7,15 +8,20 @@ import tarfile
 import tomllib
 import zipfile
 from email.parser import HeaderParser
-from runpy import run_path
 
 import pytest
+import yaml
 
 from mlxlm import __version__
 from tests.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+WORKFLOWS = ROOT / ".github" / "workflows"
+GITHUB = {
+    "GITHUB_REPOSITORY": "owner/name",
+    "GITHUB_REF_NAME": f"v{__version__}",
+    "GITHUB_SERVER_URL": "https://github.com",
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +29,9 @@ def dist(tmp_path_factory):
     """A source distribution and a wheel, built in this environment as in GitHub Actions."""
     pytest.importorskip("hatchling")
     pytest.importorskip("build")
-    folder = tmp_path_factory.mktemp("dist")
-    env = {"PATH": "/usr/bin:/bin", "GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1"}
+    folder = tmp_path_factory.mktemp("work") / "dist"
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={"PATH": "/usr/bin:/bin"} | GITHUB, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -41,29 +46,23 @@ def metadata(dist):
 
 def test_the_metadata_has_urls_and_a_page_without_relative_links(metadata):
     urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
-    assert urls["Source"] == "https://github.com/owner/name"
-    assert urls["Changelog"] == "https://github.com/owner/name/blob/v1/CHANGELOG.md"
-    page = metadata.get_payload()
-    targets = re.findall(r"\]\(([^)]*)\)", page)
+    files = f"https://github.com/owner/name/blob/v{__version__}"
+    assert urls["Source"] == "https://github.com/owner/name" and urls["Changelog"] == f"{files}/CHANGELOG.md"
+    targets = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
     assert len(targets) > 10 and all(target.startswith("https://") for target in targets)
-    assert "https://github.com/owner/name/raw/v1/docs/images/chat.svg" in targets
-    assert "https://github.com/owner/name/tree/v1/examples" in targets
-    assert "<!--" not in page and "pip install" in page
-
-
-def test_without_a_repository_the_page_has_no_links_to_files():
-    hook = run_path(str(ROOT / "hatch_build.py"))
-    page = hook["absolute_links"](README, None, "main")
-    assert not re.search(r"\]\((?!https://)", page) and "![" not in page and "[Chat]" not in page and "Chat" in page
+    assert f"{files.replace('blob', 'raw')}/docs/images/chat.svg" in targets and f"{files}/docs/chat.md" in targets
 
 
 def test_the_license_names_those_of_vendored_libraries(metadata):
     table = (ROOT / "mlxlm/server/page/vendor/README.md").read_text(encoding="utf-8")
-    licenses = [row.split("|")[3].strip() for row in table.splitlines() if row.startswith("| `")]
-    named = PROJECT["license"].split(" AND ")
-    assert licenses and all(license.split(" or ")[0] in named for license in licenses)
+    licenses = {row.split("|")[3].split(" or ")[0].strip() for row in table.splitlines() if row.startswith("| `")}
+    named = set(PROJECT["license"].split(" AND "))
+    assert licenses and licenses <= named
     assert metadata["License-Expression"] == PROJECT["license"]
-    assert "mlxlm/server/page/vendor/purify.LICENSE.txt" in metadata.get_all("License-File")
+    vendored = {str(path.relative_to(ROOT)) for path in (ROOT / "mlxlm/server/page/vendor").glob("*LICENSE*")}
+    assert vendored | {"LICENSE"} == set(metadata.get_all("License-File"))
+    [formula] = re.findall(r"license all_of: \[(.*)\]", (ROOT / "packaging/mlxlm.rb").read_text(encoding="utf-8"))
+    assert set(re.findall(r'"(.*?)"', formula)) == named
 
 
 def test_the_source_distribution_has_what_the_tests_and_the_docs_need(dist):
@@ -71,17 +70,31 @@ def test_the_source_distribution_has_what_the_tests_and_the_docs_need(dist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CHANGELOG.md", "SECURITY.md", "hatch_build.py", "tests/test_packaging.py", "docs/index.md"} <= names
+    assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_homebrew_formula(dist):
-    [sdist] = dist.glob("*.tar.gz")
-    text = run_path(str(ROOT / "packaging" / "homebrew.py"))["formula"](sdist)
-    assert 'homepage "https://github.com/owner/name"' in text
-    assert f"/mlxlm-{__version__}.tar.gz" in text and re.search(r'sha256 "[0-9a-f]{64}"', text)
-    assert 'license all_of: ["MIT", "Apache-2.0"' in text
-    opened = re.findall(r"^\s*(?:class|def|test do)\b", text, re.MULTILINE)
-    assert len(opened) == len(re.findall(r"^\s*end$", text, re.MULTILINE))
-    assert "{" not in text.replace("#{bin}", "")
+def test_the_steps_of_a_release(dist):
+    steps = yaml.safe_load((WORKFLOWS / "release.yml").read_text(encoding="utf-8"))["jobs"]["build"]["steps"]
+    work = dist.parent
+    (work / "mlxlm").mkdir()
+    for name in ("mlxlm/__init__.py", "packaging"):
+        (work / name).symlink_to(ROOT / name)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (work / "CHANGELOG.md").write_text(changelog.replace("## Unreleased", f"## {__version__}, 2000-01-01"))
+    for name in ("The tag is the version", "The release's files"):
+        [script] = [step["run"] for step in steps if step.get("name", "").startswith(name)]
+        env = os.environ | GITHUB | {"RUNNER_TEMP": str(work)}
+        subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=work, env=env, check=True, timeout=60)
+    notes = (work / "release/notes.md").read_text()
+    assert len(notes) > 100 and "\n## " not in notes
+    formula = (work / "release/mlxlm.rb").read_text()
+    assert formula.startswith("class Mlxlm") and 'homepage "https://github.com/owner/name"' in formula
+    assert f"/mlxlm-{__version__}.tar.gz" in formula and re.search(r'sha256 "[0-9a-f]{64}"', formula)
+
+
+def test_the_workflows_and_issue_templates_are_valid_yaml():
+    for path in (*WORKFLOWS.glob("*.yml"), *(ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")):
+        assert yaml.safe_load(path.read_text(encoding="utf-8")), path
 
 
 def test_the_changelog_has_sections_by_version():

@@ -22,10 +22,10 @@ from mlxlm.utils.formatting import human_bytes
 def doctor(full: bool, out: Path | None, as_json: bool) -> None:
     """Show the device, MLX, the BLAS and its measured speed, memory, and the folder of downloaded models.
 
-    With --full, check that everything works on this machine: each kernel against MLX's operations on the CPU, a
-    training run that is stopped and resumed, decoding with plain and quantized caches; and measure their speed. This
-    takes one or two minutes on a CPU, and some more on a GPU, which has more kernels. The report is doctor.json and
-    doctor.html; attach both to an issue. It contains no names and no paths of yours.
+    With --full, check that everything works on this machine, and measure its speed: each kernel against MLX's
+    operations, a training run that is stopped and resumed, decoding with plain and quantized caches. This takes one
+    or two minutes on a CPU, longer on a GPU. The report is doctor.json and doctor.html; attach both to an issue. It
+    contains no user names, host names or paths.
     """
     from mlxlm.doctor.facts import basic_facts
 

@@ -64,9 +64,8 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
     TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy;
     --small-world counts the right answers to each kind of question.
 
-    Every token is predicted once, from a window that slides over the text: with at least context-length - stride tokens
-    before it, if the text has them. A smaller stride is slower and mostly gives a lower loss. `compare` and `quantize`
-    use the default windows.
+    Every token is predicted once, from a sliding window with at least context-length - stride tokens before it. A
+    smaller stride is slower, and usually gives a lower loss. `compare` and `quantize` use the default windows.
 
     A line of --multiple-choice is {"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}; the answer's index
     starts at 0.

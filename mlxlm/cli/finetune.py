@@ -41,7 +41,7 @@ _HELP_TEXTS = {
 @run_options
 @training_options.steps_option
 @option("Training length", "--epochs", float, "Number of passes over the conversations.  [default: 3]")
-@option("Training length", "--minutes", float, "Wall-clock budget.")
+@option("Training length", "--minutes", float, "Time limit.")
 @option(
     "Data",
     "--chat-template",

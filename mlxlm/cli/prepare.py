@@ -37,7 +37,7 @@ from mlxlm.utils.formatting import human_bytes, human_seconds
 SMALL_WORLD = "small-world"
 CORPORA = [SMALL_WORLD, "python-reference"]
 _SMALL_WORLD_BYTES = 5_000_000  # more than two minutes of training read
-_BUILTIN = "Tokenize nothing; write this corpus to --out, a new .jsonl file of conversations."
+_BUILTIN = "Write this corpus to --out, a new .jsonl file of conversations, instead of shards."
 _SEED = "Random seed that chooses the held-out documents, or the conversations of small-world.  [default: 0]"
 _VALIDATION_FRACTION = (
     "Fraction of the documents to hold out; of the text, if there are few documents.  [default: 0.05]"
@@ -63,11 +63,11 @@ def prepare(
     """Tokenize text into memory-mapped shards for `mlxlm pretrain`.
 
     A row of a .jsonl file or table is {"text": "..."}, or a conversation {"messages": [{"role": "user", "content":
-    "..."}, ...]}. Memory use is bounded, and the folder appears only when it is complete.
+    "..."}, ...]}. Sources can be larger than memory.
 
-    The corpus small-world has conversations in simple English, to train a small model on: stories, questions about
-    them, sums, sorting, spelling and opposites. A tenth of all combinations of words is held out: `mlxlm evaluate MODEL
-    --small-world` asks about these. python-reference is Python's language reference.
+    The corpus small-world has conversations in simple English for small models: stories, questions about them, sums,
+    sorting, spelling and opposites. A tenth of all combinations of words is held out for `mlxlm evaluate MODEL
+    --small-world`. python-reference is Python's language reference.
     """
     size = options.pop("size")
     if builtin is not None:

@@ -28,8 +28,8 @@ from mlxlm.data.options import DataOptions, parse_weighted_sources
 
 _PRESET = "Model size; see mlxlm models presets.  [default: 1m, or chosen for the time limit]"
 _REPEAT = "Repeat RUN in --out; it ends with the same weights."
-_HOURS = "Wall-clock budget; also picks the model size unless --preset or --config is given."
-_LAW = "Pick the model size by the law that mlxlm scaling fitted in FOLDER."
+_HOURS = "Time limit; also chooses the model size, unless --preset or --config is given."
+_LAW = "Choose the model size by the scaling law that mlxlm scaling fitted in FOLDER."
 _HOSTS = "Train on these machines, this one first; or an MLX hostfile."
 
 
@@ -55,7 +55,7 @@ def pretrain(data: tuple[str, ...], hosts: str | None, num_processes: int | None
     DATA is text files, .jsonl, .csv, .parquet or .arrow files, folders, - for stdin, or prepared shards. With
     PATH=WEIGHT, training draws that share of its tokens from PATH.
 
-    `--hours 2` is enough: it picks the tokenizer, model and batch for your text and machine, and ends on time.
+    With only --hours 2, mlxlm chooses the tokenizer, model and batch size for your text and machine, and ends on time.
 
     The first Ctrl-C finishes the step, saves, and prints the command that continues.
     \f

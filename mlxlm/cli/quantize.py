@@ -46,7 +46,7 @@ _setting_options = add_options(
 @allow_sleep_option("Options")
 @json_option
 def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
-    """Quantize SOURCE for mlxlm and mlx_lm, and show what that costs.
+    """Quantize SOURCE for mlxlm and mlx_lm, and report the loss of quality.
 
     SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
     llama2.c .bin file. The report, with the error of each layer, is also written to quantization.json and

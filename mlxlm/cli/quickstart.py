@@ -83,8 +83,7 @@ _SCHEMA = {"properties": {"answer": {"type": "string", "maxLength": 40}}, "requi
     "Training",
     "--corpus",
     CORPORA,
-    "Built-in text to train on if there is no FILE: stories, questions, sums and spelling in simple English, or "
-    "Python's language reference.",
+    "Built-in text to train on without FILE: conversations in simple English, or Python's language reference.",
     default=SMALL_WORLD,
 )
 @option("Training", "--out", PATH, "New folder for the run.  [default: mlxlm-quickstart]")
@@ -103,7 +102,7 @@ def quickstart(
     """Train a tokenizer and a small model, quantize it to 4 bits, and chat with it.
 
     It trains on FILE, texts or conversations of a few kB or more, or on a built-in corpus. While it trains, it answers
-    the same three prompts again and again; at the end you see how the answers changed. No network is needed.
+    the same three prompts again and again, and at the end it shows how the answers improved. It needs no network.
     """
     from mlxlm.quantize import quantize
 

@@ -18,9 +18,9 @@ from mlxlm.train.settings import TrainSettings
 @click.option("--out", type=click.Path(path_type=Path), help="HTML file to write.  [default: RUN/report.html]")
 @click.option("--open", "show", is_flag=True, help="Open the report in the browser.")
 def report(runs: tuple[Path, ...], out: Path | None, show: bool) -> None:
-    """Write a report of one RUN, or of several side by side, as one HTML file that works offline.
+    """Write a report of a RUN, or of several side by side, as an HTML file that works offline.
 
-    You can write it at any time, also while a run is training. A run writes its own report when it ends.
+    A run writes its own report when it ends. You can also write it while a run is training.
     """
     if out is None:
         if len(runs) > 1:

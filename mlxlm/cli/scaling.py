@@ -91,7 +91,7 @@ def _compute_budget(text: str) -> tuple[float, bool]:
 @option("Grid", "--tokens", _numbers, "Training lengths in tokens, such as 1e6,2e6,4e6.", metavar="A,B,...")
 @option("Grid", "--minutes", float, _MINUTES)
 @option("Grid", "--hours", float, "The same in hours.")
-@option("Grid", "--fit-only", bool, "Train nothing; fit the finished runs.")
+@option("Grid", "--fit-only", bool, "Fit the finished runs, without training.")
 @option("Predictions", "--compute-budget", _compute_budget, _COMPUTE_BUDGET, metavar="C")
 @option("Predictions", "--predict", lambda text: parse_size(text) and text, _PREDICT, metavar="SIZE[:TOKENS]")
 @training_options.data_options(vocab_size="by the sizes")
@@ -162,8 +162,8 @@ def _train(grid: Grid, runtime: dict[str, Any]) -> tuple[list[str], int]:
     epochs = max(run.tokens for run in grid.runs) / grid.unique_tokens
     if epochs > 1.2 * FULL_VALUE_EPOCHS:
         render.say(
-            f"the text is short: the longest runs see it {epochs:.1f} times, and after {FULL_VALUE_EPOCHS:g} epochs "
-            "it teaches less than new text would, which bends the law",
+            f"the text is short: the longest runs take {epochs:.1f} epochs, and more than {FULL_VALUE_EPOCHS:g} "
+            "improve a model less than new text would, which makes the fit worse",
             style="yellow",
         )
     runs = []

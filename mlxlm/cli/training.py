@@ -167,7 +167,7 @@ def print_forecast(run: train.Run) -> None:
         )
     if entry := entry_before_start(run.log_file, "model_size_chosen", ("parameters", "tokens", "epochs")):
         epochs = f"{entry['epochs']:.1f} epochs"
-        hint = "; more text would help: after 4 epochs the same text teaches less and less" * (entry["epochs"] > 4.5)
+        hint = "; more text would help: repeated text improves the model less after 4 epochs" * (entry["epochs"] > 4.5)
         render.say(
             f"model size chosen by {entry.get('law_name')}: {human_count(entry['parameters'])} "
             f"parameters, about {human_count(entry['tokens'])} tokens, {epochs}{hint}"

@@ -65,7 +65,7 @@ def test_every_other_name_is_of_one_of_our_fields():
 
 
 def test_other_names_are_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs/server.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/server-api.md").read_text()
     assert all(f"`{name}`" in page for name in NAMES)
 
 
