@@ -1,25 +1,19 @@
-"""The answers of a chat: their chunks, their parts, and how they are stopped."""
+"""The answers of a chat: their chunks, and how they are stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from mlxlm.chat.reasoning import ReasoningParser
-from mlxlm.chat.tool_calls import TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
+from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.generation import (
     GenerationChunk,
     GenerationResult,
     TextStream,
 )
-from mlxlm.generation.result import ToolCall
 from mlxlm.utils.errors import GenerationError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -142,58 +136,13 @@ class Answer(Iterator[GenerationChunk], AsyncIterator[GenerationChunk]):
             self._lock.release()
 
 
-class AnswerParser:
-    """Splits a generated answer into reasoning, text and tool calls.
+def parsed_chunks(parser: AnswerParser, chunk: GenerationChunk) -> list[GenerationChunk]:
+    """Return what a generated chunk adds to an answer, without calls.
 
-    Attributes:
-        reasoning: The reasoning so far.
-        text: The text so far, without reasoning and calls.
-        calls: The calls so far; the arguments of the last one can be incomplete.
+    It is at least one chunk, so that a caller can stop between any two tokens.
     """
-
-    def __init__(self, start: str, tool_format: ToolFormat | None):
-        """Parse an answer that begins with `start`, such as an opening "<think>" of the template."""
-        self.reasoning = self.text = ""
-        self.calls: list[ToolCall] = []
-        self._reasoning = ReasoningParser()
-        self._tool_calls = None if tool_format is None else ToolCallParser(tool_format)
-        self._add(self._reasoning.push(start))
-
-    def push(self, chunk: GenerationChunk) -> list[GenerationChunk]:
-        """Return what a generated chunk adds: at least one chunk, so that a caller can stop between any two."""
-        parts = self._reasoning.push(chunk.text)
-        if chunk.finish_reason:
-            parts += self._reasoning.finish()
-        shown = self._add(parts)
-        if chunk.finish_reason and self._tool_calls is not None:
-            cut_off = chunk.finish_reason not in ("eos", "stop")
-            shown += self._add_events(self._tool_calls.finish(cut_off=cut_off))
-        *first, (text, reasoning) = shown or [("", self._reasoning.reasoning)]
-        chunks = [GenerationChunk(text, reasoning=reasoning) for text, reasoning in first]
-        return [*chunks, replace(chunk, text=text, reasoning=reasoning)]
-
-    def _add(self, parts: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Add pairs of text and whether it is reasoning; return them without calls."""
-        shown: list[tuple[str, bool]] = []
-        for text, reasoning in parts:
-            if reasoning:
-                self.reasoning += text
-                shown.append((text, True))
-            elif self._tool_calls is not None:
-                shown += self._add_events(self._tool_calls.push(text))
-            else:
-                self.text += text
-                shown.append((text, False))
-        return shown
-
-    def _add_events(self, events: Sequence[ToolEvent]) -> list[tuple[str, bool]]:
-        shown = []
-        for event in events:
-            if isinstance(event, TextDelta):
-                self.text += event.text
-                shown.append((event.text, False))
-            elif isinstance(event, ToolCallStart):
-                self.calls.append(ToolCall(event.id, event.name, ""))
-            else:
-                self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + event.text)
-        return shown
+    pieces = parser.push(chunk.text, chunk.finish_reason)
+    shown = [(piece.text, piece.part.kind == "reasoning") for piece in pieces if piece.part.kind != "call"]
+    *first, (text, reasoning) = shown or [("", parser.in_reasoning)]
+    chunks = [GenerationChunk(text, reasoning=reasoning) for text, reasoning in first]
+    return [*chunks, replace(chunk, text=text, reasoning=reasoning)]

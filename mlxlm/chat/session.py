@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from mlxlm.cache import KVOptions, fingerprint
-from mlxlm.chat.answer import Answer, AnswerParser, Cancellation, ChatStats
+from mlxlm.chat.answer import Answer, Cancellation, ChatStats, parsed_chunks
+from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_encoder import Messages, parse_messages
 from mlxlm.chat.chat_model import ChatModel, edited_answer
 from mlxlm.chat.generate import sampling_functions
@@ -34,6 +35,7 @@ from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResul
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import loaded
 from mlxlm.generation.options import OptionArguments
+from mlxlm.generation.result import ToolCall
 from mlxlm.generation.sampling import LogitsFunction, SamplerFunction
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
@@ -467,10 +469,11 @@ class Chat:
         start = self._chat_model.answer_start if start is None else start
         stream = self._chat_model.answer(earlier, exchange.prompt, self._options, on_prefill, may_call)
         cancellation.attach(stream)
-        parser, reason = AnswerParser(start.content, self._chat_model.tool_format if may_call else None), None
+        parser, reason = AnswerParser(self._chat_model.tool_format if may_call else None), None
+        parser.push(start.content)
         try:
             for generated in stream:
-                chunks, reason = parser.push(generated), generated.finish_reason
+                chunks, reason = parsed_chunks(parser, generated), generated.finish_reason
                 if parser.calls and reason in ("eos", "stop"):
                     chunks[-1] = replace(chunks[-1], finish_reason=None)  # the answer goes on
                 yield from chunks
@@ -479,8 +482,8 @@ class Chat:
             if (result := stream.partial_result()).tokens:
                 turn = self._chat_model.turn(exchange, start, result)
                 # Calls that have no results yet aren't kept, nor is the beginning of one.
-                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text:
-                    turn = replace(turn, answer=parser.text, ids=())
+                if parser.calls or may_call and reason is not None and split(turn.answer)[1] != parser.text("text"):
+                    turn = replace(turn, answer=parser.text("text"), ids=())
                 turns = (*exchange.conversation.turns, turn)
                 self._branches.current = replace(exchange.conversation, turns=turns)
                 if self._options.seed == result.seed:  # it was not set during the answer
@@ -489,8 +492,9 @@ class Chat:
                 self._last = result
         if not parser.calls or reason not in ("eos", "stop"):
             return None
-        calls, reasoning = tuple(parser.calls), parser.reasoning or None
-        return Message("assistant", parser.text, tool_calls=calls, reasoning_content=reasoning)
+        calls = tuple(ToolCall(part.call_id or "", part.name or "", part.text) for part in parser.calls)
+        reasoning = parser.text("reasoning") or None
+        return Message("assistant", parser.text("text"), tool_calls=calls, reasoning_content=reasoning)
 
     def _end_answer(self) -> None:
         """End an answer that is being generated, also one that another thread is iterating."""

@@ -20,13 +20,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mlxlm.chat.answer_parser import Piece
 from mlxlm.generation import GenerationChunk, GenerationResult
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.errors import STOPPING, ApiError, invalid, to_api_error
 from mlxlm.server.metrics import MODEL, Metrics
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import ChoicesRequest, ReplyFields
-from mlxlm.server.text import Piece, Text
+from mlxlm.server.text import Text
 
 KEEP_ALIVE_SECONDS = 1.0  # after so long without a chunk, a stream gets a comment
 _QUEUE_SIZE = 64  # chunks; further ones wait in their TextStream, which pauses generation if there are too many

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-from mlxlm.chat.reasoning import ReasoningParser
-from mlxlm.chat.tool_calls import ArgumentsDelta, TextDelta, ToolCallParser, ToolCallStart, ToolEvent, ToolFormat
+from mlxlm.chat.answer_parser import AnswerParser, Kind, Part, Piece
+from mlxlm.chat.tool_calls import ToolFormat
 from mlxlm.generation import (
     FinishReason,
     GenerationChunk,
@@ -34,40 +33,7 @@ _FINISH_REASONS: dict[FinishReason, str] = {
     "context": "length",
     "constraint": "length",
 }
-Kind = Literal["reasoning", "text", "call"]
 _NEGATIVE_INFINITY = -9999.0  # as in OpenAI's API: JSON has no infinity
-
-
-@dataclass(eq=False)
-class Part:
-    """A part of a text.
-
-    Attributes:
-        kind: What it is; "call" for the arguments of a tool call.
-        text: What there is of it so far.
-        call_id: The id of the call.
-        name: The function that is called.
-    """
-
-    kind: Kind
-    text: str = ""
-    call_id: str | None = None
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a chunk adds to a part.
-
-    Attributes:
-        part: The part, with this piece.
-        text: The piece; "" at the beginning of a call, and for an empty text.
-        is_first: Whether the part begins with this piece.
-    """
-
-    part: Part
-    text: str
-    is_first: bool
 
 
 class Text:
@@ -78,7 +44,6 @@ class Text:
         request: What the engine generates.
         stream: Its chunks, as the engine generates them; set by `submit`.
         result: The whole text with its statistics, when it has ended.
-        parts: Its parts so far.
         logprobs: The log-probabilities of its tokens so far, as `take_logprobs` has returned them.
         finish_reason: Why it has ended, in OpenAI's words; None if it hasn't.
         reasoning_tokens: The number of tokens of the reasoning, its tags included.
@@ -104,16 +69,27 @@ class Text:
         """
         self.index, self.request = index, request
         self.result: GenerationResult | None = None
-        self.parts: list[Part] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.reasoning_tokens = 0
         self._logprob_buffer, self._ready = LogprobBuffer(), list[TokenLogprobs]()
-        self._reasoning: ReasoningParser | None = None
-        if generation_prefix is not None:
-            self._reasoning = ReasoningParser()
-            self._reasoning.push(generation_prefix)
-        self._calls = None if tool_format is None else ToolCallParser(tool_format)
+        self._parser = AnswerParser(tool_format, has_reasoning=generation_prefix is not None)
+        self._parser.push(generation_prefix or "")
+        self.parts.clear()  # the prefix is no part of the answer
+
+    @property
+    def parts(self) -> list[Part]:
+        """Its parts so far."""
+        return self._parser.parts
+
+    @property
+    def calls(self) -> list[Part]:
+        """The tool calls so far."""
+        return self._parser.calls
+
+    def text_of(self, kind: Kind) -> str:
+        """The text of all parts of a kind so far."""
+        return self._parser.text(kind)
 
     def submit(self, model: ServedModel) -> TextStream:
         """Begin to generate the text.
@@ -132,24 +108,14 @@ class Text:
             raise invalid(client_message(error), code="context_length_exceeded") from None
         return self.stream
 
-    @property
-    def calls(self) -> list[Part]:
-        """The tool calls so far."""
-        return [part for part in self.parts if part.kind == "call"]
-
     def push(self, chunk: GenerationChunk) -> list[Piece]:
         """Add a chunk, and return what is decided. A text that has ended has at least one part, even if it is empty."""
         self._ready += self._logprob_buffer.push(chunk.logprob, chunk.text, chunk.finish_reason)
-        pieces: list[Piece] = []
-        for text, is_reasoning in self._split_reasoning(chunk):
-            if self._calls is None or is_reasoning:
-                pieces += self._add("reasoning" if is_reasoning else "text", text)
-            else:
-                pieces += self._add_events(self._calls.push(text))
+        was_reasoning = self._parser.in_reasoning
+        pieces = self._parser.push(chunk.text, chunk.finish_reason)
+        is_reasoning = any(piece.part.kind == "reasoning" for piece in pieces)
+        self.reasoning_tokens += was_reasoning or self._parser.in_reasoning or is_reasoning
         if chunk.finish_reason is not None:
-            if self._calls is not None:
-                cut_off = chunk.finish_reason not in ("eos", "stop")
-                pieces += self._add_events(self._calls.finish(cut_off=cut_off))
             if not self.parts:
                 self.parts.append(Part("text"))
                 pieces.append(Piece(self.parts[0], "", True))
@@ -163,32 +129,6 @@ class Text:
         ready, self._ready = self._ready, []
         self.logprobs += ready
         return ready
-
-    def _split_reasoning(self, chunk: GenerationChunk) -> list[tuple[str, bool]]:
-        if self._reasoning is None:
-            return [(chunk.text, False)]
-        before = self._reasoning.reasoning
-        pieces = self._reasoning.push(chunk.text)
-        self.reasoning_tokens += before or self._reasoning.reasoning or any(reasoning for _, reasoning in pieces)
-        return pieces if chunk.finish_reason is None else pieces + self._reasoning.finish()
-
-    def _add_events(self, events: Sequence[ToolEvent]) -> Iterator[Piece]:
-        for event in events:
-            if isinstance(event, TextDelta):
-                yield from self._add("text", event.text)
-            elif isinstance(event, ToolCallStart):
-                self.parts.append(Part("call", "", event.id, event.name))
-                yield Piece(self.parts[-1], "", True)
-            elif isinstance(event, ArgumentsDelta):
-                yield from self._add("call", event.text)
-
-    def _add(self, kind: Kind, text: str) -> Iterator[Piece]:
-        if text:
-            is_first = not self.parts or self.parts[-1].kind != kind
-            if is_first:
-                self.parts.append(Part(kind))
-            self.parts[-1].text += text
-            yield Piece(self.parts[-1], text, is_first)
 
 
 def sample_requests(

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from mlxlm.chat.answer import Answer, AnswerParser, Cancellation
+from mlxlm.chat.answer import Answer, Cancellation, parsed_chunks
+from mlxlm.chat.answer_parser import AnswerParser
 from mlxlm.chat.chat_model import ChatModel
 from mlxlm.chat.history import ContextFullError
 from mlxlm.chat.messages import Message, ToolCall
@@ -217,11 +218,11 @@ def test_an_answer_is_split_into_reasoning_text_and_calls_however_it_is_cut():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     whole = f"<think>\nwhy\n</think>\n\nBecause.\n{call}"
     for size in (1, 3, len(whole)):
-        parser = AnswerParser("", JSON_FORMAT)
+        parser = AnswerParser(JSON_FORMAT)
         pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
-        chunks = [chunk for piece in pieces for chunk in parser.push(GenerationChunk(piece, 7))]
-        chunks += parser.push(GenerationChunk("", 8, "eos"))
+        chunks = [chunk for piece in pieces for chunk in parsed_chunks(parser, GenerationChunk(piece, 7))]
+        chunks += parsed_chunks(parser, GenerationChunk("", 8, "eos"))
         assert len([chunk for chunk in chunks if chunk.token == 7]) == len(pieces)
-        assert (parser.reasoning, parser.text) == ("why", "Because.")
-        assert [(made.name, made.arguments) for made in parser.calls] == [("f", '{"a": "b"}')]
+        assert (parser.text("reasoning"), parser.text("text")) == ("why", "Because.")
+        assert [(made.name, made.text) for made in parser.calls] == [("f", '{"a": "b"}')]
         assert "".join(chunk.text for chunk in chunks if not chunk.reasoning) == "Because."

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxlm.chat.answer_parser import Part, Piece
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationOptions
 from mlxlm.generation.result import TokenLogprobs
@@ -31,7 +32,7 @@ from mlxlm.server.schemas import (
     TextContent,
     TextFormat,
 )
-from mlxlm.server.text import Part, Piece, Text, describe_logprobs
+from mlxlm.server.text import Text, describe_logprobs
 
 
 class ToolFunction(Fields):
@@ -173,7 +174,7 @@ class _ChatCompletion(ChoicesReply):
         return {"content": describe_logprobs(entries, self.model.lm.tokenizer), "refusal": None}
 
     def complete_choice(self, text: Text) -> dict[str, Any]:
-        content, reasoning = ("".join(p.text for p in text.parts if p.kind == kind) for kind in _NAMES)
+        content, reasoning = text.text_of("text"), text.text_of("reasoning")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if text.calls:
             message |= {"content": content or None, "tool_calls": [_call(part, part.text) for part in text.calls]}

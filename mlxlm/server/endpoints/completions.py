@@ -12,6 +12,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxlm.chat.answer_parser import Piece
 from mlxlm.generation import device_thread
 from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.result import TokenLogprobs
@@ -23,7 +24,7 @@ from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import ChoicesReply, json_response, respond
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import MAX_PROMPTS, ChoicesRequest, Prompts
-from mlxlm.server.text import Piece, Text, finite, sample_requests, token_text
+from mlxlm.server.text import Text, finite, sample_requests, token_text
 from mlxlm.tokenizer import FillInTheMiddle, Tokenizer
 from mlxlm.utils.errors import GenerationError, TokenizerError
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxlm.chat.answer_parser import Piece
 from mlxlm.generation import FinishReason
 from mlxlm.generation.request import encode_prompt
 from mlxlm.generation.result import TokenLogprobs
@@ -23,7 +24,7 @@ from mlxlm.server.models import Models, ServedModel
 from mlxlm.server.reply import Event, Reply, respond, timings_of
 from mlxlm.server.request_body import read_body
 from mlxlm.server.schemas import MAX_PROMPTS, Fields, Prompt, TextRequest
-from mlxlm.server.text import Piece, Text, describe_logprobs
+from mlxlm.server.text import Text, describe_logprobs
 
 
 class LlamaCppRequest(TextRequest):

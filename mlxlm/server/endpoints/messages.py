@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxlm.chat.answer_parser import Part, Piece
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation import GenerationResult
 from mlxlm.server.conversation import Conversation, ToolFields, ToolUse, check_offered, functions_of, named_tool
@@ -31,7 +32,7 @@ from mlxlm.server.schemas import (
     TextRequest,
     text_of_part,
 )
-from mlxlm.server.text import Part, Piece, Text
+from mlxlm.server.text import Text
 from mlxlm.tokenizer import Tokenizer
 
 

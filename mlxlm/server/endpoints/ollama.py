@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxlm.chat.answer_parser import Part, Piece
 from mlxlm.chat.messages import Message
 from mlxlm.generation import GenerationOptions
 from mlxlm.server.conversation import Conversation, ToolUse, continuation, functions_of
@@ -42,7 +43,7 @@ from mlxlm.server.schemas import (
     TemplateFields,
     TextFormat,
 )
-from mlxlm.server.text import Part, Piece, Text, describe_logprobs
+from mlxlm.server.text import Text, describe_logprobs
 
 _ROOM = 64  # tokens
 
@@ -176,7 +177,7 @@ class _Answer(Reply):
 
     def complete(self) -> dict[str, Any]:
         text = self._text
-        content, thinking = ("".join(p.text for p in text.parts if p.kind == kind) for kind in ("text", "reasoning"))
+        content, thinking = text.text_of("text"), text.text_of("reasoning")
         event = self._event(content, thinking, text.calls)
         if text.request.options.logprobs is not None:
             event["logprobs"] = describe_logprobs(text.logprobs, self.model.lm.tokenizer)

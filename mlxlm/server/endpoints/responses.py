@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlxlm.chat.answer_parser import Part, Piece
 from mlxlm.chat.messages import Message, ToolCall
 from mlxlm.generation.result import TokenLogprobs
 from mlxlm.server.conversation import Conversation, ToolFields, ToolUse
@@ -33,7 +34,7 @@ from mlxlm.server.schemas import (
     join_text_parts,
 )
 from mlxlm.server.stored_responses import StoredResponses
-from mlxlm.server.text import Part, Piece, Text, describe_logprobs
+from mlxlm.server.text import Text, describe_logprobs
 
 _LOGPROBS = "message.output_text.logprobs"  # the only `include` that has an effect
 
