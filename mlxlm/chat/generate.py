@@ -20,7 +20,7 @@ from mlxlm.generation.loaded_model import loaded
 from mlxlm.generation.logit_filters import FilterOptions
 from mlxlm.generation.options import OptionArguments
 from mlxlm.generation.request import encode_prompt
-from mlxlm.generation.sampling import LogitsFunction, SamplerFunction, SamplingFunctions
+from mlxlm.generation.sampling_functions import LogitsFunction, SamplerFunction, SamplingFunctions
 from mlxlm.utils.errors import GenerationError, MlxlmError
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from mlxlm.generation import GenerationChunk, GenerationOptions, GenerationResul
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import loaded
 from mlxlm.generation.options import OptionArguments
-from mlxlm.generation.sampling import LogitsFunction, SamplerFunction
+from mlxlm.generation.sampling_functions import LogitsFunction, SamplerFunction
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 

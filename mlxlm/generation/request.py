@@ -14,7 +14,7 @@ from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import dry_breaker_mask
-from mlxlm.generation.sampling import SamplingFunctions
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.utils.errors import GenerationError
 
 

@@ -5,9 +5,7 @@ decoding a token with a small model takes about 200 launches, and each operation
 one more. What changes with the request or the token, such as the temperature and the keys of the noise, is an array, so
 that the function isn't traced again. On a CPU, compiling takes seconds, and a launch costs nothing.
 
-On a CPU it also tells which draws are certain: those whose token no change of the logits by at most half a margin each
-could change, neither through the order of the scores nor through what a filter keeps. Every logit is assumed to change
-in the worst direction, so that a few draws count as uncertain that aren't.
+On a CPU it also tells which draws are certain, see `certainty`.
 """
 
 from __future__ import annotations
@@ -15,23 +13,17 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
-from operator import and_, or_
-from typing import Any
+from dataclasses import fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, compile_on_gpu, mx
-from mlxlm.cache import KVOptions
+from mlxlm.generation.certainty import certain_draws, certain_filtered_draws, margin_numbers
 from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
 from mlxlm.generation.gumbel_noise import negative_gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import (
-    FILTERS,
-    Draw,
     FilteredLogits,
     FilterOptions,
-    Number,
     Numbers,
     apply_filters,
     apply_temperature,
@@ -40,76 +32,13 @@ from mlxlm.generation.logit_filters import (
 from mlxlm.generation.options import GenerationOptions, PenaltyOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask, penalty_numbers
 from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
-from mlxlm.kernels import log_softmax
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.kernels.metal import scalar
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # What is done to the logits of a row depends on these, and on logit_bias, which is compared as bytes.
 _SHARED = tuple(field.name for kind in (FilterOptions, PenaltyOptions) for field in fields(kind))
-
-
-LogitsFunction = Callable[[mx.array, mx.array], mx.array]
-SamplerFunction = Callable[[mx.array], mx.array]
-
-
-@dataclass(frozen=True)
-class SamplingFunctions:
-    """Functions of the caller that take part in drawing the tokens of one text, with the signatures of mlx_lm.
-
-    They are called once for each token, on the thread that computes.
-
-    Attributes:
-        logits_processors: Each gets the ids of prompt and text, int32 `[T]`, and the logits, `[1, V]`, and returns
-            logits. They come before everything that the options do.
-        sampler: Gets the log-probabilities, float32 `[1, V]`, and returns the token, an integer `[1]`. It replaces the
-            temperature, the filters and the draw.
-    """
-
-    logits_processors: tuple[LogitsFunction, ...] = ()
-    sampler: SamplerFunction | None = None
-
-    @classmethod
-    def of(cls, logits_processors: Sequence[Any], sampler: Any) -> SamplingFunctions | None:
-        """Make one, or None without functions. Raises GenerationError for anything else than functions."""
-        if not isinstance(logits_processors, Sequence) or not all(map(callable, logits_processors)):
-            problem = f"logits_processors is {logits_processors!r:.100}"
-            raise GenerationError(problem, "a list of functions of tokens and logits")
-        if sampler is not None and not callable(sampler):
-            raise GenerationError(f"sampler is {sampler!r:.100}", "a function of log-probabilities")
-        return cls(tuple(logits_processors), sampler) if logits_processors or sampler else None
-
-    def process(self, ids: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits `[1, V]` after the processors. Raises GenerationError for another shape."""
-        tokens, shape = mx.array(ids, mx.int32), logits.shape
-        for processor in self.logits_processors:
-            logits = _call(processor, tokens, logits)
-            if not isinstance(logits, mx.array) or logits.shape != shape:
-                what = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
-                raise GenerationError(f"a logits processor returned {what}", f"an array of the shape {shape}")
-        return logits
-
-    def draw(self, logits: mx.array) -> mx.array:
-        """Return the token that the sampler draws from logits `[1, V]`, int32 `[1]`. Raises GenerationError."""
-        assert self.sampler is not None
-        token, vocab_size = mx.array(_call(self.sampler, log_softmax(logits))), logits.shape[-1]
-        if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer) or not 0 <= token.item() < vocab_size:
-            found = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
-            raise GenerationError(f"the sampler returned {found}", f"a token id, from 0 to {vocab_size - 1}")
-        return token.reshape(1).astype(mx.int32)
-
-
-def _call(function: Callable[..., Any], *arguments: mx.array) -> Any:
-    """Call a function of the caller, and evaluate what it returns."""
-    try:
-        value = function(*arguments)
-        mx.eval(value)
-        return value
-    except RuntimeError as error:
-        if "no Stream" not in str(error):
-            raise
-        problem = "a logits processor or sampler uses an array that was made in another thread and isn't evaluated"
-        raise GenerationError(problem, "mx.eval(array) where it is made") from None
 
 
 class LogitsProcessor:
@@ -219,93 +148,6 @@ def _draw(
 def _argmax(scores: mx.array, highest: mx.array) -> mx.array:
     """The index of the highest score of each row, int32 `[R]`; -1 if `highest` `[R, 1]` isn't finite."""
     return mx.where(mx.isfinite(highest.squeeze(-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)
-
-
-def margin_for(kv: KVOptions) -> float | None:
-    """Twice what rounding may change a logit by, so the lead that a token needs over the runner-up. None on a GPU.
-
-    On a CPU it is many times the difference between several rows computed at once and one, in the logits and in the
-    keys and values left behind. Measured in float32 with models of 14M to 82M parameters and up to 33 rows: 1e-5, and
-    with a quantized cache, which rounds a difference to another step, 0.002.
-
-    On a GPU no margin helps. Its products sum in another order for several rows, and are rounded to half precision. In
-    simulated bfloat16 (`benchmarks/rounding.py`) this changes leads of SmolLM2-135M by up to 0.5, with 4-bit weights 6,
-    and 1 to 3% of the tokens. Deciding each by a pass over its row alone leaves as many: its keys and values are those
-    of the batch.
-    """
-    if not ON_CPU:
-        return None
-    return 0.03 if kv.key_bits or kv.value_bits else 0.002
-
-
-def margin_numbers(options: GenerationOptions, margin: float, vocab_size: int) -> dict[str, float]:
-    """The numbers that the functions of this file need for a margin of the model's logits."""
-    # A repetition penalty multiplies or divides differences between logits.
-    margin *= max(options.repetition_penalty, 1 / options.repetition_penalty)
-    if not options.temperature:
-        return {"margin": margin}
-    numbers = {"margin": margin / options.temperature}
-    for one in FILTERS:
-        if one.numbers(options, vocab_size):
-            numbers |= one.margin_numbers(options, numbers["margin"], vocab_size)
-    return numbers
-
-
-def certain_draws(scores: mx.array, tokens: mx.array, margin: Number) -> mx.array:
-    """Whether draws without filters are certain: whether each token leads the runner-up by the margin.
-
-    Args:
-        scores: `[R, V]`.
-        tokens: The tokens of the highest scores, int32 `[R]`; -1 for none.
-        margin: In units of the scores.
-
-    Returns:
-        bool `[R]`.
-    """
-    tokens = _column(tokens)
-    lead = mx.take_along_axis(scores, tokens, axis=-1) - _without(scores, tokens).max(axis=-1, keepdims=True)
-    return (lead.astype(mx.float32) >= margin).squeeze(-1)
-
-
-def certain_filtered_draws(
-    logits: mx.array, noise: mx.array, tokens: mx.array, numbers: Numbers, filtered: FilteredLogits
-) -> mx.array:
-    """Whether draws with filters are certain.
-
-    Without filters, some tokens would lead the drawn one, or follow it by less than the margin; the rival is the most
-    likely of them. A draw is certain if every filter surely keeps its token, and one surely removes the rival, and so
-    all that are less likely.
-
-    Args:
-        logits: What is filtered, float32 `[R, V]`; the highest of a row is 0.
-        noise: What is subtracted from the filtered logits, `[R, V]`.
-        tokens: The tokens of the highest differences, int32 `[R]`; -1 for none.
-        numbers: Those of `filter_numbers` and `margin_numbers`.
-        filtered: The result of the filters.
-
-    Returns:
-        bool `[R]`.
-    """
-    filters = [one for one in FILTERS if one.option in numbers]
-    if any(one.verdict is None for one in filters):
-        return mx.zeros(tokens.shape, mx.bool_)
-    tokens, scores, margin = _column(tokens), logits - noise, numbers["margin"]
-    is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - margin
-    rival = mx.where(is_close, logits, -mx.inf).max(axis=-1, keepdims=True)
-    draw = Draw(logits, filtered, mx.take_along_axis(logits, tokens, axis=-1), rival, margin)
-    verdicts = [one.verdict(draw, numbers) for one in filters if one.verdict is not None]
-    removed = reduce(or_, (surely_removed for _, surely_removed in verdicts), mx.isneginf(rival))
-    return reduce(and_, (surely_kept for surely_kept, _ in verdicts), removed).squeeze(-1)
-
-
-def _column(tokens: mx.array) -> mx.array:
-    """Tokens `[R]` as indices `[R, 1]`."""
-    return mx.expand_dims(mx.maximum(tokens, 0), -1)
-
-
-def _without(scores: mx.array, tokens: mx.array) -> mx.array:
-    """Scores `[R, V]`, with -inf for `tokens` `[R, 1]`."""
-    return mx.put_along_axis(scores, tokens, mx.array(-mx.inf, scores.dtype), axis=-1)
 
 
 SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int]  # penalty state and its row, number of tokens drawn
