@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, compile_on_gpu, mx
 from mlxlm.generation.certainty import certain_draws, certain_filtered_draws, margin_numbers
-from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
+from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks, without_tokens
 from mlxlm.generation.gumbel_noise import negative_gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import (
     FilteredLogits,
@@ -71,7 +71,7 @@ class LogitsProcessor:
         Args:
             logits: `[R, V]`, any float dtype.
             state: The earlier tokens of each row.
-            token_bitmasks: The tokens that each row's constraint allows; None without constraints.
+            token_bitmasks: The tokens that each row may draw; None for all.
             steps: Each row's seed and the number of its token.
             margin: See `sample_with_certainty`. None on a GPU.
 
@@ -91,12 +91,15 @@ class LogitsProcessor:
         keys = mx.array([key for key, _ in noises], mx.uint32)
         return _draw(logits, numbers, state.arrays, bias, words, keys, mx.array(xtc) if any(xtc) else None)
 
-    def penalize(self, logits: mx.array, state: PenaltyState) -> mx.array:
-        """Apply `logit_bias` and the penalties alone to logits `[R, V]`."""
-        bias = self._bias(logits.shape[-1])
-        if bias is None and state.empty:
+    def mask(self, logits: mx.array, state: PenaltyState, token_bitmasks: Sequence[np.ndarray] | None) -> mx.array:
+        """Apply what precedes the temperature alone: `logit_bias`, the penalties and the bitmasks; as in `draw`."""
+        vocab_size = logits.shape[-1]
+        bias = self._bias(vocab_size)
+        if bias is not None or not state.empty:
+            logits = apply_penalties(logits, self._numbers(vocab_size, None), state, bias)
+        if token_bitmasks is None:
             return logits
-        return apply_penalties(logits, self._numbers(logits.shape[-1], None), state, bias)
+        return apply_token_bitmask(logits, stack_token_bitmasks(token_bitmasks, vocab_size))
 
     def _numbers(self, vocab_size: int, margin: float | None) -> Numbers:
         numbers = filter_numbers(self.options, vocab_size) | penalty_numbers(self.options)
@@ -181,6 +184,7 @@ class Sampler:
         *,
         tokenizer: Tokenizer | None = None,
         grammar: Grammar | None = None,
+        eos_token_ids: Collection[int] = (),
         functions: SamplingFunctions | None = None,
     ):
         """Prepare to draw the tokens that follow `prompt`.
@@ -191,6 +195,7 @@ class Sampler:
             seed: The seed of the noise.
             tokenizer: Needed for DRY's sequence breakers.
             grammar: The compiled constraint of `options`.
+            eos_token_ids: Tokens that end the text, which `min_tokens` forbids at first.
             functions: Functions of the caller. A sampler with them is one of a batch of its own.
 
         Raises:
@@ -200,6 +205,7 @@ class Sampler:
         self.processor = LogitsProcessor(options, dry_breaker_mask(options, tokenizer))
         self.matcher = None if grammar is None else grammar.matcher()
         self.num_logprobs, self.functions = options.logprobs, functions
+        self._eos_token_ids, self._min_tokens = eos_token_ids, options.min_tokens if eos_token_ids else 0
         self._prompt, self._accepted = prompt, list[int]()
         self._penalty_row: tuple[PenaltyState, int] | None = None  # a row of a state that a batch may share
         self._logprobs: deque[tuple[SampledLogprobs, int]] = deque()
@@ -208,6 +214,27 @@ class Sampler:
     def needs_last_token(self) -> bool:
         """Whether the value of the last token must be known before the next draw, as with a constraint."""
         return self.matcher is not None or self.functions is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the next token isn't free: `token_bitmasks` has something to say."""
+        return self.matcher is not None or self.step < self._min_tokens
+
+    def token_bitmasks(self, vocab_size: int, draft: mx.array | None = None) -> list[np.ndarray] | None:
+        """The tokens that may be drawn next, and after each of `draft`; None for all.
+
+        See `Matcher.token_bitmask`. `draft` is read only with a constraint.
+        """
+        if not self.is_masked:
+            return None
+        if self.matcher is not None:
+            bitmasks = self.matcher.draft_token_bitmasks([] if draft is None else draft.tolist())
+        else:
+            everything = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+            bitmasks = [everything] * (1 if draft is None else len(draft) + 1)
+        for position in range(min(len(bitmasks), self._min_tokens - self.step)):
+            bitmasks[position] = without_tokens(bitmasks[position], self._eos_token_ids)
+        return bitmasks
 
     @property
     def ended(self) -> bool:
@@ -268,8 +295,6 @@ class Sampler:
     def verify_draft(self, logits: mx.array, draft: mx.array, margin: float | None) -> tuple[mx.array, mx.array | None]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
-        `draft` is read only with a constraint.
-
         Args:
             logits: `[k + 1, V]`.
             draft: `[k]`.
@@ -279,7 +304,7 @@ class Sampler:
             The tokens, int32 `[k + 1]`, and whether they are certain, bool `[k + 1]`; None if `margin` is None.
         """
         penalty_rows = self._penalty_rows(logits.shape[-1], draft)
-        bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())
+        bitmasks = self.token_bitmasks(logits.shape[-1], draft)
         steps = [(self.seed, self.step + position) for position in range(len(logits))]
         return self.processor.draw(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps, margin)
 
@@ -339,7 +364,7 @@ def sample_with_certainty(
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
         alone = None if sampler.functions is None else id(sampler)
-        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token, alone
+        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token, sampler.is_masked, alone
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
         return _sample_group(samplers, logits, margin)
@@ -352,18 +377,18 @@ def sample_with_certainty(
 def _sample_group(
     samplers: Sequence[Sampler], logits: mx.array, margin: float | None
 ) -> tuple[mx.array, mx.array | None]:
-    """Sample for samplers with the same processor key and number of logprobs, all or none with a matcher.
+    """Sample for samplers with the same processor key and number of logprobs, all or none of them masked.
 
     Only one with the caller's functions; its token counts as certain, since it is computed alone.
     """
     first = samplers[0]
     processor, functions, processed = first.processor, first.functions, first.process(logits)
-    state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
-    matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
-    bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
+    vocab_size = logits.shape[-1]
+    state = PenaltyState.stack_rows([sampler.penalty_row(vocab_size) for sampler in samplers])
+    bitmasks = [bitmask for sampler in samplers for bitmask in sampler.token_bitmasks(vocab_size) or ()] or None
     steps = [(sampler.seed, sampler.step) for sampler in samplers]
     if functions is not None and functions.sampler is not None:
-        tokens, certain = functions.draw(processor.penalize(processed, state)), None
+        tokens, certain = functions.draw(processor.mask(processed, state, bitmasks)), None
     else:
         tokens, certain = processor.draw(processed, state, bitmasks, steps, margin)
     state = state.with_tokens(tokens, processor.breakers)

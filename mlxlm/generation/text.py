@@ -105,8 +105,15 @@ class Text(Row):
         """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
         options = self.request.options
         grammar = None if self.cancelled else self.request.compile_grammar(lm)
-        functions, seed = self.request.functions, options.seed or 0
-        self.sampler = Sampler(options, self.prompt, seed, tokenizer=lm.tokenizer, grammar=grammar, functions=functions)
+        self.sampler = Sampler(
+            options,
+            self.prompt,
+            options.seed or 0,
+            tokenizer=lm.tokenizer,
+            grammar=grammar,
+            eos_token_ids=self._eos_token_ids,
+            functions=self.request.functions,
+        )
 
     def begin(self) -> None:
         """Restart the clock of the timings, unless there are tokens: then the text was interrupted."""
@@ -208,21 +215,21 @@ class Text(Row):
         logprob = self.sampler.pop_logprobs(self._added_bytes)
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
-        is_eos = token in self._eos_token_ids
+        is_eos, may_end = token in self._eos_token_ids, len(self.tokens) > self.request.options.min_tokens
         self._empty = self._empty and (is_eos or not self._token_bytes(token))
-        text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token))
-        reason = self._reason_after(is_eos)
+        text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token), may_end)
+        reason = self._reason_after(is_eos and may_end)
         if reason:
-            text += self._stop_strings.push(self._detokenizer.finalize())
+            text += self._stop_strings.push(self._detokenizer.finalize(), may_end)
             text += self._stop_strings.flush()
         self._finish_reason = "stop" if self._stop_strings.matched else reason
         self._content.write(text)
         return GenerationChunk(text, token, self._finish_reason, logprob)
 
-    def _reason_after(self, is_eos: bool) -> FinishReason | None:
-        """Why the text ends with its last token, if it does and not by a stop string."""
+    def _reason_after(self, is_end: bool) -> FinishReason | None:
+        """Why the text ends with its last token, an end token or not, if it does and not by a stop string."""
         matcher = self.sampler.matcher
-        if is_eos or matcher is not None and matcher.finished:
+        if is_end or matcher is not None and matcher.finished:
             return "eos"
         if matcher is not None and matcher.error:
             return "constraint"
@@ -290,12 +297,19 @@ class StopStrings:
         self._buffer = ""
         self.matched = False
 
-    def push(self, text: str) -> str:
-        """Add text. Returns the text that can't belong to a stop string; "" once `matched`."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """Add text, which can complete a stop string if it `may_end` the whole.
+
+        Returns:
+            The text that can't belong to a stop string; "" once `matched`.
+        """
         if self.matched:
             return ""
-        self._buffer += text
-        starts = [(self._buffer.find(stop), len(stop)) for stop in self._stop]
+        before, self._buffer = len(self._buffer), self._buffer + text
+        # What the buffer had before can only be the beginning.
+        starts = [
+            (self._buffer.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self._stop if may_end
+        ]
         cuts = [(start + length, start) for start, length in starts if start >= 0]
         if cuts:
             self.matched = True
