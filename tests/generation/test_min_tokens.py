@@ -102,6 +102,14 @@ def test_functions_of_the_caller_do_not_end_it_either(lm):
     assert np.isneginf(seen).tolist() == [True] * 3 + [False]
 
 
+def test_the_rest_of_a_character_completes_no_stop_string(lm):
+    part = lm.tokenizer.encode("🦊", add_special_tokens=False)[0]
+    options = {"logit_bias": {part: 10_000}, "max_tokens": 1, "temperature": 0, "stop": ["\ufffd"]}
+    assert mlxlm.generate(lm, [5], **options).finish_reason == "stop"
+    result = mlxlm.generate(lm, [5], min_tokens=1, **options)
+    assert (result.text, result.finish_reason) == ("\ufffd", "length")
+
+
 def test_more_than_max_tokens_is_an_error(lm):
     with pytest.raises(GenerationError, match="min_tokens is 9, it must be at most max_tokens, which is 8"):
         mlxlm.generate(lm, "x", min_tokens=9, max_tokens=8)
