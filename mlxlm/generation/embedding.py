@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _BATCH_TOKENS = 4 * PREFILL_STEP_SIZE  # of one pass, padding included
 
 def embed(
     lm: LoadedModel | str | Path,
-    texts: str | Sequence[str | Sequence[int]],
+    texts: str | Iterable[str | Sequence[int]],
     *,
     prompt_name: str | None = None,
     dimensions: int | None = None,
@@ -54,7 +54,7 @@ def embed(
     lm = loaded(lm)
     if isinstance(texts, str):
         return embed(lm, [texts], prompt_name=prompt_name, dimensions=dimensions)[0]
-    if not isinstance(texts, Sequence):
+    if not isinstance(texts, Iterable):
         raise GenerationError("texts is not a list of texts", '["a cat", "a dog"]')
     encoded = []
     for number, text in enumerate(texts, 1):

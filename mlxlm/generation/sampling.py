@@ -248,7 +248,8 @@ class Sampler:
             GenerationError: For -1: the model's logits were not finite.
         """
         if token < 0 and self.functions is not None and self.functions.logits_processors:
-            raise GenerationError("the logits processors left no token with a finite logit", "one or more")
+            problem = "after the logits processors, no logit is finite, or one is NaN"
+            raise GenerationError(problem, "processors that leave a token with a finite logit")
         if token < 0:
             raise GenerationError(
                 "the model's logits are not numbers", "a checkpoint without NaN; for float16, the model in float32"

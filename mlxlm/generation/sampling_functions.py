@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
+
+import numpy as np
 
 from mlxlm.backend.mlx import mx
 from mlxlm.kernels import log_softmax
@@ -53,11 +56,12 @@ class SamplingFunctions:
     def draw(self, logits: mx.array) -> mx.array:
         """Return the token that the sampler draws from logits `[1, V]`, int32 `[1]`. Raises GenerationError."""
         assert self.sampler is not None
-        token, vocab_size = mx.array(_call(self.sampler, log_softmax(logits))), logits.shape[-1]
-        if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer) or not 0 <= token.item() < vocab_size:
-            found = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
-            raise GenerationError(f"the sampler returned {found}", f"a token id, from 0 to {vocab_size - 1}")
-        return token.reshape(1).astype(mx.int32)
+        token, vocab_size = _call(self.sampler, log_softmax(logits)), logits.shape[-1]
+        if isinstance(token, mx.array | np.ndarray):
+            token = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab_size:
+            raise GenerationError(f"the sampler returned {token!s:.60}", f"a token id, from 0 to {vocab_size - 1}")
+        return mx.array([int(token)], mx.int32)
 
 
 def _call(function: Callable[..., Any], *arguments: mx.array) -> Any:
