@@ -188,7 +188,7 @@ def test_usage(folder):
 
     for arguments, message in (
         ([], "there is nothing to evaluate"),
-        (["a.txt", "--multiple-choice", "q.jsonl"], "TEXT and --multiple-choice can.t be combined"),
+        (["a.txt", "--multiple-choice", "q.jsonl"], "TEXT and --multiple-choice can't be combined"),
         (["a.txt", "--out", "x"], "--out would have no effect"),
         (
             ["--multiple-choice", "q.jsonl", "--stride", "3", "--context-length", "4"],
