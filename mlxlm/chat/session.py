@@ -83,7 +83,7 @@ class Chat:
     Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
     Args:
-        lm: The model, or its name, as in `mlxlm.stream`.
+        lm: The model, or its name, as in `mlxlm.generate`.
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
@@ -99,8 +99,8 @@ class Chat:
         allow_call: Asked before each call; if it returns False, the model is told so.
         kv: How keys and values are cached.
         speculation: Speculative decoding: changes the speed, not the text.
-        logits_processors: See `mlxlm.stream`.
-        sampler: See `mlxlm.stream`; not together with tools.
+        logits_processors: See `mlxlm.generate`.
+        sampler: See `mlxlm.generate`; not together with tools.
         **options: Fields of GenerationOptions. The defaults are those of the model's generation_config.json. Unlike
             elsewhere, `max_tokens` has no limit by default if there is a chat template.
 

@@ -106,10 +106,18 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
     """
 
     logit_bias: Mapping[int, float] = option(
-        default_factory=dict, help="Add BIAS to the logit of the token ID.", section="Sampling", metavar="ID=BIAS"
+        default_factory=dict,
+        help="Add BIAS to the logit of the token ID.",
+        section="Sampling",
+        metavar="ID=BIAS",
+        valid="ids and numbers from -10000 to 10000, such as {42: -100}",
     )
     json_schema: str | Mapping[str, Any] | bool | None = _constrained(
-        None, "Generate JSON that conforms to this schema.", common=True, metavar="FILE|JSON"
+        None,
+        "Generate JSON that conforms to this schema.",
+        common=True,
+        metavar="FILE|JSON",
+        valid='a JSON schema, such as {"type": "object"}',
     )
     regex: str | None = _constrained(
         None,
