@@ -149,7 +149,7 @@ def test_an_embedding_model_without_a_head_and_prefix_loads(lm, tmp_path, poolin
     ("pooling", "kinds", "config", "message"),
     [
         ({"pooling_mode_cls_token": True}, (), {}, "the pooling 'cls_token'"),
-        ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), {}, "mean and without the prompt"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), {}, "mean_tokens and without the prompt"),
         (OLD, ("Dense",), {}, "the module 'Dense'"),
         (OLD, (), {"is_causal": False}, "attention to later tokens"),
     ],

@@ -9,7 +9,7 @@ import mlxlm
 from mlxlm.backend.mlx import mx
 from mlxlm.generation import Engine, GenerationOptions, Request, Sampler
 from mlxlm.generation.drafters import PromptLookup
-from mlxlm.generation.text import StopStrings
+from mlxlm.generation.stop_strings import StopStrings
 from mlxlm.utils.errors import GenerationError
 from tests.generation.fake_drafters import Oracle, always
 from tests.generation.texts import same
