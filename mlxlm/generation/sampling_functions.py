@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ class SamplingFunctions:
         token, vocab_size = _call(self.sampler, log_softmax(logits)), logits.shape[-1]
         if isinstance(token, mx.array | np.ndarray):
             token = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
             raise GenerationError(f"the sampler returned {token!s:.60}", f"a token id, from 0 to {vocab_size - 1}")
         return mx.array([int(token)], mx.int32)
 
