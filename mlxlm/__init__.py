@@ -25,10 +25,10 @@ from mlxlm.backend import blas
 from mlxlm.utils import errors
 
 if TYPE_CHECKING:
-    from mlxlm import plan
     from mlxlm.chat.generate import batch, batch_as_completed, generate, stream
     from mlxlm.chat.session import Chat
     from mlxlm.generation import embed, hidden_states, load, score
+    from mlxlm.plan.planner import plan
 
 __version__ = "0.1.0"
 __all__ = [

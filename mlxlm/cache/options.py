@@ -19,7 +19,7 @@ _memory = partial(option, section="Memory and speed")
 class KVOptions:
     """Options of the key-value cache. The default is unbounded and unquantized.
 
-    Args:
+    Attributes:
         size: Maximum number of tokens per text; a full cache drops the oldest. None: unlimited.
         keep: Number of first tokens that are never dropped ("attention sinks", Xiao et al. 2023, "StreamingLLM").
         key_bits: 8 or 4 to quantize keys, None for the model's dtype.

@@ -33,7 +33,7 @@ from mlxlm.utils.errors import MlxlmError
 
 if TYPE_CHECKING:
     from mlxlm.chat.tools import CallableTool
-    from mlxlm.generation.sampling import SamplingFunctions
+    from mlxlm.generation.sampling_functions import SamplingFunctions
     from mlxlm.generation.speculative import SpeculativeDecoder
 
 

@@ -36,7 +36,7 @@ from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import loaded
 from mlxlm.generation.options import OptionArguments
 from mlxlm.generation.result import ToolCall
-from mlxlm.generation.sampling import LogitsFunction, SamplerFunction
+from mlxlm.generation.sampling_functions import LogitsFunction, SamplerFunction
 from mlxlm.tokenizer.tokenizer import check_unicode
 from mlxlm.utils.errors import GenerationError, MlxlmError, one_line
 
@@ -63,7 +63,7 @@ class Chat:
     Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
     Args:
-        lm: The model, or its name, as in `mlxlm.stream`.
+        lm: The model, or its name, as in `mlxlm.generate`.
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mlxlm.utils.errors import ConfigError
 from mlxlm.utils.json_files import read_json, read_json_object
@@ -13,9 +13,11 @@ from mlxlm.utils.json_files import read_json, read_json_object
 MODULES_FILE = "modules.json"
 _PROMPTS_FILE = "config_sentence_transformers.json"
 _MAX_BYTES = 1 << 20
-_GGUF_POOLINGS = {0: None, 1: "mean", 3: "last"}  # llama.cpp's `pooling_type`; 2 is that of encoders
 
 Pooling = Literal["mean", "last"]
+_POOLINGS: dict[str, Pooling] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+# llama.cpp's `pooling_type`, None for a file without it; 2 is that of encoders.
+_GGUF_POOLINGS: dict[str, Pooling] = {"None": "mean", "0": "mean", "1": "mean", "3": "last"}
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def read_folder(folder: Path, hf_config: Mapping[str, Any]) -> EmbeddingConfig:
             if kind == "Pooling":
                 path = folder / Path(str(module.get("path"))).name / "config.json"
                 found = _pooling(read_json_object(path, _MAX_BYTES, ConfigError))
-                if found in get_args(Pooling):
-                    pooling = "last" if found == "last" else "mean"
+                if found in _POOLINGS:
+                    pooling = _POOLINGS[found]
                 else:
                     unsupported = f"the pooling {found!r}"
             elif kind not in ("Transformer", "Normalize"):
@@ -77,12 +79,9 @@ def read_folder(folder: Path, hf_config: Mapping[str, Any]) -> EmbeddingConfig:
 
 def from_gguf(pooling_type: Any) -> EmbeddingConfig:
     """From llama.cpp's key `pooling_type`, None if a file hasn't it."""
-    if pooling_type is None:
-        return EmbeddingConfig()
-    found = _GGUF_POOLINGS.get(pooling_type, "")
-    if found == "":
-        return EmbeddingConfig(unsupported=f"the pooling type {pooling_type!r} of GGUF")
-    return EmbeddingConfig("last" if found == "last" else "mean")
+    if (pooling := _GGUF_POOLINGS.get(str(pooling_type))) is not None:
+        return EmbeddingConfig(pooling)
+    return EmbeddingConfig(unsupported=f"the pooling type {pooling_type!r:.40} of GGUF")
 
 
 def _pooling(values: Mapping[str, Any]) -> str:
@@ -92,5 +91,4 @@ def _pooling(values: Mapping[str, Any]) -> str:
     modes = [mode for mode in modes if mode != "include_prompt"]
     if values.get("include_prompt") is False:
         modes.append("without the prompt")
-    names = {"mean_tokens": "mean", "lasttoken": "last"}
-    return " and ".join(names.get(str(mode), str(mode)) for mode in modes)
+    return " and ".join(map(str, modes))

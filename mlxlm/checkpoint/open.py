@@ -171,11 +171,11 @@ def _refuse_adapter(path: Path) -> None:
         return
     values = read_json(file, error_type=CheckpointError)
     values = values if isinstance(values, Mapping) else {}
-    base = values.get("base_model_name_or_path") or values.get("model") or "its base model"
+    base = values.get("base_model_name_or_path") or values.get("model")
     hint = "a folder with both: merge_and_unload() and save_pretrained() of peft make one"
     if (path / "adapters.safetensors").exists():
-        hint = f"a folder with both: mlx_lm.fuse --model {base} --adapter-path {path} --save-path NEW"
-    raise CheckpointError(f"{path} is a LoRA adapter, without the weights of {base}", hint)
+        hint = f"a folder with both: mlx_lm.fuse --model {base or 'BASE'} --adapter-path {path} --save-path NEW"
+    raise CheckpointError(f"{path} is a LoRA adapter, without the weights of {base or 'its base model'}", hint)
 
 
 def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

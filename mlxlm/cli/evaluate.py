@@ -71,8 +71,13 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
     starts at 0.
     """
     small_world = options.pop("small_world")
-    if [bool(texts), bool(multiple_choice), small_world].count(True) != 1:
-        raise click.UsageError("give one of TEXT files, - for stdin, --multiple-choice FILE, and --small-world")
+    kinds = {"TEXT": texts, "--multiple-choice": multiple_choice, "--small-world": small_world}
+    given = [name for name, value in kinds.items() if value]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} can't be combined (try: one command for each)")
+    if not given:
+        hint = "TEXT files, - for standard input, --multiple-choice FILE or --small-world"
+        raise click.UsageError(f"there is nothing to evaluate (try: {hint})")
     reject_unused_options(
         options,
         (not texts, _TEXT_OPTIONS, "there is no TEXT"),

@@ -190,7 +190,7 @@ def _print_one(
 ) -> generation.GenerationResult:
     """Generate and print one text; save the prompt's key-value cache to `cache_file`."""
     from mlxlm.chat.terminal.output import write
-    from mlxlm.generation.jsonl import full_result_fields
+    from mlxlm.generation.jsonl_results import full_result_fields
 
     prompt_tokens = len(request.prompt)
     with render.spinner(f"reading the prompt, {prompt_tokens} tokens") as update:
@@ -242,7 +242,7 @@ def _print_samples(
     from mlxlm.chat.terminal.output import write
     from mlxlm.generation.engine import ordered_results
     from mlxlm.generation.gumbel_noise import random_seed
-    from mlxlm.generation.jsonl import full_result_fields
+    from mlxlm.generation.jsonl_results import full_result_fields
 
     if request.options.seed is None:
         request = replace(request, options=replace(request.options, seed=random_seed()))

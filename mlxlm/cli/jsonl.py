@@ -28,12 +28,9 @@ from mlxlm.generation.jsonl import (
     Messages,
     PromptEncoder,
     RequestReader,
-    ResultFile,
     Sample,
-    bad_request_fields,
-    has_failed,
-    sample_fields,
 )
+from mlxlm.generation.jsonl_results import ResultFile, bad_request_fields, has_failed, sample_fields
 from mlxlm.utils.errors import GenerationError, MlxlmError, os_errors_as
 from mlxlm.utils.formatting import human_bytes, human_seconds
 from mlxlm.utils.json_files import json_line

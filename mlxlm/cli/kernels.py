@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlxlm import checkpoint, plan
+import mlxlm.plan as planner
+from mlxlm import checkpoint
 from mlxlm.checkpoint.download import find
 from mlxlm.cli import render
 from mlxlm.cli.options import DTYPES, MODEL, json_option
@@ -103,7 +104,7 @@ def _cases(model: str, dtype: str | None) -> list[tuple[Operation, Case]]:
     from mlxlm.plan.kernel_cases import cases_of
     from mlxlm.train.start import DEVICE_DTYPE
 
-    return cases_of(plan.find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
+    return cases_of(planner.find_config(model), dtype or _stored_dtype(model) or DEVICE_DTYPE, DEVICE_DTYPE)
 
 
 def _stored_dtype(model: str) -> str | None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from mlxlm import generation, plan
+import mlxlm.plan as planner
+from mlxlm import generation
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog, default_entry
 from mlxlm.checkpoint.download import check_files, download, find, find_catalog_entry, no_such_model, resolve
@@ -197,12 +198,12 @@ def choose_model(yes: bool) -> str:
         )
     choices = [(default, f"small, {'on this machine already' if find_entry(default) else 'downloaded in seconds'}")]
     with spinner("measuring this machine"):
-        machine, best = plan.this_machine(measure=False), plan.best_entry()
+        machine, best = planner.this_machine(measure=False), planner.best_entry()
     if best is not None and best.parameters > default.parameters:
         choices.append((best, "the largest that leaves half of the memory free"))
     render.say("Which model?\n")
     for number, (entry, why) in enumerate(choices, start=1):
-        memory = human_bytes(plan.entry_fit(entry, machine).memory)
+        memory = human_bytes(planner.entry_fit(entry, machine).memory)
         size = "no download" if find_entry(entry) else f"{human_bytes(entry.bytes)} to download"
         tested = "" if entry.tested else ", untested"
         facts = f"{size}, {memory} of memory, {render.license_text(entry)}{tested}"
@@ -225,7 +226,7 @@ def _chosen(text: str, names: list[str]) -> str:
 
 
 def _print_models(as_json: bool) -> None:
-    machine = plan.this_machine(measure=False)
+    machine = planner.this_machine(measure=False)
     known = [_bundled(name, folder, machine) for name, folder in bundled_models().items()]
     known += [_entry(entry, machine) for entry in catalog().values() if entry.name not in bundled_models()]
     paths = {model["path"] for model in known}
@@ -255,8 +256,8 @@ def _print_table(models: Sequence[dict[str, Any]], columns: dict[str, str]) -> N
     render.print_table(rows, list(columns.values()))
 
 
-def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
-    fit, local = plan.entry_fit(entry, machine), find_entry(entry)
+def _entry(entry: CatalogEntry, machine: planner.Machine) -> dict[str, Any]:
+    fit, local = planner.entry_fit(entry, machine), find_entry(entry)
     source = next((source for source in entry.sources if isinstance(source, HubSource)), None)
     location = local and local.location
     if source and not local and hub.cached_bytes(source.repository):
@@ -271,9 +272,9 @@ def _entry(entry: CatalogEntry, machine: plan.Machine) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names} | {"memory": fit.memory, "fits": fit.fits} | place
 
 
-def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
+def _bundled(name: str, folder: Path, machine: planner.Machine) -> dict[str, Any]:
     config = load_config(folder)
-    fit = plan.chat_fit(config, machine)
+    fit = planner.chat_fit(config, machine)
     return {
         "name": name,
         "description": "Ships with mlxlm.",
@@ -292,10 +293,10 @@ def _bundled(name: str, folder: Path, machine: plan.Machine) -> dict[str, Any]:
     }
 
 
-def _local(model: LocalModel, machine: plan.Machine) -> dict[str, Any]:
+def _local(model: LocalModel, machine: planner.Machine) -> dict[str, Any]:
     fit = None
     with suppress(MlxlmError):  # the planner knows the architectures of mlxlm's own decoder only
-        fit = plan.chat_fit(plan.find_config(model.path), machine)
+        fit = planner.chat_fit(planner.find_config(model.path), machine)
     facts = {"name": model.name, "path": str(model.path), "bytes": model.bytes, "location": model.location}
     return {**facts, "memory": fit and fit.memory, "fits": fit and fit.fits}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mlxlm import plan as planner
+import mlxlm.plan as planner
 from mlxlm import train
 from mlxlm.cli import render
 from mlxlm.cli.options import (

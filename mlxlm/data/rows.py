@@ -65,26 +65,19 @@ def csv_rows(stream: IO[bytes], name: str, delimiter: str, text_column: str | No
         if header is None:
             return
         _check_utf8("".join(header), name)
-        if text_column is None and not set(TEXT_COLUMNS) & set(header) and _pair(header):
-            for number, row in enumerate(rows, start=1):
-                yield partial(_csv_pair, header, row, f"{name}, row {number}")
-            return
-        column = find_text_column(header, name, text_column)
-        index = header.index(column)
+        is_pair = text_column is None and not set(TEXT_COLUMNS) & set(header) and _pair(header)
+        columns = header if is_pair else [find_text_column(header, name, text_column)]
         for number, row in enumerate(rows, start=1):
-            yield partial(_csv_document, "".join(row[index : index + 1]), column, f"{name}, row {number}")
+            cells = dict(zip(header, row, strict=False))
+            cells = {column: cells[column] for column in columns if column in cells}
+            yield partial(_csv_document, cells, f"{name}, row {number}", text_column)
     except csv.Error as error:
         raise DataError(f"{name} is damaged after row {number}: {error}", "a table with quoted cells") from error
 
 
-def _csv_document(cell: str, column: str, location: str) -> Document | None:
-    _check_utf8(cell, location)
-    return document_from_cell(cell, column, location)
-
-
-def _csv_pair(header: list[str], row: list[str], location: str) -> Document | None:
-    _check_utf8("".join(row), location)
-    return _row_document(dict(zip(header, row, strict=False)), location, None) if row else None
+def _csv_document(cells: dict[str, str], location: str, text_column: str | None) -> Document | None:
+    _check_utf8("".join(cells.values()), location)
+    return _row_document(cells, location, text_column) if cells else None
 
 
 def _check_utf8(text: str, location: str) -> None:

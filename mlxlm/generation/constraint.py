@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -151,12 +151,23 @@ class Matcher:
 
     def draft_token_bitmasks(self, draft: Sequence[int]) -> list[np.ndarray]:
         """`token_bitmask` now and after each token of `draft`; after one that isn't allowed, the last valid bitmask."""
-        ahead = self._matcher.deep_copy()
         masks = [self.token_bitmask()]
+        if not draft:
+            return masks
+        ahead = self._matcher.deep_copy()
         for token in draft[: ahead.validate_tokens(list(draft))]:
             ahead.consume_token(token)
             masks.append(np.frombuffer(ahead.compute_bitmask(), np.uint32))
         return masks + masks[-1:] * (len(draft) + 1 - len(masks))
+
+
+def without_tokens(bitmask: np.ndarray, ids: Iterable[int]) -> np.ndarray:
+    """A bitmask without the tokens `ids`; the bitmask itself if it has no others."""
+    words = bitmask.copy()
+    for id in ids:
+        if id // 32 < len(words):
+            words[id // 32] &= ~np.uint32(1 << id % 32)
+    return words if words.any() else bitmask
 
 
 def stack_token_bitmasks(token_bitmasks: Sequence[np.ndarray], vocab_size: int) -> mx.array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ _BATCH_TOKENS = 4 * PREFILL_STEP_SIZE  # of one pass, padding included
 
 def embed(
     lm: LoadedModel | str | Path,
-    texts: str | Sequence[str | Sequence[int]],
+    texts: str | Iterable[str | Sequence[int]],
     *,
     prompt_name: str | None = None,
     dimensions: int | None = None,
@@ -54,7 +54,7 @@ def embed(
     lm = loaded(lm)
     if isinstance(texts, str):
         return embed(lm, [texts], prompt_name=prompt_name, dimensions=dimensions)[0]
-    if not isinstance(texts, Sequence):
+    if not isinstance(texts, Iterable):
         raise GenerationError("texts is not a list of texts", '["a cat", "a dog"]')
     encoded = []
     for number, text in enumerate(texts, 1):
@@ -118,7 +118,7 @@ def embed_batch(lm: LoadedModel, encoded: Sequence[Sequence[int]], dimensions: i
         raise GenerationError(problem, "an embedding model with the pooling lasttoken or mean, such as Qwen3-Embedding")
     if not hasattr(lm.model, "model"):
         raise GenerationError("this model has no embeddings: its hidden states can't be read", "a Llama-like model")
-    pooled = _pool_in_chunks(lm, encoded[0]) if len(encoded) == 1 else _pool(lm, encoded)
+    pooled = _pool(lm, encoded)
     size = pooled.shape[1]
     if dimensions is not None and (not is_int_at_least(dimensions, 1) or dimensions > size):
         problem = f"dimensions is {dimensions!r}, and the embeddings of this model have {size}"
@@ -129,26 +129,19 @@ def embed_batch(lm: LoadedModel, encoded: Sequence[Sequence[int]], dimensions: i
 
 def _pool(lm: LoadedModel, encoded: Sequence[Sequence[int]]) -> mx.array:
     """Sum the hidden states of each text, or take the last: `[N, hidden]`, float32. No token sees padding after it."""
-    lengths = np.array([len(ids) for ids in encoded])
-    tokens = np.zeros((len(encoded), lengths.max()), np.int32)
+    lengths = np.array([len(ids) for ids in encoded])[:, None]
+    positions = np.arange(lengths.max())
+    tokens = np.zeros((len(encoded), len(positions)), np.int32)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)] = ids
-    hidden = lm.model.model(mx.array(tokens))
-    if lm.embedding.pooling == "last":
-        return hidden[mx.arange(len(encoded)), mx.array(lengths - 1)].astype(mx.float32)
-    is_token = mx.array(np.arange(tokens.shape[1]) < lengths[:, None])
-    return mx.where(is_token[:, :, None], hidden.astype(mx.float32), 0).sum(axis=1)
-
-
-def _pool_in_chunks(lm: LoadedModel, ids: Sequence[int]) -> mx.array:
-    """`_pool` of one text of any length, `[1, hidden]`."""
+    is_pooled = positions == lengths - 1 if lm.embedding.pooling == "last" else positions < lengths
     context = Context(lm.model)
-    context.trim_to_prefix(ids)  # tells the caches how long the text is
+    context.trim_to_prefix(max(encoded, key=len))  # tells the caches how long the text is
     pooled = mx.zeros(1)
-    for start in range(0, len(ids), PREFILL_STEP_SIZE):
-        hidden = lm.model.model(mx.array([ids[start : start + PREFILL_STEP_SIZE]]), cache=context.caches)
-        hidden = hidden.astype(mx.float32)
-        pooled = hidden[:, -1] if lm.embedding.pooling == "last" else pooled + hidden.sum(axis=1)
+    for start in range(0, len(positions), PREFILL_STEP_SIZE):
+        part = slice(start, start + PREFILL_STEP_SIZE)
+        hidden = lm.model.model(mx.array(tokens[:, part]), cache=context.caches).astype(mx.float32)
+        pooled = pooled + mx.where(mx.array(is_pooled[:, part, None]), hidden, 0).sum(axis=1)
         eval_caches(context.caches, pooled)
     return pooled
 

@@ -97,6 +97,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
             depends on what is computed together, such a text is read and decoded by itself, without the prefix cache
             and speculative decoding. None: if the request has a seed of its own, not a drawn or derived one.
         max_tokens: The maximum number of tokens; None for as many as the model's context has room for.
+        min_tokens: None of the first `min_tokens` tokens ends the text: end tokens can't be drawn, and stop strings are
+            part of it. A constraint that allows nothing but an end token still ends it.
         stop: Strings that end the text and aren't part of it. With a constraint, whichever ends the text first does.
 
     Raises:
@@ -104,10 +106,18 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
     """
 
     logit_bias: Mapping[int, float] = option(
-        default_factory=dict, help="Add BIAS to the logit of the token ID.", section="Sampling", metavar="ID=BIAS"
+        default_factory=dict,
+        help="Add BIAS to the logit of the token ID.",
+        section="Sampling",
+        metavar="ID=BIAS",
+        valid="ids and numbers from -10000 to 10000, such as {42: -100}",
     )
     json_schema: str | Mapping[str, Any] | bool | None = _constrained(
-        None, "Generate JSON that conforms to this schema.", common=True, metavar="FILE|JSON"
+        None,
+        "Generate JSON that conforms to this schema.",
+        common=True,
+        metavar="FILE|JSON",
+        valid='a JSON schema, such as {"type": "object"}',
     )
     regex: str | None = _constrained(
         None,
@@ -147,6 +157,9 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
         default_text="if a seed is given",
     )
     max_tokens: int | None = _stopping(256, "Generate at most N tokens.", low=1, names="-n --max-tokens", metavar="N")
+    min_tokens: int = _per_request(
+        0, "Don't end within the first N tokens, unless a constraint does.", section="Stopping", low=0, metavar="N"
+    )
     stop: tuple[str, ...] = _stopping((), "Stop before this text.", metavar="TEXT")
 
     def __post_init__(self) -> None:
@@ -216,6 +229,8 @@ class GenerationOptions(PenaltyOptions, FilterOptions):
                 if getattr(self, name) != getattr(type(self), name):
                     yield f"{name} needs a temperature above 0 (such as 0.7)"
         yield from _logit_bias_problems(self.logit_bias)
+        if is_number(self.min_tokens) and is_number(self.max_tokens) and self.min_tokens > self.max_tokens:
+            yield f"min_tokens is {self.min_tokens}, it must be at most max_tokens, which is {self.max_tokens}"
         names = self._constraints()
         if len(names) > 1:
             yield f"{' and '.join(names)} exclude each other (only one of them)"
@@ -245,6 +260,7 @@ class OptionArguments(PenaltyArguments, total=False):
     seed: int | None
     deterministic: bool | None
     max_tokens: int | None
+    min_tokens: int
     stop: str | Sequence[str]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mlxlm.cache import KVOptions
@@ -14,7 +15,7 @@ from mlxlm.generation.gumbel_noise import derive_seed
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import dry_breaker_mask
-from mlxlm.generation.sampling import SamplingFunctions
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.utils.errors import GenerationError
 
 
@@ -103,10 +104,10 @@ def encode_prompt(lm: LoadedModel, prompt: str | Sequence[int], max_length: int 
         GenerationError: For anything else, and for an empty text if the tokenizer has no BOS.
     """
     if not isinstance(prompt, str):
-        try:
-            return [operator.index(token) for token in prompt]  # also NumPy's integers
-        except TypeError:
-            raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"') from None
+        with suppress(TypeError):
+            if not isinstance(prompt, bytes):  # whose items are integers
+                return [operator.index(token) for token in prompt]  # also NumPy's integers
+        raise GenerationError("the prompt is neither a text nor a list of ids", '"Once upon a time"')
     if prompt:
         return lm.tokenizer.encode(prompt, max_length=max_length)
     bos = lm.tokenizer.bos_token_id

@@ -5,33 +5,25 @@ decoding a token with a small model takes about 200 launches, and each operation
 one more. What changes with the request or the token, such as the temperature and the keys of the noise, is an array, so
 that the function isn't traced again. On a CPU, compiling takes seconds, and a launch costs nothing.
 
-On a CPU it also tells which draws are certain: those whose token no change of the logits by at most half a margin each
-could change, neither through the order of the scores nor through what a filter keeps. Every logit is assumed to change
-in the worst direction, so that a few draws count as uncertain that aren't.
+On a CPU it also tells which draws are certain, see `certainty`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
-from operator import and_, or_
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import fields
 
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, compile_on_gpu, mx
-from mlxlm.cache import KVOptions
-from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks
+from mlxlm.generation.certainty import certain_draws, certain_filtered_draws, margin_numbers
+from mlxlm.generation.constraint import Grammar, apply_token_bitmask, stack_token_bitmasks, without_tokens
 from mlxlm.generation.gumbel_noise import negative_gumbel_noise, token_noise
 from mlxlm.generation.logit_filters import (
-    FILTERS,
-    Draw,
     FilteredLogits,
     FilterOptions,
-    Number,
     Numbers,
     apply_filters,
     apply_temperature,
@@ -40,76 +32,13 @@ from mlxlm.generation.logit_filters import (
 from mlxlm.generation.options import GenerationOptions, PenaltyOptions
 from mlxlm.generation.penalties import PenaltyState, apply_penalties, dry_breaker_mask, penalty_numbers
 from mlxlm.generation.result import SampledLogprobs, TokenLogprobs
-from mlxlm.kernels import log_softmax
+from mlxlm.generation.sampling_functions import SamplingFunctions
 from mlxlm.kernels.metal import scalar
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import GenerationError
 
 # What is done to the logits of a row depends on these, and on logit_bias, which is compared as bytes.
 _SHARED = tuple(field.name for kind in (FilterOptions, PenaltyOptions) for field in fields(kind))
-
-
-LogitsFunction = Callable[[mx.array, mx.array], mx.array]
-SamplerFunction = Callable[[mx.array], mx.array]
-
-
-@dataclass(frozen=True)
-class SamplingFunctions:
-    """Functions of the caller that take part in drawing the tokens of one text, with the signatures of mlx_lm.
-
-    They are called once for each token, on the thread that computes.
-
-    Attributes:
-        logits_processors: Each gets the ids of prompt and text, int32 `[T]`, and the logits, `[1, V]`, and returns
-            logits. They come before everything that the options do.
-        sampler: Gets the log-probabilities, float32 `[1, V]`, and returns the token, an integer `[1]`. It replaces the
-            temperature, the filters and the draw.
-    """
-
-    logits_processors: tuple[LogitsFunction, ...] = ()
-    sampler: SamplerFunction | None = None
-
-    @classmethod
-    def of(cls, logits_processors: Sequence[Any], sampler: Any) -> SamplingFunctions | None:
-        """Make one, or None without functions. Raises GenerationError for anything else than functions."""
-        if not isinstance(logits_processors, Sequence) or not all(map(callable, logits_processors)):
-            problem = f"logits_processors is {logits_processors!r:.100}"
-            raise GenerationError(problem, "a list of functions of tokens and logits")
-        if sampler is not None and not callable(sampler):
-            raise GenerationError(f"sampler is {sampler!r:.100}", "a function of log-probabilities")
-        return cls(tuple(logits_processors), sampler) if logits_processors or sampler else None
-
-    def process(self, ids: Sequence[int], logits: mx.array) -> mx.array:
-        """Return the logits `[1, V]` after the processors. Raises GenerationError for another shape."""
-        tokens, shape = mx.array(ids, mx.int32), logits.shape
-        for processor in self.logits_processors:
-            logits = _call(processor, tokens, logits)
-            if not isinstance(logits, mx.array) or logits.shape != shape:
-                what = logits.shape if isinstance(logits, mx.array) else type(logits).__name__
-                raise GenerationError(f"a logits processor returned {what}", f"an array of the shape {shape}")
-        return logits
-
-    def draw(self, logits: mx.array) -> mx.array:
-        """Return the token that the sampler draws from logits `[1, V]`, int32 `[1]`. Raises GenerationError."""
-        assert self.sampler is not None
-        token, vocab_size = mx.array(_call(self.sampler, log_softmax(logits))), logits.shape[-1]
-        if token.size != 1 or not mx.issubdtype(token.dtype, mx.integer) or not 0 <= token.item() < vocab_size:
-            found = token.item() if token.size == 1 else f"an array of the shape {token.shape}"
-            raise GenerationError(f"the sampler returned {found}", f"a token id, from 0 to {vocab_size - 1}")
-        return token.reshape(1).astype(mx.int32)
-
-
-def _call(function: Callable[..., Any], *arguments: mx.array) -> Any:
-    """Call a function of the caller, and evaluate what it returns."""
-    try:
-        value = function(*arguments)
-        mx.eval(value)
-        return value
-    except RuntimeError as error:
-        if "no Stream" not in str(error):
-            raise
-        problem = "a logits processor or sampler uses an array that was made in another thread and isn't evaluated"
-        raise GenerationError(problem, "mx.eval(array) where it is made") from None
 
 
 class LogitsProcessor:
@@ -142,7 +71,7 @@ class LogitsProcessor:
         Args:
             logits: `[R, V]`, any float dtype.
             state: The earlier tokens of each row.
-            token_bitmasks: The tokens that each row's constraint allows; None without constraints.
+            token_bitmasks: The tokens that each row may draw; None for all.
             steps: Each row's seed and the number of its token.
             margin: See `sample_with_certainty`. None on a GPU.
 
@@ -162,12 +91,15 @@ class LogitsProcessor:
         keys = mx.array([key for key, _ in noises], mx.uint32)
         return _draw(logits, numbers, state.arrays, bias, words, keys, mx.array(xtc) if any(xtc) else None)
 
-    def penalize(self, logits: mx.array, state: PenaltyState) -> mx.array:
-        """Apply `logit_bias` and the penalties alone to logits `[R, V]`."""
-        bias = self._bias(logits.shape[-1])
-        if bias is None and state.empty:
+    def mask(self, logits: mx.array, state: PenaltyState, token_bitmasks: Sequence[np.ndarray] | None) -> mx.array:
+        """Apply what precedes the temperature alone: `logit_bias`, the penalties and the bitmasks; as in `draw`."""
+        vocab_size = logits.shape[-1]
+        bias = self._bias(vocab_size)
+        if bias is not None or not state.empty:
+            logits = apply_penalties(logits, self._numbers(vocab_size, None), state, bias)
+        if token_bitmasks is None:
             return logits
-        return apply_penalties(logits, self._numbers(logits.shape[-1], None), state, bias)
+        return apply_token_bitmask(logits, stack_token_bitmasks(token_bitmasks, vocab_size))
 
     def _numbers(self, vocab_size: int, margin: float | None) -> Numbers:
         numbers = filter_numbers(self.options, vocab_size) | penalty_numbers(self.options)
@@ -221,93 +153,6 @@ def _argmax(scores: mx.array, highest: mx.array) -> mx.array:
     return mx.where(mx.isfinite(highest.squeeze(-1)), mx.argmax(scores, axis=-1).astype(mx.int32), -1)
 
 
-def margin_for(kv: KVOptions) -> float | None:
-    """Twice what rounding may change a logit by, so the lead that a token needs over the runner-up. None on a GPU.
-
-    On a CPU it is many times the difference between several rows computed at once and one, in the logits and in the
-    keys and values left behind. Measured in float32 with models of 14M to 82M parameters and up to 33 rows: 1e-5, and
-    with a quantized cache, which rounds a difference to another step, 0.002.
-
-    On a GPU no margin helps. Its products sum in another order for several rows, and are rounded to half precision. In
-    simulated bfloat16 (`benchmarks/rounding.py`) this changes leads of SmolLM2-135M by up to 0.5, with 4-bit weights 6,
-    and 1 to 3% of the tokens. Deciding each by a pass over its row alone leaves as many: its keys and values are those
-    of the batch.
-    """
-    if not ON_CPU:
-        return None
-    return 0.03 if kv.key_bits or kv.value_bits else 0.002
-
-
-def margin_numbers(options: GenerationOptions, margin: float, vocab_size: int) -> dict[str, float]:
-    """The numbers that the functions of this file need for a margin of the model's logits."""
-    # A repetition penalty multiplies or divides differences between logits.
-    margin *= max(options.repetition_penalty, 1 / options.repetition_penalty)
-    if not options.temperature:
-        return {"margin": margin}
-    numbers = {"margin": margin / options.temperature}
-    for one in FILTERS:
-        if one.numbers(options, vocab_size):
-            numbers |= one.margin_numbers(options, numbers["margin"], vocab_size)
-    return numbers
-
-
-def certain_draws(scores: mx.array, tokens: mx.array, margin: Number) -> mx.array:
-    """Whether draws without filters are certain: whether each token leads the runner-up by the margin.
-
-    Args:
-        scores: `[R, V]`.
-        tokens: The tokens of the highest scores, int32 `[R]`; -1 for none.
-        margin: In units of the scores.
-
-    Returns:
-        bool `[R]`.
-    """
-    tokens = _column(tokens)
-    lead = mx.take_along_axis(scores, tokens, axis=-1) - _without(scores, tokens).max(axis=-1, keepdims=True)
-    return (lead.astype(mx.float32) >= margin).squeeze(-1)
-
-
-def certain_filtered_draws(
-    logits: mx.array, noise: mx.array, tokens: mx.array, numbers: Numbers, filtered: FilteredLogits
-) -> mx.array:
-    """Whether draws with filters are certain.
-
-    Without filters, some tokens would lead the drawn one, or follow it by less than the margin; the rival is the most
-    likely of them. A draw is certain if every filter surely keeps its token, and one surely removes the rival, and so
-    all that are less likely.
-
-    Args:
-        logits: What is filtered, float32 `[R, V]`; the highest of a row is 0.
-        noise: What is subtracted from the filtered logits, `[R, V]`.
-        tokens: The tokens of the highest differences, int32 `[R]`; -1 for none.
-        numbers: Those of `filter_numbers` and `margin_numbers`.
-        filtered: The result of the filters.
-
-    Returns:
-        bool `[R]`.
-    """
-    filters = [one for one in FILTERS if one.option in numbers]
-    if any(one.verdict is None for one in filters):
-        return mx.zeros(tokens.shape, mx.bool_)
-    tokens, scores, margin = _column(tokens), logits - noise, numbers["margin"]
-    is_close = _without(scores, tokens) > mx.take_along_axis(scores, tokens, axis=-1) - margin
-    rival = mx.where(is_close, logits, -mx.inf).max(axis=-1, keepdims=True)
-    draw = Draw(logits, filtered, mx.take_along_axis(logits, tokens, axis=-1), rival, margin)
-    verdicts = [one.verdict(draw, numbers) for one in filters if one.verdict is not None]
-    removed = reduce(or_, (surely_removed for _, surely_removed in verdicts), mx.isneginf(rival))
-    return reduce(and_, (surely_kept for surely_kept, _ in verdicts), removed).squeeze(-1)
-
-
-def _column(tokens: mx.array) -> mx.array:
-    """Tokens `[R]` as indices `[R, 1]`."""
-    return mx.expand_dims(mx.maximum(tokens, 0), -1)
-
-
-def _without(scores: mx.array, tokens: mx.array) -> mx.array:
-    """Scores `[R, V]`, with -inf for `tokens` `[R, 1]`."""
-    return mx.put_along_axis(scores, tokens, mx.array(-mx.inf, scores.dtype), axis=-1)
-
-
 SamplerSnapshot = tuple[tuple[PenaltyState, int] | None, int]  # penalty state and its row, number of tokens drawn
 
 
@@ -339,6 +184,7 @@ class Sampler:
         *,
         tokenizer: Tokenizer | None = None,
         grammar: Grammar | None = None,
+        eos_token_ids: Collection[int] = (),
         functions: SamplingFunctions | None = None,
     ):
         """Prepare to draw the tokens that follow `prompt`.
@@ -349,6 +195,7 @@ class Sampler:
             seed: The seed of the noise.
             tokenizer: Needed for DRY's sequence breakers.
             grammar: The compiled constraint of `options`.
+            eos_token_ids: Tokens that end the text, which `min_tokens` forbids at first.
             functions: Functions of the caller. A sampler with them is one of a batch of its own.
 
         Raises:
@@ -358,6 +205,7 @@ class Sampler:
         self.processor = LogitsProcessor(options, dry_breaker_mask(options, tokenizer))
         self.matcher = None if grammar is None else grammar.matcher()
         self.num_logprobs, self.functions = options.logprobs, functions
+        self._eos_token_ids, self._min_tokens = eos_token_ids, options.min_tokens if eos_token_ids else 0
         self._prompt, self._accepted = prompt, list[int]()
         self._penalty_row: tuple[PenaltyState, int] | None = None  # a row of a state that a batch may share
         self._logprobs: deque[tuple[SampledLogprobs, int]] = deque()
@@ -366,6 +214,27 @@ class Sampler:
     def needs_last_token(self) -> bool:
         """Whether the value of the last token must be known before the next draw, as with a constraint."""
         return self.matcher is not None or self.functions is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the next token isn't free: `token_bitmasks` has something to say."""
+        return self.matcher is not None or self.step < self._min_tokens
+
+    def token_bitmasks(self, vocab_size: int, draft: mx.array | None = None) -> list[np.ndarray] | None:
+        """The tokens that may be drawn next, and after each of `draft`; None for all.
+
+        See `Matcher.token_bitmask`. `draft` is read only with a constraint.
+        """
+        if not self.is_masked:
+            return None
+        if self.matcher is not None:
+            bitmasks = self.matcher.draft_token_bitmasks([] if draft is None else draft.tolist())
+        else:
+            everything = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+            bitmasks = [everything] * (1 if draft is None else len(draft) + 1)
+        for position in range(min(len(bitmasks), self._min_tokens - self.step)):
+            bitmasks[position] = without_tokens(bitmasks[position], self._eos_token_ids)
+        return bitmasks
 
     @property
     def ended(self) -> bool:
@@ -379,7 +248,8 @@ class Sampler:
             GenerationError: For -1: the model's logits were not finite.
         """
         if token < 0 and self.functions is not None and self.functions.logits_processors:
-            raise GenerationError("the logits processors left no token with a finite logit", "one or more")
+            problem = "after the logits processors, no logit is finite, or one is NaN"
+            raise GenerationError(problem, "processors that leave a token with a finite logit")
         if token < 0:
             raise GenerationError(
                 "the model's logits are not numbers", "a checkpoint without NaN; for float16, the model in float32"
@@ -426,8 +296,6 @@ class Sampler:
     def verify_draft(self, logits: mx.array, draft: mx.array, margin: float | None) -> tuple[mx.array, mx.array | None]:
         """Draw at every position of a draft, as if the draft's tokens before it had been drawn. Advances nothing.
 
-        `draft` is read only with a constraint.
-
         Args:
             logits: `[k + 1, V]`.
             draft: `[k]`.
@@ -437,7 +305,7 @@ class Sampler:
             The tokens, int32 `[k + 1]`, and whether they are certain, bool `[k + 1]`; None if `margin` is None.
         """
         penalty_rows = self._penalty_rows(logits.shape[-1], draft)
-        bitmasks = None if self.matcher is None else self.matcher.draft_token_bitmasks(draft.tolist())
+        bitmasks = self.token_bitmasks(logits.shape[-1], draft)
         steps = [(self.seed, self.step + position) for position in range(len(logits))]
         return self.processor.draw(logits, PenaltyState.stack_rows(penalty_rows), bitmasks, steps, margin)
 
@@ -497,7 +365,7 @@ def sample_with_certainty(
     groups: dict[Hashable, list[int]] = {}
     for row, sampler in enumerate(samplers):
         alone = None if sampler.functions is None else id(sampler)
-        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token, alone
+        key = sampler.processor.key, sampler.num_logprobs, sampler.needs_last_token, sampler.is_masked, alone
         groups.setdefault(key, []).append(row)
     if len(groups) == 1:
         return _sample_group(samplers, logits, margin)
@@ -510,18 +378,18 @@ def sample_with_certainty(
 def _sample_group(
     samplers: Sequence[Sampler], logits: mx.array, margin: float | None
 ) -> tuple[mx.array, mx.array | None]:
-    """Sample for samplers with the same processor key and number of logprobs, all or none with a matcher.
+    """Sample for samplers with the same processor key and number of logprobs, all or none of them masked.
 
     Only one with the caller's functions; its token counts as certain, since it is computed alone.
     """
     first = samplers[0]
     processor, functions, processed = first.processor, first.functions, first.process(logits)
-    state = PenaltyState.stack_rows([sampler.penalty_row(logits.shape[-1]) for sampler in samplers])
-    matchers = [sampler.matcher for sampler in samplers if sampler.matcher is not None]
-    bitmasks = [matcher.token_bitmask() for matcher in matchers] or None
+    vocab_size = logits.shape[-1]
+    state = PenaltyState.stack_rows([sampler.penalty_row(vocab_size) for sampler in samplers])
+    bitmasks = [bitmask for sampler in samplers for bitmask in sampler.token_bitmasks(vocab_size) or ()] or None
     steps = [(sampler.seed, sampler.step) for sampler in samplers]
     if functions is not None and functions.sampler is not None:
-        tokens, certain = functions.draw(processor.penalize(processed, state)), None
+        tokens, certain = functions.draw(processor.mask(processed, state, bitmasks)), None
     else:
         tokens, certain = processor.draw(processed, state, bitmasks, steps, margin)
     state = state.with_tokens(tokens, processor.breakers)

@@ -12,6 +12,7 @@ from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.generation.certainty import margin_for
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import Batch
@@ -19,7 +20,6 @@ from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.prefill import MIN_SHARED_PREFIX, Group, Prefill
-from mlxlm.generation.sampling import margin_for
 from mlxlm.generation.speculative import Drafting, SpeculativeDecoder
 from mlxlm.generation.text import Text
 from mlxlm.utils.errors import MemoryLimitError

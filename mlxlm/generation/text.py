@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
@@ -28,6 +28,7 @@ from mlxlm.generation.result import (
     TokenLogprobs,
 )
 from mlxlm.generation.sampling import Sampler
+from mlxlm.generation.stop_strings import StopStrings
 from mlxlm.utils.errors import MlxlmError
 
 MAX_UNREAD = 1000  # chunks that wait for a slow reader; with more, the text pauses
@@ -105,8 +106,15 @@ class Text(Row):
         """Compile the constraint, if there is one, and make the sampler. Raises as `Grammar.compile`."""
         options = self.request.options
         grammar = None if self.cancelled else self.request.compile_grammar(lm)
-        functions, seed = self.request.functions, options.seed or 0
-        self.sampler = Sampler(options, self.prompt, seed, tokenizer=lm.tokenizer, grammar=grammar, functions=functions)
+        self.sampler = Sampler(
+            options,
+            self.prompt,
+            options.seed or 0,
+            tokenizer=lm.tokenizer,
+            grammar=grammar,
+            eos_token_ids=self._eos_token_ids,
+            functions=self.request.functions,
+        )
 
     def begin(self) -> None:
         """Restart the clock of the timings, unless there are tokens: then the text was interrupted."""
@@ -208,21 +216,21 @@ class Text(Row):
         logprob = self.sampler.pop_logprobs(self._added_bytes)
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
-        is_eos = token in self._eos_token_ids
+        is_eos, may_end = token in self._eos_token_ids, len(self.tokens) > self.request.options.min_tokens
         self._empty = self._empty and (is_eos or not self._token_bytes(token))
-        text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token))
-        reason = self._reason_after(is_eos)
+        text = "" if is_eos else self._stop_strings.push(self._detokenizer.add_token(token), may_end)
+        reason = self._reason_after(is_eos and may_end)
         if reason:
-            text += self._stop_strings.push(self._detokenizer.finalize())
+            text += self._stop_strings.push(self._detokenizer.finalize(), may_end)
             text += self._stop_strings.flush()
         self._finish_reason = "stop" if self._stop_strings.matched else reason
         self._content.write(text)
         return GenerationChunk(text, token, self._finish_reason, logprob)
 
-    def _reason_after(self, is_eos: bool) -> FinishReason | None:
-        """Why the text ends with its last token, if it does and not by a stop string."""
+    def _reason_after(self, is_end: bool) -> FinishReason | None:
+        """Why the text ends with its last token, an end token or not, if it does and not by a stop string."""
         matcher = self.sampler.matcher
-        if is_eos or matcher is not None and matcher.finished:
+        if is_end or matcher is not None and matcher.finished:
             return "eos"
         if matcher is not None and matcher.error:
             return "constraint"
@@ -273,50 +281,6 @@ class Text(Row):
             peak_memory_bytes=peak,
             queue_seconds=self._queue_seconds,
         )
-
-
-class StopStrings:
-    """Cuts a streamed text at the stop string that is completed first, however the text is split into chunks.
-
-    The returned pieces join to the text before the cut. Text that could begin a stop string is buffered until that is
-    decided. If one character completes two stop strings, the longer one is cut off.
-
-    Attributes:
-        matched: Whether a stop string was completed.
-    """
-
-    def __init__(self, stop: Sequence[str]):
-        self._stop = stop
-        self._buffer = ""
-        self.matched = False
-
-    def push(self, text: str) -> str:
-        """Add text. Returns the text that can't belong to a stop string; "" once `matched`."""
-        if self.matched:
-            return ""
-        self._buffer += text
-        starts = [(self._buffer.find(stop), len(stop)) for stop in self._stop]
-        cuts = [(start + length, start) for start, length in starts if start >= 0]
-        if cuts:
-            self.matched = True
-            _, decided = min(cuts)
-        else:
-            decided = len(self._buffer) - self._undecided_length()
-        text, self._buffer = self._buffer[:decided], self._buffer[decided:]
-        return text
-
-    def flush(self) -> str:
-        """Return the buffered text at the end of the text; "" once `matched`."""
-        text, self._buffer = self._buffer, ""
-        return "" if self.matched else text
-
-    def _undecided_length(self) -> int:
-        """The length of the longest suffix of the buffer that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._buffer)), 0, -1):
-            if self._buffer.endswith(tuple(stop[:length] for stop in self._stop if length < len(stop))):
-                return length
-        return 0
 
 
 def _call(callback: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ NAMES = {
     "num_predict": "max_tokens",  # ollama
     "n_predict": "max_tokens",  # llama.cpp
     "max_new_tokens": "max_tokens",  # transformers
+    "min_new_tokens": "min_tokens",  # transformers
     "stop_sequences": "stop",  # Anthropic
     "random_seed": "seed",  # Mistral
     "repeat_penalty": "repetition_penalty",  # ollama, llama.cpp
@@ -45,7 +46,7 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("n", "best_of", "num_beams", "use_beam_search", "length_penalty"), 1),
     **dict.fromkeys(("tfs_z", "guidance_scale", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dynatemp_range", "top_a", "smoothing_factor", "penalty_alpha")),
-    **dict.fromkeys(("no_repeat_ngram_size", "negative_prompt", "bad_words", "allowed_token_ids", "min_tokens")),
+    **dict.fromkeys(("no_repeat_ngram_size", "negative_prompt", "bad_words", "allowed_token_ids")),
     **dict.fromkeys(("guided_json_object", "guided_structural_tag", "guided_whitespace_pattern")),
     **dict.fromkeys(("structured_outputs", "json_object", "structural_tag", "whitespace_pattern")),
     **dict.fromkeys(("echo", "suffix", "prompt", "conversation", "background", "chat_template", "documents")),

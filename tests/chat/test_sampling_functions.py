@@ -101,6 +101,8 @@ def test_an_exception_of_a_function_is_raised_and_other_texts_go_on(lm):
         ({"sampler": lambda logprobs: 300}, "the sampler returned 300 .*from 0 to 299"),
         ({"sampler": lambda logprobs: -1}, "the sampler returned -1"),
         ({"sampler": lambda logprobs: 0.5}, "the sampler returned 0.5"),
+        ({"sampler": lambda logprobs: None}, "the sampler returned None .*from 0 to 299"),
+        ({"logits_processors": [lambda ids, logits: logits * float("nan")]}, "after the logits processors, no logit"),
         ({"sampler": lambda logprobs: logprobs}, "the sampler returned an array"),
         ({"sampler": 3}, "sampler is 3"),
         ({"logits_processors": lambda ids, logits: logits}, "logits_processors is <function"),
@@ -135,7 +137,7 @@ def test_a_constraint_holds_after_the_processors(lm):
     y = lm.tokenizer.encode("y", add_special_tokens=False)[0]
     prefer = lambda ids, logits: logits + 1000 * (mx.arange(300) == y)  # noqa: E731
     assert mlxlm.generate(lm, "Hello", logits_processors=[prefer], choice=["no", "yes"], max_tokens=8).text == "yes"
-    with pytest.raises(GenerationError, match="the logits processors left no token"):
+    with pytest.raises(GenerationError, match="after the logits processors, no logit is finite"):
         mlxlm.generate(lm, "Hello", logits_processors=[only(y)], choice=["no"], max_tokens=8)
 
 

@@ -187,8 +187,8 @@ def test_usage(folder):
     from mlxlm.cli.evaluate import evaluate
 
     for arguments, message in (
-        ([], "give one of TEXT files"),
-        (["a.txt", "--multiple-choice", "q.jsonl"], "give one of TEXT files"),
+        ([], "there is nothing to evaluate"),
+        (["a.txt", "--multiple-choice", "q.jsonl"], "TEXT and --multiple-choice can't be combined"),
         (["a.txt", "--out", "x"], "--out would have no effect"),
         (
             ["--multiple-choice", "q.jsonl", "--stride", "3", "--context-length", "4"],

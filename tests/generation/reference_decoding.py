@@ -5,10 +5,10 @@ import pytest
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
 from mlxlm.generation import Context, GenerationOptions, Sampler
+from mlxlm.generation.certainty import margin_for
 from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.generation.decoding import Batch, Row
-from mlxlm.generation.sampling import margin_for
 
 PROMPT = [5, 9, 200, 17, 33, 33, 90, 41, 7, 123, 64]
 

@@ -40,6 +40,7 @@ def test_a_text_among_others_has_the_embedding_of_its_own_hidden_states(lm, pool
     states = [np.array(lm.model.model(mx.array([lm.tokenizer.encode(text)]))[0]) for text in TEXTS]
     expected = unit(np.stack([rows[-1] if pooling == "last" else rows.mean(axis=0) for rows in states]))
     np.testing.assert_allclose(embed(lm, TEXTS), expected, atol=1e-5)
+    np.testing.assert_array_equal(embed(lm, (text for text in TEXTS)), embed(lm, TEXTS))
     np.testing.assert_allclose(embed(lm, TEXTS[0]), expected[0], atol=1e-5)
     np.testing.assert_allclose(embed(lm, [lm.tokenizer.encode(TEXTS[1])])[0], expected[1], atol=1e-5)
 
@@ -148,7 +149,7 @@ def test_an_embedding_model_without_a_head_and_prefix_loads(lm, tmp_path, poolin
     ("pooling", "kinds", "config", "message"),
     [
         ({"pooling_mode_cls_token": True}, (), {}, "the pooling 'cls_token'"),
-        ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), {}, "mean and without the prompt"),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), {}, "mean_tokens and without the prompt"),
         (OLD, ("Dense",), {}, "the module 'Dense'"),
         (OLD, (), {"is_causal": False}, "attention to later tokens"),
     ],

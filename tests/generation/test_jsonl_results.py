@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxlm.generation.jsonl import ResultFile
+from mlxlm.generation.jsonl_results import ResultFile
 from mlxlm.utils.errors import GenerationError
 from mlxlm.utils.json_files import json_line
 

@@ -113,6 +113,7 @@ def test_a_cancelled_text_is_what_was_iterated(lm):
         ([], {}, "the prompt is empty"),
         ([1] * 128, {}, "128 tokens.*context length is 128.*at most 127"),
         ([10**6], {}, "ids from 0 to"),
+        (b"x", {}, "neither a text nor a list of ids"),
         ("x", {"max_tokens": 0}, "max_tokens is 0"),
         ("x", {"stop": ["a", ""]}, "stop has '', it must be text"),
         ("x", {"temprature": 1}, "no option temprature.*temperature"),

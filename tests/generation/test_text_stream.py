@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxlm.generation import Engine, device_thread
-from mlxlm.generation.text import StopStrings
+from mlxlm.generation.stop_strings import StopStrings
 from mlxlm.utils.errors import GenerationError
 from tests.generation.recording_model import TIMEOUT, recording
 from tests.generation.texts import request

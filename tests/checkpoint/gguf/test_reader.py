@@ -85,7 +85,13 @@ def test_small_llama_opens(tmp_path):
 
 @pytest.mark.parametrize(
     ("pooling_type", "pooling", "unsupported"),
-    [(0, "mean", None), (1, "mean", None), (3, "last", None), (2, "mean", "the pooling type 2 of GGUF")],
+    [
+        (0, "mean", None),
+        (1, "mean", None),
+        (3, "last", None),
+        (2, "mean", "the pooling type 2 of GGUF"),
+        ("x", "mean", "the pooling type 'x' of GGUF"),
+    ],
 )
 def test_the_pooling_of_an_embedding_model(tmp_path, pooling_type, pooling, unsupported):
     embedding = open_checkpoint(small_llama(tmp_path, {"llama.pooling_type": pooling_type})).embedding
