@@ -30,7 +30,8 @@ def record(file: IO[bytes]) -> None:
         def write() -> None:
             result = stream.result()
             # The last token was never read. A client may leave before the whole prompt was.
-            known = [*request.prompt, *result.tokens[:-1]] if stream.num_generated else request.prompt[: stream.num_read]
+            held = [*request.prompt, *result.tokens[:-1]]
+            known = held if stream.num_generated else held[: stream.num_read]
             turn = {"request": stream.request, "tokens": result.tokens, "cached": result.cached_tokens}
             turn |= {"known": array("i", known), "began": began, "ended": next(clock)}
             file.write(pickle.dumps(turn))  # at once: the texts of several threads
