@@ -14,7 +14,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxlm.backend.error_text import describe_error, device_error
-from mlxlm.utils.errors import GenerationError, MemoryLimitError, MlxlmError, TokenizerError, one_line
+from mlxlm.utils.errors import (
+    GenerationError,
+    MemoryLimitError,
+    MlxlmError,
+    PromptTooLongError,
+    TokenizerError,
+    one_line,
+)
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -89,6 +96,8 @@ def unavailable(message: str) -> ApiError:
 
 def client_message(error: MlxlmError) -> str:
     """The message of an error, with its hint unless it is for the person who runs the server."""
+    if isinstance(error, PromptTooLongError) and error.is_operator_hint:
+        return f"{error.message} (try: fewer tokens, or start the server with a larger --max-memory or --kv-bits 8)"
     return error.message if error.is_operator_hint else str(error)
 
 
@@ -111,6 +120,8 @@ def to_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, MemoryLimitError):
         return unavailable(client_message(error))
+    if isinstance(error, PromptTooLongError):
+        return invalid(client_message(error), code="context_length_exceeded")
     if isinstance(error, GenerationError | TokenizerError):
         return invalid(client_message(error))
     if failure := device_error(error):

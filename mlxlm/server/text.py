@@ -25,7 +25,7 @@ from mlxlm.server.errors import ApiError, client_message, invalid
 from mlxlm.server.models import ServedModel
 from mlxlm.server.schemas import option_in
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.errors import GenerationError, MemoryLimitError
+from mlxlm.utils.errors import GenerationError, MemoryLimitError, PromptTooLongError
 
 # OpenAI's finish reasons. If no token can continue a constraint, the text is incomplete, as with a length limit.
 _FINISH_REASONS: dict[FinishReason, str] = {
@@ -121,7 +121,7 @@ class Text:
 
         Raises:
             ApiError: 400 for a prompt or options that the model can't serve, 429 if too many texts wait already.
-            MemoryLimitError: Memory has no room for the prompt.
+            MemoryLimitError: Memory has no room for the prompt now.
         """
         try:
             self.stream = model.engine.submit(self.request)
@@ -130,8 +130,7 @@ class Text:
         except MemoryLimitError:
             raise  # a 503: it isn't the request's fault
         except GenerationError as error:
-            too_long = len(self.request.prompt) >= model.context_length
-            code = "context_length_exceeded" if too_long else None
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
             raise invalid(client_message(error), option_in(error.message), code) from None
         return self.stream
 
