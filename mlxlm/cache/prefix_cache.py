@@ -111,7 +111,9 @@ class PrefixCache:
             raise ValueError(f"{n} tokens can't be restored, only {found}")
         self._touch(path, source)
         if not running or source is not None:
-            return self._build(ids, n, path, source)
+            caches = self._build(ids, n, path, source)
+            self.evict(self.max_bytes)
+            return caches
         unshared = self._unshared(path)
         self.evict(self.max_bytes + sum(node.nbytes for node in unshared))  # these were used last
         if self.nbytes <= self.max_bytes:

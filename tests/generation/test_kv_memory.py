@@ -1,9 +1,12 @@
 """Memory of keys and values: how much texts need, and what happens if there is too little."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
@@ -20,6 +23,7 @@ from mlxlm.generation.kv_memory import (
     prefill_step_size,
 )
 from mlxlm.generation.prefill import Prefill
+from mlxlm.generation.scheduler import Batches
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import MemoryLimitError, PromptTooLongError
@@ -173,6 +177,40 @@ def test_interrupted_texts_are_those_generated_alone(lm, monkeypatch, kv, prefix
             assert [entry.token for entry in result.logprobs] == [entry.token for entry in expected.logprobs]
     assert taken_out
     assert engine.stats.waiting == 0
+
+
+prompts = st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 20), st.booleans())
+
+
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=30, keep=2)], ids=str)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=st.lists(prompts, min_size=2, max_size=8), tokens=st.integers(80, 300), seed=st.integers(0, 99))
+def test_texts_and_prefix_cache_never_take_more_than_the_limit(lm, monkeypatch, kv, wanted, tokens, seed):
+    """Whatever begins, ends, is cancelled or interrupted; and each text is the one that its request gives alone."""
+    monkeypatch.setattr("mlxlm.cache.kv_cache.STEP", 8)
+    max_bytes = KVMemory(lm, kv, 0).reserved_bytes(tokens)
+    taken, step = [], Batches.step
+
+    def measure(batches, on_finish, max_padding):
+        scheduler = on_finish.__self__
+        reading = [reading.context.caches for reading in scheduler._reading if reading.context]
+        parts = scheduler._prefix_cache.nbytes, batches.nbytes, sum(c.nbytes for caches in reading for c in caches)
+        taken.append(sum(parts))
+        return step(batches, on_finish, max_padding)
+
+    monkeypatch.setattr(Batches, "step", measure)
+    engine, rng = Engine(lm, kv=kv, max_kv_bytes=max_bytes), random.Random(seed)
+    requests = [request([first, *range(100, 100 + n)], size, seed=rng.randrange(9)) for first, n, size, _ in wanted]
+    streams = []
+    for one, (*_, is_cancelled) in zip(requests, wanted, strict=True):
+        streams.append(engine.submit(one))
+        if is_cancelled:
+            next(streams[-1])
+            streams[-1].cancel()
+    for one, stream, (*_, is_cancelled) in zip(requests, streams, wanted, strict=True):
+        if not is_cancelled:
+            assert stream.result().tokens == alone(lm, one, kv).tokens
+    assert max(taken) <= max_bytes
 
 
 def test_an_interrupted_text_goes_on_with_speculation(lm):
