@@ -9,8 +9,8 @@ from mlxlm.backend.mlx import mx
 from mlxlm.generation.device_memory import MAX_FREED_BYTES
 
 _FREED_SHARE = 1 / 16  # of the limit, for buffers that MLX keeps after they were freed
-# Measured with four agents at work: modules that are imported with the first requests, grammars, threads' stacks and
-# malloc's arenas, and bodies of requests.
+# Measured with four agents at work, 108 MB: modules that are imported with the first model and request, the tokenizer,
+# grammars, threads' stacks and malloc's arenas, and bodies of requests.
 _GROWTH = 112 << 20
 
 
@@ -21,7 +21,7 @@ def limit_process(max_memory: int) -> int:
         The bytes of `max_memory` that aren't left for models: the process as it is, what it grows by, and what MLX
         keeps of freed buffers.
     """
-    freed = _max_freed_bytes(max_memory)
+    freed = min(MAX_FREED_BYTES, int(max_memory * _FREED_SHARE))
     mx.set_cache_limit(freed)
     process = platform.process_memory() + _GROWTH
     mx.set_memory_limit(max(1, max_memory - process))
@@ -33,14 +33,8 @@ def share(max_memory: int, process: int, weights: Iterable[int]) -> int:
 
     Args:
         max_memory: The limit of the process.
-        process: See `limit_process`. It counts as more if the process takes more by now, as with a large tokenizer.
+        process: See `limit_process`.
         weights: Bytes of the weights of each model, at least one.
     """
-    others = platform.process_memory() - mx.get_active_memory() - mx.get_cache_memory()
-    process = max(process, others + _GROWTH // 2 + _max_freed_bytes(max_memory))
     sizes = list(weights)
     return (max_memory - process - sum(sizes)) // len(sizes)
-
-
-def _max_freed_bytes(max_memory: int) -> int:
-    return min(MAX_FREED_BYTES, int(max_memory * _FREED_SHARE))
