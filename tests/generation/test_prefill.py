@@ -94,7 +94,7 @@ def test_long_prompts_are_read_between_steps(lm):
     first = chunk_size(model.config, model.weight_bytes, 0)
     assert len(chunks) >= 2 * 1000 / first and sizes[chunks[0]] == min(first, 1000)
     if ON_CPU:
-        assert len(chunks) >= 8 and sizes[chunks[0]] > sizes[chunks[2]] >= sizes[chunks[6]]
+        assert len(chunks) >= 8 and sizes[chunks[0]] > sizes[chunks[3]] >= sizes[chunks[7]], [sizes[i] for i in chunks]
     assert result.tokens == alone(model, request([5, 6], 60)).tokens
     for one, result in zip(long, found, strict=True):
         same(result, alone(model, one))
