@@ -166,3 +166,15 @@ def test_a_gpu_computes_a_chunk_while_the_graph_of_the_next_is_built(lm, monkeyp
     Context(lm.model).read([5, 6, 7], prefill_step_size=1)
     first = "eval_arrays" if ON_CPU else "async_eval_arrays"
     assert evaluations == [first, first, "eval_arrays"]
+
+
+def test_what_was_read_of_a_prompt_is_kept_when_its_reader_leaves(lm):
+    model = recording(lm, max_position_embeddings=8192)
+    engine, one = Engine(model), request([5, *[7] * 3 * PREFILL_STEP_SIZE], 2)
+    pause = model.model.pause_at(1)
+    stream = engine.submit(one)
+    pause.reach()
+    stream.cancel()
+    pause.resume()
+    again = engine.submit(one).result()
+    assert again.cached_tokens == 2 * PREFILL_STEP_SIZE and again.tokens == alone(model, one).tokens
