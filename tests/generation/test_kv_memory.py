@@ -13,6 +13,7 @@ from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, device_thread
+from mlxlm.generation.batches import Batches
 from mlxlm.generation.decoding import Batch
 from mlxlm.generation.drafters import PromptLookup
 from mlxlm.generation.kv_memory import (
@@ -23,7 +24,6 @@ from mlxlm.generation.kv_memory import (
     prefill_step_size,
 )
 from mlxlm.generation.prefill import Prefill
-from mlxlm.generation.scheduler import Batches
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import MemoryLimitError, PromptTooLongError
