@@ -3,12 +3,11 @@
     python benchmarks/agent_session.py [MODEL] [--turns 100] [--clients 4] [--max-memory GB] [--checked 40]
 
 Prints which share of the reusable prompt tokens came from the prefix cache. Reusable is what a prompt shares with the
-longest earlier text of any client that had ended by then: its prompt, if the model has read it, and its answer but for
-the last token. Also the memory of the process compared with --max-memory, and whether greedy answers are
+longest earlier text of any client that had ended by then: as much of its prompt as was read, and its answer but for the
+last token. Also the largest memory of the server's process compared with --max-memory, and whether greedy answers are
 those of the same prompts alone, without a prefix cache. Exits with 1 if one of the three is not as promised.
 
-The server runs in this process, so that token ids can be compared; the clients use it over HTTP. Without MODEL, a Llama
-with random weights is written.
+Without MODEL, a Llama with random weights is written.
 """
 
 from __future__ import annotations
@@ -16,28 +15,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import pickle
 import random
+import resource
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-from common import report
-from serving import Texts, make_model
+import numpy as np
+from common import peak_memory, report
+from serving import Texts, make_model, serving
 
-from mlxlm.backend import platform
-from mlxlm.cache.prefix_cache import common_prefix_length
-from mlxlm.generation import Engine, Request, load
-from mlxlm.server import run
-from mlxlm.server.app import make_app
-from mlxlm.server.memory import limit_process
-from mlxlm.server.models import Models, ModelSettings, ServedModel, load_model
+from mlxlm.generation import Engine, load
 from mlxlm.utils.formatting import human_bytes
 
 GOAL = 0.99  # of the reusable tokens
@@ -60,23 +53,7 @@ TOOLS = [
     }
     for name in ("read_file", "edit_file")
 ]
-
-
-@dataclass
-class Turn:
-    """A text of the engine.
-
-    Attributes:
-        request: What the engine was asked for.
-        stream: Its text.
-        reusable: How many tokens of the prompt an earlier text had.
-        known: Its tokens whose keys and values were computed, when it has ended.
-    """
-
-    request: Request
-    stream: Any
-    reusable: int
-    known: Sequence[int] = ()
+Turn = dict[str, Any]  # a text of the server, see recording_server.py
 
 
 def main() -> None:
@@ -88,92 +65,65 @@ def main() -> None:
     parser.add_argument("--checked", type=int, default=40, help="answers to generate again alone")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    limit = int(options.max_memory * 1e9)
     with tempfile.TemporaryDirectory() as folder:
         sizes = {**SIZES, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
-        path = options.model or make_model(Path(folder, "model"), **sizes)
-        limit = int(options.max_memory * 1e9)
-        settings = ModelSettings(max_memory=limit, process_bytes=limit_process(limit))
-        model = load_model("model", str(path), settings)
-        turns = record(model)
-        with serving(model, settings) as url:
-            memory, counts = asyncio.run(work(url, Texts(path, options.seed), options))
-        ended = [turn for turn in turns if turn.known]
-        reused = sum(min(turn.stream.result().cached_tokens, turn.reusable) for turn in ended)
-        reusable = sum(turn.reusable for turn in ended)
-        total = sum(len(turn.request.prompt) for turn in ended)
-        for turn in sorted(ended, key=lambda turn: turn.stream.result().cached_tokens - turn.reusable)[:5]:
-            result = turn.stream.result()
-            print(f"{result.cached_tokens} of {turn.reusable} reusable tokens were cached", file=sys.stderr)
-        different, checked = compare(path, ended, options.checked, options.seed)
+        path, log = options.model or make_model(Path(folder, "model"), **sizes), Path(folder, "turns")
+
+        def command(model: Path, port: int) -> list[str]:
+            script = str(Path(__file__).with_name("recording_server.py"))
+            settings = {"port": port, "max-memory": limit, "log-level": "warning"}
+            return [sys.executable, script, str(log), str(model), *(f"--{k}={v}" for k, v in settings.items())]
+
+        with serving(command, path) as server:
+            counts = asyncio.run(work(server.url, Texts(path, options.seed), options))
+        memory, turns = peak_memory(resource.RUSAGE_CHILDREN), list(read(log))
+        different, checked = compare(path, turns, options.checked, options.seed)
+    reusable = [reusable_tokens(turn, turns) for turn in turns]
+    reused = [min(turn["cached"], n) for turn, n in zip(turns, reusable, strict=True)]
+    for missing, n in sorted(((n - m, n) for m, n in zip(reused, reusable, strict=True)), reverse=True)[:5]:
+        print(f"{missing} of {n} reusable tokens were not cached", file=sys.stderr)
+    share, total = sum(reused) / sum(reusable), sum(len(turn["request"].prompt) for turn in turns)
     rows = [
         ("requests", f"{len(turns)}: {', '.join(f'{n} {name}' for name, n in sorted(counts.items()))}"),
-        ("prompt tokens; reusable; cached", f"{total:,}; {reusable:,}; {reused:,}"),
-        ("share of the reusable tokens", f"{reused / reusable:.2%}"),
-        ("memory of the process, at most", f"{human_bytes(memory)} of {human_bytes(limit)}"),
+        ("prompt tokens; reusable; cached", f"{total:,}; {sum(reusable):,}; {sum(reused):,}"),
+        ("share of the reusable tokens", f"{share:.2%}"),
+        ("memory of the server, at most", f"{human_bytes(memory)} of {human_bytes(limit)}"),
         ("answers that differ from those alone", f"{different} of {checked}"),
     ]
-    result = {"benchmark": "agent_session", "share": reused / reusable, "reusable": reusable, "prompt_tokens": total}
+    result = {"benchmark": "agent_session", "share": share, "reusable": sum(reusable), "prompt_tokens": total}
     result |= {"memory": memory, "max_memory": limit, "different": different, "checked": checked}
     report(f"{options.clients} agents, {options.turns} turns each", rows, result)
-    raise SystemExit(1 if reused < GOAL * reusable or memory > limit or different else 0)
+    raise SystemExit(1 if share < GOAL or memory > limit or different else 0)
 
 
-def record(model: ServedModel) -> list[Turn]:
-    """Note every text of an engine. Returns the list, which grows."""
-    turns: list[Turn] = []
-    submit = model.engine.submit
-
-    def recording(request: Request, **settings: Any) -> Any:
-        prompt = request.prompt[:-1]  # the last token has to be read for the first logits
-        reusable = max((common_prefix_length(prompt, turn.known) for turn in turns), default=0)
-        turn = Turn(request, submit(request, **settings), reusable)
-        turns.append(turn)
-
-        def note() -> None:
-            if turn.stream.num_generated:
-                turn.known = [*request.prompt, *turn.stream.result().tokens[:-1]]
-
-        turn.stream.add_done_callback(note)
-        return turn.stream
-
-    model.engine.submit = recording
-    return turns
+def read(log: Path) -> Iterator[Turn]:
+    """The texts that the server has written."""
+    with log.open("rb") as file:
+        while file.peek(1):
+            yield pickle.load(file)
 
 
-@contextmanager
-def serving(model: ServedModel, settings: ModelSettings) -> Iterator[str]:
-    """Serve a model in a thread; yields the address."""
-    models = Models({model.name: "unused"}, settings)
-    models.add(model)
-    listener = run.bind("127.0.0.1", 0)
-    server = run.make_server(make_app(models), 10)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield run.address_of(listener, "127.0.0.1")
-    finally:
-        server.should_exit = True
-        thread.join()
+def reusable_tokens(turn: Turn, turns: Sequence[Turn]) -> int:
+    """How many tokens of a prompt the server had read before, without the last one, which is read for its logits."""
+
+    def shared(other: Turn) -> int:
+        n = min(len(prompt), len(other["known"]))
+        return int(np.argmin(np.append(prompt[:n] == np.asarray(other["known"])[:n], False)))
+
+    prompt = np.array(turn["request"].prompt[:-1])
+    return max((shared(other) for other in turns if other["ended"] < turn["began"]), default=0)
 
 
-async def work(url: str, texts: Texts, options: argparse.Namespace) -> tuple[int, Counter[str]]:
-    """Run the clients. Returns the largest memory of the process, and what the clients did."""
-    memory, counts = 0, Counter[str]()
-
-    async def watch() -> None:
-        nonlocal memory
-        while True:
-            memory = max(memory, platform.process_memory())
-            await asyncio.sleep(0.02)
-
-    watching = asyncio.create_task(watch())
+async def work(url: str, texts: Texts, options: argparse.Namespace) -> Counter[str]:
+    """Run the clients. Returns what they did."""
+    counts = Counter[str]()
     async with httpx.AsyncClient(base_url=url, timeout=None) as http:
         agents = (
             agent(http, texts, random.Random(options.seed + n), options.turns, counts) for n in range(options.clients)
         )
         await asyncio.gather(*agents)
-    watching.cancel()
-    return memory, counts
+    return counts
 
 
 async def agent(http: httpx.AsyncClient, texts: Texts, rng: random.Random, turns: int, counts: Counter[str]) -> None:
@@ -231,14 +181,13 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], chunks: int | None 
 
 def compare(path: Path, turns: Sequence[Turn], number: int, seed: int) -> tuple[int, int]:
     """Generate some answers again, each alone. Returns how many differ from what the clients got, and of how many."""
-    chosen = random.Random(seed).sample(turns, min(number, len(turns)))
-    engine = Engine(load(path), prefix_cache_bytes=0, batch_size=1)
+    answered = [turn for turn in turns if turn["tokens"]]
+    chosen = random.Random(seed).sample(answered, min(number, len(answered)))
     different = 0
-    for turn in chosen:
-        tokens = turn.stream.result().tokens
-        alone = engine.submit(turn.request).result().tokens
-        different += list(alone[: len(tokens)]) != list(tokens)
-    engine.close()
+    with Engine(load(path), prefix_cache_bytes=0, batch_size=1) as engine:
+        for turn in chosen:
+            alone = engine.submit(turn["request"]).result().tokens
+            different += list(alone[: len(turn["tokens"])]) != list(turn["tokens"])
     return different, len(chosen)
 
 

@@ -59,9 +59,9 @@ def timed_command(command: list[str], **environment: str) -> tuple[float, int, s
     return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), out
 
 
-def peak_memory() -> int:
-    """Peak resident bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def peak_memory(who: int = resource.RUSAGE_SELF) -> int:
+    """Peak resident bytes of this process, or with `RUSAGE_CHILDREN` of the largest of its children that have ended."""
+    return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

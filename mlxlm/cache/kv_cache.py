@@ -194,6 +194,11 @@ class KVCache:
         """Bytes of all buffers, including their unused capacity."""
         return sum(buffer.nbytes for buffer in chain(self._buffers, *self._sinks))
 
+    @property
+    def capacity(self) -> int:
+        """Number of positions of the buffers."""
+        return self._buffers[0].capacity if self._buffers else 0
+
     def size(self) -> int:
         """Number of tokens in the longest row."""
         return self._end - min(self._starts, default=0)

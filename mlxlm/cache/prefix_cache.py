@@ -28,11 +28,13 @@ _MIN_SAVED = 256  # tokens of a text that is written: shorter ones are read agai
 class PrefixCache:
     """Keys and values of texts, at most `max_bytes` of them; the least recently used are evicted.
 
-    Not thread-safe: arrays belong to the thread that uses the model.
+    A running text has caches of its own. What is kept of it is a second copy, which is evicted before everything else,
+    and isn't made if something would have to be evicted for it. Not thread-safe: arrays belong to the thread that uses
+    the model.
 
     Args:
         make_caches: Makes the empty caches of the model, one per layer.
-        max_bytes: Maximum of `nbytes`.
+        max_bytes: Maximum of `nbytes`. May be changed at any time; `evict` then makes that true.
         folder: Where texts are kept that are evicted, and others by `flush`.
 
     Raises:
@@ -70,7 +72,7 @@ class PrefixCache:
         found = self._find(ids, group)[0]
         if self._folder is not None and self._folder.match(ids, group, self.max_bytes) >= found + _MIN_LOADED:
             n, caches = self._folder.load(ids, self._make_caches, group, self.max_bytes)
-            self.insert(ids[:n], caches, group)
+            self.insert(ids[:n], caches, group, move=True)
             found = self._find(ids, group)[0]
         return found
 
@@ -88,7 +90,7 @@ class PrefixCache:
         following = max(node.children.values(), key=lambda child: child.used, default=None)
         return None if following is None else (depth, following.ids[0], ids[depth])
 
-    def restore(self, ids: Sequence[int], n: int, group: Hashable = None) -> list[Any]:
+    def restore(self, ids: Sequence[int], n: int, group: Hashable = None, *, running: bool = False) -> list[Any]:
         """Make caches that hold the first `n` tokens of `ids`, with room for the others.
 
         Whatever is written to them, nothing changes here. `KVCache.long_factors` is left to the caller.
@@ -97,6 +99,8 @@ class PrefixCache:
             ids: A text.
             n: `match(ids)`, or less if `match(ids[:n])` is `n`: layers that drop tokens can't be cut anywhere.
             group: As in `match`.
+            running: The text begins to run, and is inserted again at its end. If `max_bytes` has no room for a second
+                copy of what no other text shares, that is moved to the caches, layer by layer.
 
         Raises:
             ValueError: `n` tokens can't be restored.
@@ -105,11 +109,34 @@ class PrefixCache:
         found, path, source = self._find(ids[: max(n, 0)], group)
         if found != n:
             raise ValueError(f"{n} tokens can't be restored, only {found}")
-        caches = self._build(ids, n, path, source)
         self._touch(path, source)
+        if not running or source is not None:
+            caches = self._build(ids, n, path, source)
+            self.evict(self.max_bytes)
+            return caches
+        unshared = self._unshared(path)
+        self.evict(self.max_bytes + sum(node.nbytes for node in unshared))  # these were used last
+        if self.nbytes <= self.max_bytes:
+            caches = self._build(ids, n, path, source)
+            self._evict_first(unshared)
+            return caches
+        try:
+            caches = self._build(ids, n, path, source, unshared)
+            self._cut(unshared[-1])
+        except BaseException:  # an interrupt in the middle
+            self.clear()
+            raise
         return caches
 
-    def insert(self, ids: Sequence[int], caches: Sequence[Any], group: Hashable = None) -> None:
+    def insert(
+        self,
+        ids: Sequence[int],
+        caches: list[Any],
+        group: Hashable = None,
+        *,
+        running: bool = False,
+        move: bool = False,
+    ) -> None:
         """Keep a text. Only what isn't here yet is copied. A text of more than `max_bytes` is not kept.
 
         Layers that drop tokens can later be restored where a text ends that was inserted, and a few tokens before
@@ -119,24 +146,30 @@ class PrefixCache:
             ids: All tokens of the text.
             caches: Caches of one row that hold exactly these tokens.
             group: As in `match`.
+            running: The text goes on with these caches, which drop no tokens.
+            move: Empty the list `caches`, layer by layer, so that memory never holds two copies.
         """
         ids = array("i", ids)
         found, path, source = self._find(ids, group)
+        if found < len(ids):
+            sizes = [(cache.row(0) if isinstance(cache, KVCache) else cache).nbytes for cache in caches]
+            nbytes = sum(sizes, ids.itemsize * len(ids))
+            missing = nbytes * (len(ids) - self._walk(ids, group)[1]) // len(ids)
+            if running and self.nbytes + missing > self.max_bytes:
+                return
         self._touch(path, source)
-        if found == len(ids):
-            return
-        sizes = [(cache.row(0) if isinstance(cache, KVCache) else cache).nbytes for cache in caches]
-        nbytes = sum(sizes, ids.itemsize * len(ids))
-        if nbytes > self.max_bytes:
-            return
-        missing = nbytes * (len(ids) - self._walk(ids, group)[1]) // len(ids)
-        self.evict(self.max_bytes - missing)  # before, so that memory holds no more than `max_bytes`
-        try:
-            self._insert(ids, caches, group)
-        except BaseException:  # an interrupt in the middle
-            self.clear()
-            raise
-        self.evict(self.max_bytes)
+        if found < len(ids):
+            if nbytes > self.max_bytes:
+                return
+            self.evict(self.max_bytes - missing)  # before, so that memory holds no more than `max_bytes`
+            try:
+                path = self._insert(ids, caches, group, move)
+            except BaseException:  # an interrupt in the middle
+                self.clear()
+                raise
+            self.evict(self.max_bytes)
+        if running:
+            self._evict_first(self._unshared(path))
 
     def evict(self, max_bytes: int) -> None:
         """Remove what wasn't used for longest until at most `max_bytes` are left."""
@@ -208,8 +241,10 @@ class PrefixCache:
             depth = path.pop().start
         return 0, [], None
 
-    def _build(self, ids: array[int], n: int, path: Sequence[_Node], source: _Node | None) -> list[Any]:
-        """Make caches of the first `n` tokens of `ids` from what `_find` found."""
+    def _build(
+        self, ids: array[int], n: int, path: Sequence[_Node], source: _Node | None, moved: Sequence[_Node] = ()
+    ) -> list[Any]:
+        """Make caches of the first `n` tokens of `ids` from what `_find` found. The nodes `moved` lose their pieces."""
         caches = self._make_caches()
         if n == 0:
             return caches
@@ -219,6 +254,11 @@ class PrefixCache:
                 pieces = [node.pieces[layer] for node in path if node.ids]
                 pieces[-1] = [buffer.map_arrays(lambda x: x[:, :, :last]) for buffer in pieces[-1]]
                 cache.fill(pieces, len(ids) - n)
+                if moved:
+                    mx.eval(cache.state)
+                    pieces.clear()
+                    for node in moved:
+                        node.pieces.pop(layer, None)
             else:
                 snapshot = source.snapshots[layer]
                 caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
@@ -239,7 +279,28 @@ class PrefixCache:
         if source is not None:
             source.used = source.snapshots_used = now
 
-    def _insert(self, ids: array[int], caches: Sequence[Any], group: Hashable) -> None:
+    def _unshared(self, path: Sequence[_Node]) -> list[_Node]:
+        """The nodes of a path that no text has which leaves the path before its end, from the last one upwards."""
+        nodes = list(path[-1:])
+        for node in reversed(path[:-1]):
+            if len(node.children) > 1:
+                break
+            nodes.append(node)
+        return nodes
+
+    def _evict_first(self, nodes: Sequence[_Node]) -> None:
+        for node in nodes:
+            node.used = 0
+
+    def _cut(self, node: _Node) -> None:
+        """Remove a node and all below it."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self.nbytes -= sum(below.nbytes for below in node.subtree())
+        node.parent = None
+
+    def _insert(self, ids: array[int], caches: list[Any], group: Hashable, move: bool) -> list[_Node]:
+        """Add a text; returns its nodes."""
         path, depth = self._walk(ids, group)
         if not path:
             path = [_Node(array("i"), self._root, group)]
@@ -249,22 +310,28 @@ class PrefixCache:
             self.nbytes += lower.count_bytes()
         if depth < len(ids):
             path.append(_Node(ids[depth:], path[-1], ids[depth]))
-        sliceable = {
-            n: cache for n, cache in enumerate(caches) if isinstance(cache, KVCache) and cache.holds_all_tokens
-        }
-        for node in path:
-            missing = [n for n in sliceable if n not in node.pieces] if node.ids else []
-            node.pieces |= {n: sliceable[n].slice_tokens(node.start, node.end) for n in missing}
-            mx.eval([buffer.arrays for n in missing for buffer in node.pieces[n]])
-            self.nbytes += node.count_bytes()
-        last = path[-1]
-        last.snapshots = {n: _copy(cache) for n, cache in enumerate(caches) if n not in sliceable}
-        mx.eval([cache.state for cache in last.snapshots.values()])
+        last, snapshots, new = path[-1], dict[int, Any](), list[Any]()
+        for layer, cache in enumerate(caches):
+            if isinstance(cache, KVCache) and cache.holds_all_tokens:
+                for node in path:
+                    if node.ids and layer not in node.pieces:
+                        node.pieces[layer] = cache.slice_tokens(node.start, node.end)
+                        new += [buffer.arrays for buffer in node.pieces[layer]]
+            else:
+                snapshots[layer] = _copy(cache)
+                new.append(snapshots[layer].state)
+            if move:
+                mx.eval(new)
+                new.clear()
+                caches[layer] = cache = None
+        mx.eval(new)
+        last.snapshots = snapshots
         last.restorable_from = max(
             (last.end - _num_trimmable(cache, last.end) for cache in last.snapshots.values()), default=0
         )
-        self.nbytes += last.count_bytes()
+        self.nbytes += sum(node.count_bytes() for node in path)
         self._touch(path, last)
+        return path
 
 
 class _Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -162,18 +162,24 @@ class Batch(Generic[AnyRow]):
         return max((len(row) for row in self.active_rows), default=0)
 
     @property
+    def num_held(self) -> int:
+        """How many tokens the caches hold of the longest row, finished or not."""
+        return max((row.num_held for row in self.rows), default=0)
+
+    @property
+    def capacity(self) -> int:
+        """Positions of the largest cache."""
+        return max((cache.capacity for cache in self.caches if isinstance(cache, KVCache)), default=0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the caches."""
         return sum(cache.nbytes for cache in self.caches)
 
-    def step(self, on_finish: Callable[[AnyRow], None] = lambda row: None) -> int:
-        """Dispatch the next pass, and read the tokens of the one before.
+    def step(self) -> int:
+        """Dispatch the next pass, and read the tokens of the one before. Returns how many tokens of texts were read.
 
-        Args:
-            on_finish: Called with each row that finishes, before its caches change.
-
-        Returns:
-            How many tokens of texts were read.
+        A row that finishes stays, with no `idle_steps`, unless its caches hold another token than its last one.
         """
         if any(row.finished and len(row) + row.idle_steps >= self._context_length for row in self.rows):
             self.remove_finished()  # the model has no positions beyond its context
@@ -186,7 +192,7 @@ class Batch(Generic[AnyRow]):
                 async_eval(logits)
             else:
                 self._last = self._draw(logits)
-        num_read, alone = self._read(last, logits is not None, on_finish)
+        num_read, alone = self._read(last, logits is not None)
         if alone:
             keep = [i for i, row in enumerate(self.rows) if row not in alone]
             logits = None if logits is None else logits[mx.array(keep)] if keep else None
@@ -237,13 +243,12 @@ class Batch(Generic[AnyRow]):
         async_eval(tokens if certain is None else (tokens, certain))
         return _Pass(tokens, certain, snapshots)
 
-    def _read(self, last: _Pass, fed: bool, on_finish: Callable[[AnyRow], None]) -> tuple[int, dict[AnyRow, list[Any]]]:
+    def _read(self, last: _Pass, fed: bool) -> tuple[int, dict[AnyRow, list[Any]]]:
         """Append the tokens of `last` to their texts.
 
         Args:
             last: The pass.
             fed: Whether a pass over its tokens was dispatched.
-            on_finish: As for `step`.
 
         Returns:
             How many tokens were read, and rows whose token was decided alone and is another one, with the caches of
@@ -273,8 +278,6 @@ class Batch(Generic[AnyRow]):
                 num_read += 1
                 if row.finished:
                     break
-            if row.finished and row not in alone:  # else these caches hold another token than the last
-                on_finish(row)
         return num_read, alone
 
     def _decide_alone(self, index: int, token: int, before: Any, fed: bool) -> tuple[int, list[Any]]:
@@ -382,24 +385,41 @@ class Batch(Generic[AnyRow]):
         """Remove the finished rows."""
         self._keep([i for i, row in enumerate(self.rows) if not row.finished])
 
-    def take_out(self, row: AnyRow) -> None:
-        """Remove a row that will join again. A token that was drawn and not read yet will be drawn again."""
+    def take_out(self, row: AnyRow) -> tuple[list[int], list[Any]]:
+        """Remove a row, layer by layer, so that memory never holds two copies of it.
+
+        If it joins again, a token that was drawn and not read yet will be drawn again.
+
+        Returns:
+            As `row_caches`, but nothing else has these arrays.
+        """
         index = self.rows.index(row)
         if (before := self._last.snapshots[index]) is not None:
             row.sampler.restore(before)
-        self._keep([i for i in range(len(self.rows)) if i != index])
+        ids, caches = self.row_caches(row)
+        others = [i for i in range(len(self.rows)) if i != index]
+        for layer, cache in enumerate(self.caches if others else ()):
+            if caches:
+                caches[layer] = caches[layer].compact_copy()
+                mx.eval(caches[layer].state)
+            cache.select(others)
+            mx.eval(cache.state)
+        self._forget_others(others)
+        return ids, caches
 
     def _keep(self, rows: list[int]) -> None:
         if len(rows) == len(self.rows):
             return
-        self.rows = [self.rows[i] for i in rows]
-        if not rows:
-            self.caches = []  # frees memory for the next prompts
-            self._last = _Pass.of_last_tokens([])
-            return
-        for cache in self.caches:
+        for cache in self.caches if rows else ():
             cache.select(rows)
-        self._last.select(rows)
+        self._forget_others(rows)
+
+    def _forget_others(self, rows: list[int]) -> None:
+        self.rows = [self.rows[i] for i in rows]
+        if rows:
+            self._last.select(rows)
+        else:
+            self.caches, self._last = [], _Pass.of_last_tokens([])  # frees memory for the next prompts
 
     def row_caches(self, row: AnyRow) -> tuple[list[int], list[Any]]:
         """What the caches hold of a row: its tokens, and one-row caches that share arrays with those of the batch."""

@@ -16,7 +16,7 @@ from mlxlm.backend.error_text import device_error
 from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation import device_thread
-from mlxlm.generation.context import Context, cache_identity
+from mlxlm.generation.context import UNLIMITED, Context, cache_identity
 from mlxlm.generation.kv_memory import KVMemory, StepMemory, default_max_kv_bytes
 from mlxlm.generation.loaded_model import LoadedModel, eval_weights
 from mlxlm.generation.prefill import Prefill
@@ -25,7 +25,7 @@ from mlxlm.generation.result import GenerationResult
 from mlxlm.generation.scheduler import Scheduler
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text import Text, TextStream
-from mlxlm.utils.errors import DeviceError, GenerationError, MemoryLimitError, MlxlmError
+from mlxlm.utils.errors import DeviceError, GenerationError, MemoryLimitError, MlxlmError, PromptTooLongError
 from mlxlm.utils.formatting import human_bytes
 
 BATCH_SIZE = 32  # texts that are decoded together
@@ -86,8 +86,9 @@ class Engine:
         kv: Options of the key-value cache.
         batch_size: The maximum number of texts that are decoded at once.
         max_waiting: The maximum number of texts that wait for a free row. None for any number.
-        prefix_cache_bytes: Keys and values of earlier texts to keep; 0 for none. None for a quarter of `max_kv_bytes`;
-            with a rotating cache, at most eight texts.
+        prefix_cache_bytes: Keys and values of earlier texts to keep, as long as running texts don't need the memory; 0
+            for none. None for all of `max_kv_bytes`, or a quarter if that is None, too; with a rotating cache, at most
+            eight texts.
         prefix_cache_dir: A folder in which they survive a restart.
         max_kv_bytes: Bytes for the keys and values of running and earlier texts. None for three quarters of the
             memory, less the weights. Texts wait for free memory, and the youngest is interrupted if the others need
@@ -123,7 +124,7 @@ class Engine:
         self.batch_size, self._max_waiting, self._speculates = batch_size, max_waiting, speculation is not None
         make_cache(lm.model, self.kv)  # raises for options that don't fit the model
         self._memory = KVMemory(lm, self.kv, default_max_kv_bytes(lm) if max_kv_bytes is None else max_kv_bytes)
-        self._prefix_cache_bytes = prefix_cache_bytes
+        self._prefix_cache_bytes, self._is_limited = prefix_cache_bytes, max_kv_bytes is not None
         folder = None
         if prefix_cache_dir is not None:
             folder = PrefixCacheFolder(prefix_cache_dir, _FOLDER_BYTES, cache_identity(lm, self.kv))
@@ -143,23 +144,25 @@ class Engine:
             on_prefill: Called with the number of prompt tokens read so far, while the stream is iterated.
 
         Raises:
-            GenerationError: For a prompt or options that this model can't serve; MemoryLimitError for one that memory
-                has no room for. A constraint is compiled in the background: its errors are raised by the stream.
+            GenerationError: For a prompt or options that this model can't serve; PromptTooLongError for one that its
+                context or memory has no room for, MemoryLimitError if memory may have room later. A constraint is
+                compiled in the background: its errors are raised by the stream.
             QueueFullError: `max_waiting` texts wait.
         """
         if request.functions is not None and self._speculates:
             problem = "logits_processors and a sampler can't be combined with speculation"
             raise GenerationError(problem, "one of them")
-        text = Text(self.lm, request, self.kv)
         self._eval_weights()
-        if self._memory.reserved_bytes(len(request.prompt)) > self._memory.max_bytes:
-            limit = self._memory.max_tokens()
-            size = human_bytes(self._memory.max_bytes)
-            raise MemoryLimitError(
-                f"the prompt has {len(request.prompt)} tokens, and {size} have room for the keys and values of {limit}",
-                f"a prompt of at most {limit} tokens, or `key_bits=8`",
-                is_operator_hint=True,
-            )
+        memory, length = self._memory, len(request.prompt)
+        limit = memory.max_tokens(memory.max_bytes_alone)
+        text = Text(self.lm, request, self.kv, limit if self.lm.supports_batching else UNLIMITED)
+        if length >= limit:
+            problem = f"the prompt is too long: {length} tokens, and memory has room for {max(0, limit - 1)}"
+            raise PromptTooLongError(problem, "a larger `max_memory`, or `key_bits=8`", is_operator_hint=True)
+        if memory.reserved_bytes(length) > memory.max_bytes:
+            limit = memory.max_tokens(memory.max_bytes)
+            problem = f"the prompt has {length} tokens; while other models are loaded, memory has room for {limit}"
+            raise MemoryLimitError(problem, "again later")
         with self._lock:
             if self._closed:
                 raise GenerationError("the engine is closed", "a new one")
@@ -187,24 +190,33 @@ class Engine:
             prefix_cache_bytes=self._prefix_cache.nbytes,
         )
 
-    def limit_memory(self, max_bytes: int) -> None:
+    def limit_memory(self, max_bytes: int, max_bytes_alone: int | None = None) -> None:
         """Limit what everything but the weights takes: keys and values, activations, scores and logits.
 
         Running texts that need more are interrupted until others have ended, or fail.
 
+        Args:
+            max_bytes: The limit.
+            max_bytes_alone: The limit if no other model were loaded, by default the same. A prompt that needs more is
+                refused for good.
+
         Raises:
             MemoryLimitError: They have no room for any text. Then nothing changes.
         """
-        shares = StepMemory.divide(self.lm, max_bytes, self.batch_size, Prefill.default_max_tokens(self.lm))
+        shares, alone = (
+            StepMemory.divide(self.lm, size, self.batch_size, Prefill.default_max_tokens(self.lm))
+            for size in (max_bytes, max(max_bytes, max_bytes_alone or 0))
+        )
         if shares.kv_bytes < self._memory.reserved_bytes(1):
             size = human_bytes(max(0, max_bytes))
             raise MemoryLimitError(f"{size} besides the weights have no room for any text", "more memory")
 
         def change() -> None:
-            self._memory.max_bytes = shares.kv_bytes
-            prefill = self._scheduler.prefill
+            self._memory.max_bytes, self._memory.max_bytes_alone = shares.kv_bytes, alone.kv_bytes
+            self._is_limited, prefill = True, self._scheduler.prefill
             prefill.max_tokens, prefill.max_score_bytes = shares.max_tokens, shares.score_bytes
-            self._prefix_cache.max_bytes = self._max_prefix_bytes()
+            self._scheduler.max_prefix_bytes = self._max_prefix_bytes()
+            self._scheduler.limit_prefix_cache()
             self._prefix_cache.evict(self._prefix_cache.max_bytes)
 
         device_thread.run(change)
@@ -212,7 +224,7 @@ class Engine:
     def _max_prefix_bytes(self) -> int:
         if self._prefix_cache_bytes is not None:
             return min(self._prefix_cache_bytes, self._memory.max_bytes)
-        size = self._memory.max_bytes // 4
+        size = self._memory.max_bytes if self._is_limited else self._memory.max_bytes // 4
         return size if self.kv.size is None else min(size, _ROTATING_TEXTS * self._memory.bytes_for(self.kv.size))
 
     def kv_bytes_for(self, num_tokens: int) -> int:
@@ -253,6 +265,7 @@ class Engine:
         def load() -> int:
             context = Context(self.lm.model, self.kv)
             context.load(path, self.lm)
+            self._scheduler.limit_prefix_cache()
             self._prefix_cache.insert(context.ids, context.caches, context.long_factors)
             return len(context)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
+from mlxlm.cache.kv_cache import RotationPolicy, round_length
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import kv_cache_values, layer_activations
 from mlxlm.generation.loaded_model import LoadedModel
@@ -19,7 +20,7 @@ _ACTIVATION_SHARE, _MIN_STEP_SIZE = 0.25, 512  # of what the weights leave; toke
 _SCORE_SHARE = 0.15
 _LOGIT_COPIES = 3  # of the logits of a batch: probabilities, and what filters sort
 _MIN_BYTES = 256 << 20
-_HEADROOM = 256  # tokens for which a text needs room to begin with
+_HEADROOM = 64  # tokens for which a text needs room to begin with; more than a step adds
 # Of models that mlx_lm runs, as for 8B parameters with grouped-query attention: keys and values, and activations.
 _UNKNOWN_BYTES_PER_TOKEN, _UNKNOWN_ACTIVATION_BYTES = 1 << 17, 1 << 18
 
@@ -96,18 +97,22 @@ class KVMemory:
 
     Attributes:
         max_bytes: How many there may be.
+        max_bytes_alone: How many there could be if no other model were loaded.
         weight_bytes: Bytes of the model's weights.
     """
 
     def __init__(self, lm: LoadedModel, kv: KVOptions, max_bytes: int):
         """For a model, and its caches of the options `kv`."""
-        self._config, self._kv, self.max_bytes = lm.config, kv, max_bytes
+        self._config, self._kv, self.max_bytes, self.max_bytes_alone = lm.config, kv, max_bytes, max_bytes
         self.weight_bytes = lm.weight_bytes
         self._itemsize = _itemsize(lm)
 
     def bytes_for(self, num_tokens: int, num_rows: int = 1) -> int:
         """Bytes of `num_rows` texts, the longest of which has `num_tokens` tokens."""
-        tokens = min(num_tokens, self._kv.size or num_tokens)
+        tokens = num_tokens
+        if self._kv.size is not None:
+            policy = RotationPolicy(self._kv.size, self._kv.keep)
+            tokens = min(tokens, policy.num_retained + policy.extra_capacity + policy.keep)
         if not isinstance(self._config, ModelConfig):
             return num_rows * tokens * _UNKNOWN_BYTES_PER_TOKEN
         values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
@@ -115,16 +120,16 @@ class KVMemory:
                  for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
         return num_rows * int(sum(sides))
 
-    def reserved_bytes(self, num_tokens: int, num_rows: int = 1) -> int:
-        """`bytes_for` with room for the next tokens, as caches grow in steps."""
-        return self.bytes_for(num_tokens + _HEADROOM, num_rows)
+    def reserved_bytes(self, num_tokens: int, num_rows: int = 1, capacity: int = 0) -> int:
+        """`bytes_for` with room for the next tokens, as caches grow in steps. They have this `capacity` already."""
+        return self.bytes_for(max(capacity, round_length(num_tokens + _HEADROOM)), num_rows)
 
-    def max_tokens(self) -> int:
+    def max_tokens(self, max_bytes: int) -> int:
         """How many tokens a text may have."""
         low, high = 0, 1 << 32
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.reserved_bytes(middle) <= self.max_bytes else (low, middle - 1)
+            low, high = (middle, high) if self.reserved_bytes(middle) <= max_bytes else (low, middle - 1)
         return low
 
 

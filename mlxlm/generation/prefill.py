@@ -57,6 +57,8 @@ class Prefill:
         self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
         self.max_tokens = self.default_max_tokens(lm)
         self.max_score_bytes: int | None = None
+        # Caches that drop tokens can't be cut at the end of the prompt any more when the text ends.
+        self._is_kept_at_end = not Context(lm.model, kv).drops_tokens
 
     @staticmethod
     def default_max_tokens(lm: LoadedModel) -> int:
@@ -69,6 +71,7 @@ class Prefill:
         Yields:
             None after each chunk, and each group of rows that is ready, with its caches.
         """
+        self._prefix_cache.evict(self._prefix_cache.max_bytes)
         by_prompt: dict[Tokens, list[Text]] = {}  # several samples of one prompt are read once
         for row in rows:
             by_prompt.setdefault(tuple(row.ids[:-1]), []).append(row)
@@ -80,7 +83,7 @@ class Prefill:
                 caches = yield from self._read_group(group, cached)
                 if len(group) > 1:
                     for i, ids in enumerate(group):
-                        self._prefix_cache.insert(ids, [cache.row(i) for cache in caches], False)
+                        self._insert(ids, [cache.row(i) for cache in caches], False)
                 members = [row for ids in group for row in by_prompt[ids]]
                 if len(members) > len(group):
                     caches = [type(cache).merge([cache]) for cache in caches] if len(group) == 1 else caches
@@ -94,18 +97,16 @@ class Prefill:
                         row.set_num_cached(len(ids))
                 yield members, caches
 
-    def read_alone(self, row: Text, isolated: bool = False) -> Iterator[Group | None]:
-        """Read the prompt of one row; yields as `read`.
+    def read_alone(self, row: Text, context: Context, isolated: bool = False) -> Iterator[Group | None]:
+        """Read the prompt of one row to an empty context; yields as `read`.
 
         `isolated` reads all of it in chunks of a fixed size: keys and values of other chunks differ by rounding.
         """
         ids, snapshot_at = row.ids[:-1], row.request.snapshot_at
-        context = Context(self._model, self._kv)
         group = context.has_long_factors(len(row))
         n = 0 if isolated else self._prefix_cache.match(ids, group)
         self._log_match(ids, n, group)
-        if n:
-            context.set(self._prefix_cache.restore(ids, n, group), ids[:n])
+        context.set(self._prefix_cache.restore(ids, n, group, running=self._is_kept_at_end), ids[:n])
         context.long_factors = group
         row.set_num_cached(n)
         if snapshot_at is not None and context.drops_tokens and len(context) < snapshot_at < len(ids):
@@ -114,9 +115,13 @@ class Prefill:
             yield None
         yield from self._read_chunks(context, ids[len(context) :], row, isolated)
         if ids:
-            self._prefix_cache.insert(ids, context.caches, group)
+            self._insert(ids, context.caches, group)
         row.reread_at = context.reread_at(len(row))
         yield [row], context.caches
+
+    def _insert(self, ids: Sequence[int], caches: list[Any], group: bool) -> None:
+        """Keep the prompt of a text that goes on with these caches."""
+        self._prefix_cache.insert(ids, caches, group, running=self._is_kept_at_end)
 
     def _read_chunks(
         self, context: Context, ids: Sequence[int], row: Text | None = None, isolated: bool = False
@@ -179,7 +184,7 @@ class Prefill:
         if n < len(prefix):
             context = self._restore(prefix, n)
             yield from self._read_chunks(context, prefix[n:])
-            self._prefix_cache.insert(prefix, context.caches, False)
+            self._prefix_cache.insert(prefix, context.caches, False, move=True)
             yield
 
     def _restore(self, ids: Tokens, n: int) -> Context:
@@ -205,7 +210,7 @@ class Prefill:
             for ids in prompts:
                 context = self._restore(ids, cached[ids])
                 yield from self._read_chunks(context, ids[cached[ids] :])
-                self._prefix_cache.insert(ids, context.caches, False)
+                self._insert(ids, context.caches, False)
                 rows.append(context.caches)
                 if len(prompts) > 1:
                     yield

@@ -16,7 +16,7 @@ from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.generation.penalties import dry_breaker_mask
 from mlxlm.generation.sampling_functions import SamplingFunctions
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import GenerationError, PromptTooLongError
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def max_new_tokens_for(lm: LoadedModel, prompt: Sequence[int], kv: KVOptions) ->
     if len(prompt) >= context_length:
         # Clients of OpenAI's and Anthropic's APIs look for these phrases, to shorten the conversation.
         size = f"{len(prompt)} tokens, and this model's maximum context length is {context_length}"
-        raise GenerationError(f"the prompt is too long: {size}", f"at most {context_length - 1} tokens")
+        raise PromptTooLongError(f"the prompt is too long: {size}", f"at most {context_length - 1} tokens")
     return context_length - len(prompt)
 
 

@@ -5,172 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any
 
 from mlxlm.backend.error_text import raise_if_results_lost
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions, PrefixCache
 from mlxlm.cache.prefix_cache import common_prefix_length
+from mlxlm.generation.batches import Batches
 from mlxlm.generation.certainty import margin_for
 from mlxlm.generation.context import Context
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.generation.decoding import Batch
 from mlxlm.generation.device_memory import clear_memory_cache, wired_limit
 from mlxlm.generation.kv_memory import KVMemory
 from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.prefill import MIN_SHARED_PREFIX, Group, Prefill
-from mlxlm.generation.speculative import Drafting, SpeculativeDecoder
+from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.generation.text import Text
 from mlxlm.utils.errors import MemoryLimitError
-
-# Bytes that a step could read in the time that its operations take to start, whatever the model's size.
-_OVERHEAD_BYTES = 32 << 20
-# Copying caches to new memory takes as long as reading this many times as many bytes. Measured on a CPU.
-_COPY_COST = 8
-
-
-class Batches:
-    """Batches that are decoded in turn, one token of each text per step.
-
-    A batch pads its rows to the longest one, which takes memory, and time in each step. A second batch reads the
-    weights once more. So two batches are merged if this adds fewer bytes of padding than the weights have: at once if
-    the rows of one fit into the places of finished rows of the other, else as soon as keeping them apart has taken as
-    long as copying both. Finished rows are removed when they have taken as long as copying the others.
-
-    Texts that can't share a batch have one of their own, which is never merged and doesn't step while its text pauses.
-
-    Args:
-        step: The model's decoding step.
-        context_length: The number of positions of the model.
-        margin: As for `sample_with_certainty`.
-        memory: Computes the bytes of keys and values.
-    """
-
-    def __init__(self, step: DecodeStep, context_length: int, margin: float | None, memory: KVMemory):
-        self._arguments, self._memory = (step, context_length, margin), memory
-        self._shared: list[Batch[Text]] = []
-        self._single: list[Batch[Text]] = []
-
-    @property
-    def rows(self) -> list[Text]:
-        """The unfinished texts, in the order of their requests."""
-        return sorted((row for batch in self._all for row in batch.active_rows), key=lambda row: row.number)
-
-    @property
-    def has_shared(self) -> bool:
-        """Whether there are texts that others can join."""
-        return bool(self._shared)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(batch.nbytes for batch in self._all)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes that the rows need, with padding, finished rows and the next tokens."""
-        return sum(self._memory.reserved_bytes(batch.length, len(batch.rows)) for batch in self._all)
-
-    def join(
-        self, rows: Sequence[Text], caches: list[Any], *, single: bool = False, drafting: Drafting | None = None
-    ) -> None:
-        """Add texts, with stacked caches that hold all of their tokens but the last; or one that is decoded by itself.
-
-        Args:
-            rows: The texts.
-            caches: Their caches.
-            single: Whether the only text is decoded by itself.
-            drafting: Its drafts.
-        """
-        batches = self._single if single else self._shared
-        batches.append(Batch(*self._arguments, drafting))
-        batches[-1].join(rows, caches)
-
-    def remove_finished(self) -> None:
-        """Free the memory of finished rows."""
-        for batch in self._all:
-            batch.remove_finished()
-        self.remove_inactive()
-
-    def take_out(self, row: Text) -> None:
-        """Remove a text that will join again. A token that was drawn and not read yet will be drawn again."""
-        self.batch_of(row).take_out(row)
-        self.remove_inactive()
-
-    def batch_of(self, row: Text) -> Batch[Text]:
-        """The batch that a text is in."""
-        return next(batch for batch in self._all if row in batch.rows)
-
-    def is_single(self, row: Text) -> bool:
-        """Whether a text has a batch of its own."""
-        return self.batch_of(row) in self._single
-
-    def step(self, on_finish: Callable[[Text], None], max_padding: int) -> int:
-        """Merge batches, and decode the next token of every text. An error ends the texts of its batch.
-
-        Args:
-            on_finish: Called with each text that finishes, before its caches change.
-            max_padding: Bytes that are left for padding.
-
-        Returns:
-            How many tokens were read.
-        """
-        self._merge(max_padding)
-        num_read = 0
-        for batch in self._all:
-            if batch.idle_steps >= _COPY_COST * len(batch.active_rows):
-                batch.remove_finished()
-            if all(row.paused for row in batch.rows):
-                continue
-            try:
-                num_read += batch.step(on_finish)
-            except Exception as error:
-                raise_if_results_lost(error)
-                for row in batch.active_rows:
-                    row.fail(error)
-        self.remove_inactive()
-        return num_read
-
-    @property
-    def _all(self) -> list[Batch[Text]]:
-        return [*self._shared, *self._single]
-
-    def remove_inactive(self) -> None:
-        """Remove the batches whose texts have all ended or are elsewhere."""
-        for batch in self._all:
-            if not batch.active_rows:
-                batch.close()
-        self._shared = [batch for batch in self._shared if batch.active_rows]
-        self._single = [batch for batch in self._single if batch.active_rows]
-
-    def _merge(self, max_padding: int) -> None:
-        """Merge batches while that is worth its time, with at most `max_padding` bytes of padding."""
-        self.remove_inactive()
-        while pair := self._next_pair(max_padding):
-            one, other = pair
-            max_padding -= self._padding(one, other)
-            one.merge(other)
-            self._shared.remove(other)
-
-    def _next_pair(self, max_padding: int) -> tuple[Batch[Text], Batch[Text]] | None:
-        step_bytes = self._memory.weight_bytes + _OVERHEAD_BYTES  # that a batch of its own reads in addition
-
-        def is_worth_it(one: Batch[Text], other: Batch[Text]) -> bool:
-            if self._padding(one, other) > min(step_bytes, max_padding):
-                return False
-            bytes_so_far = min(one.num_steps, other.num_steps) * step_bytes
-            return one.has_places_for(other) or bytes_so_far >= _COPY_COST * (one.nbytes + other.nbytes)
-
-        pairs = [pair for pair in permutations(self._shared, 2) if is_worth_it(*pair)]
-        return min(pairs, key=lambda pair: self._padding(*pair), default=None)
-
-    def _padding(self, one: Batch[Text], other: Batch[Text]) -> int:
-        """Bytes that merging two batches would add."""
-        sizes = [(batch.length, len(batch.active_rows)) for batch in (one, other)]
-        merged = self._memory.bytes_for(max(one.length, other.length), sum(count for _, count in sizes))
-        return merged - sum(self._memory.bytes_for(*size) for size in sizes)
-
 
 # Texts that are decoded one by one in turn: speculative and deterministic ones, and of models without batches.
 MAX_SINGLE_ROWS = 4
@@ -184,11 +35,13 @@ class _Reading:
         rows: Their texts.
         steps: Yields None after a chunk, or texts that are ready to be decoded.
         single: Whether the only text is decoded by itself then.
+        context: What was read so far, of a text that is read by itself.
     """
 
     rows: list[Text]
     steps: Iterator[Group | None]
     single: bool = False
+    context: Context | None = None
 
 
 class Scheduler:
@@ -200,6 +53,7 @@ class Scheduler:
 
     Attributes:
         prefill: Reads the prompts.
+        max_prefix_bytes: How much the prefix cache may take of what the texts leave.
         waiting: Texts that are not running: they haven't begun, were interrupted because their memory was needed, must
             be read again, or pause.
         num_generated: Tokens generated so far, of all texts.
@@ -218,7 +72,7 @@ class Scheduler:
     ):
         self._lm, self._kv, self._speculation, self._margin = lm, kv, speculation, margin_for(kv)
         self._max_rows = batch_size if lm.supports_batching else min(batch_size, MAX_SINGLE_ROWS)
-        self._prefix_cache, self._memory = prefix_cache, memory
+        self._prefix_cache, self._memory, self.max_prefix_bytes = prefix_cache, memory, prefix_cache.max_bytes
         self._drops_tokens = Context(lm.model, kv).drops_tokens
         self._step = DecodeStep(lm.model)
         self.prefill = Prefill(lm, kv, prefix_cache, lambda: bool(self._batches.rows))
@@ -270,7 +124,8 @@ class Scheduler:
         self.num_generated += self._batches.step(self._keep_prefix, self._free_bytes())
         for row in self._batches.rows:
             if row.room == 0:  # its keys have the wrong factors of "longrope" from here on
-                self._interrupt(row)
+                self._batches.take_out(row)
+                self.waiting.insert(0, row)
         # Texts that had no room next to others can begin once one of these has ended, not while all of them pause.
         self._busy = self.num_active > 0 or self.num_waiting > 0 and (was_active or not self._running())
         if not self._busy:
@@ -319,58 +174,67 @@ class Scheduler:
                 self._keep_prefix(row)
         for row in self._reading_rows():
             row.finished = row.cancelled
-        self._reading = [r for r in self._reading if not all(row.finished for row in r.rows)]
+        ended = [reading for reading in self._reading if all(row.finished for row in reading.rows)]
+        self._reading = [reading for reading in self._reading if reading not in ended]
+        for reading in ended:
+            if reading.context is not None:
+                self._insert(reading.context.ids, reading.context.caches)
         self._batches.remove_inactive()
 
     def _pause_texts(self, on_resume: Callable[[], None]) -> None:
         """Pause the texts whose readers are far behind. What is kept of a row's cache needn't be read again."""
         for row in self._batches.rows:
             if row.pause_if_full(on_resume) and not self._batches.is_single(row):
-                self._keep_prefix(row)
                 self._interrupt(row)
 
     def _interrupt(self, row: Text) -> None:
-        """Take a text out of its batch, until there is room for it again."""
-        self._batches.take_out(row)
+        """Take a text out of its batch, until there is room for it again. What is kept of it needn't be read again."""
+        self._move_to_prefix_cache(row)
         self.waiting.insert(0, row)
 
     def _make_room(self) -> None:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
 
-        A text that runs alone fails, and so does one that must be decoded by itself.
+        A text that must be decoded by itself fails, and so does one that runs alone, if memory was limited meanwhile.
+        The prefix cache gets what is left.
         """
         while not self._fits():
             if not self._lm.supports_batching:  # `KVMemory` only guesses the bytes
-                return
+                break
             isolated = [row for row in self._batches.rows if self._is_isolated(row)]
             others = [row for row in self._batches.rows if not self._is_isolated(row)]
             if others and len(self._running()) > 1:
                 self._interrupt(others[-1])
                 continue
-            limit = self._memory.max_tokens()
-            problem = f"memory has room for the keys and values of {limit} tokens"
-            error = MemoryLimitError(problem, "`key_bits=8`", is_operator_hint=True)
+            limit = self._memory.max_tokens(self._memory.max_bytes)
+            problem = f"memory has room for the keys and values of {limit} tokens now"
+            error = MemoryLimitError(problem, "again later")
+            for row in isolated[-1:] or others:
+                row.fail(error)
+                self._move_to_prefix_cache(row)
             if not isolated:
-                for row in others:
-                    row.fail(error)
-                return
-            self._keep_prefix(isolated[-1])
-            isolated[-1].fail(error)
-            self._batches.remove_inactive()
+                break
+        self.limit_prefix_cache()
+        self._prefix_cache.evict(self._prefix_cache.max_bytes)
 
     def _fits(self, more: Sequence[Text] = ()) -> bool:
-        """Whether memory has room for the running texts and `more`; makes that room in the prefix cache."""
-        if (free := self._free_bytes(more)) < 0:
+        """Whether memory has room for the running texts and `more`."""
+        if self._free_bytes(more) < 0:
             self._batches.remove_finished()
-            if (free := self._free_bytes(more)) < 0:
-                return False
-        self._prefix_cache.evict(min(self._prefix_cache.max_bytes, free))
-        return True
+        return self._free_bytes(more) >= 0
 
     def _free_bytes(self, more: Sequence[Text] = ()) -> int:
-        rows = [*more, *self._reading_rows()]
-        needed = sum(self._memory.reserved_bytes(len(row)) for row in rows)
+        """Bytes that the running texts and `more` leave."""
+        if not self._lm.supports_batching and not more:
+            return self._memory.max_bytes - self._batches.nbytes
+        groups = [more, *([row for row in reading.rows if not row.finished] for reading in self._reading)]
+        # Prompts that are read together may be padded to the longest.
+        needed = sum(self._memory.reserved_bytes(max(map(len, rows)), len(rows)) for rows in groups if rows)
         return self._memory.max_bytes - needed - self._batches.reserved_bytes
+
+    def limit_prefix_cache(self) -> None:
+        """Leave the prefix cache what texts don't need."""
+        self._prefix_cache.max_bytes = max(0, min(self.max_prefix_bytes, self._free_bytes()))
 
     def _admit(self) -> None:
         """Begin to read the prompts of waiting texts for which there are rows and memory."""
@@ -395,18 +259,26 @@ class Scheduler:
         single = not self._lm.supports_batching
         if self._speculation is not None and num_running + len(rows) <= MAX_SINGLE_ROWS:
             single = single or not self._batches.has_shared
-        together = []
+        together = [
+            row
+            for row in rows
+            if not (single or self._is_single(row) or row.request.snapshot_at is not None and self._drops_tokens)
+        ]
+        groups = [[row] for row in rows if row not in together or len(together) == 1]
+        if len(together) > 1:
+            groups.append(together)
+        # The newest begin at once: what the prefix cache has of them isn't evicted before.
+        self._reading = [*(self._begin(group, single) for group in groups), *self._reading]
+        self.limit_prefix_cache()
+
+    def _begin(self, rows: list[Text], single: bool) -> _Reading:
         for row in rows:
             row.begin()
-            isolated, alone = self._is_isolated(row), single or self._is_single(row)
-            if alone or row.request.snapshot_at is not None and self._drops_tokens:
-                self._reading.append(_Reading([row], self.prefill.read_alone(row, isolated), alone))
-            else:
-                together.append(row)
-        if len(together) == 1:
-            self._reading.append(_Reading(together, self.prefill.read_alone(together[0])))
-        elif together:
-            self._reading.append(_Reading(together, self.prefill.read(together)))
+        if len(rows) > 1:
+            return _Reading(rows, self.prefill.read(rows))
+        context = Context(self._lm.model, self._kv)
+        steps = self.prefill.read_alone(rows[0], context, self._is_isolated(rows[0]))
+        return _Reading(rows, steps, single or self._is_single(rows[0]), context)
 
     def _read_chunk(self, reading: _Reading) -> None:
         try:
@@ -445,9 +317,28 @@ class Scheduler:
         self._batches.join([rows[i] for i in active], caches, single=single, drafting=drafting)
 
     def _keep_prefix(self, row: Text) -> None:
-        ids, caches = self._batches.batch_of(row).row_caches(row)
+        """Keep keys and values of a text that has ended.
+
+        Its row stays as long as others use its batch, since its removal copies these; unless memory has no room for a
+        copy of its own.
+        """
+        if not self.max_prefix_bytes:
+            return
+        batch = self._batches.batch_of(row)
+        if batch.active_rows and self._memory.bytes_for(len(row)) <= self._free_bytes():
+            self._insert(*batch.row_caches(row))
+        else:
+            self._move_to_prefix_cache(row)
+
+    def _move_to_prefix_cache(self, row: Text) -> None:
+        self._insert(*self._batches.take_out(row))
+
+    def _insert(self, ids: Sequence[int], caches: list[Any]) -> None:
+        """Add a text that doesn't run to the prefix cache; empties `caches`."""
+        self.limit_prefix_cache()
         if ids and caches:
-            self._prefix_cache.insert(ids, caches, getattr(caches[0], "long_factors", None) or False)
+            group = getattr(caches[0], "long_factors", None) or False
+            self._prefix_cache.insert(ids, caches, group, move=True)
 
 
 def _num_admitted(num_waiting: int, num_free: int, batch_size: int) -> int:

@@ -15,6 +15,7 @@ from itertools import count
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVOptions
+from mlxlm.generation.context import UNLIMITED
 from mlxlm.generation.decoding import Row
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.loaded_model import LoadedModel
@@ -58,13 +59,13 @@ class Text(Row):
 
     _numbers = count()
 
-    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions):
-        """Prepare a text with caches of the options `kv`. `prepare_sampler` must follow.
+    def __init__(self, lm: LoadedModel, request: Request, kv: KVOptions, max_length: int = UNLIMITED):
+        """Prepare a text of at most `max_length` tokens with its prompt. `prepare_sampler` must follow.
 
         Raises:
             GenerationError: For a prompt or options that this model or its tokenizer can't serve.
         """
-        room, options = request.check(lm, kv), request.options
+        room, options = min(request.check(lm, kv), max_length - len(request.prompt)), request.options
         if options.seed is None:
             options = options.with_seed(random_seed())
         super().__init__(request.prompt, room if options.max_tokens is None else min(room, options.max_tokens))

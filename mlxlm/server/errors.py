@@ -18,7 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxlm.backend.error_text import describe_error, device_error
 from mlxlm.config.option import options_of
 from mlxlm.generation import GenerationOptions
-from mlxlm.utils.errors import GenerationError, MemoryLimitError, MlxlmError, TokenizerError, one_line
+from mlxlm.utils.errors import (
+    GenerationError,
+    MemoryLimitError,
+    MlxlmError,
+    PromptTooLongError,
+    TokenizerError,
+    one_line,
+)
 
 logger = logging.getLogger("mlxlm.server")
 
@@ -96,6 +103,8 @@ def unavailable(message: str) -> ApiError:
 
 def client_message(error: MlxlmError) -> str:
     """The message of an error, with its hint unless it is for the person who runs the server."""
+    if isinstance(error, PromptTooLongError) and error.is_operator_hint:
+        return f"{error.message} (try: fewer tokens, or start the server with a larger --max-memory or --kv-bits 8)"
     return error.message if error.is_operator_hint else str(error)
 
 
@@ -123,6 +132,8 @@ def to_api_error(error: Exception, given_names: Mapping[str, str] | None = None)
         return error
     if isinstance(error, MemoryLimitError):
         return unavailable(client_message(error))
+    if isinstance(error, PromptTooLongError):
+        return invalid(client_message(error), code="context_length_exceeded")
     if isinstance(error, GenerationError):
         names = given_names or {}
         message = _OPTION.sub(lambda option: names.get(option[0], option[0]), client_message(error))

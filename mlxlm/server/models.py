@@ -424,9 +424,10 @@ class Models:
         """Divide the memory among models. Raises MemoryLimitError if it isn't enough for the caches of one of them."""
         if self.settings.max_memory is None or not models:
             return
-        size = share(self.settings.max_memory, self.settings.process_bytes, [model.num_bytes for model in models])
+        limit, process = self.settings.max_memory, self.settings.process_bytes
+        size = share(limit, process, [model.num_bytes for model in models])
         for model in models:
-            model.engine.limit_memory(size)
+            model.engine.limit_memory(size, share(limit, process, [model.num_bytes]))
 
     def _unload_when_idle(self, entry: _Entry) -> None:
         """Unload a model after its `keep_alive`, unless it is used until then."""

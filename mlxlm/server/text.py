@@ -20,10 +20,9 @@ from mlxlm.generation import (
 )
 from mlxlm.generation.gumbel_noise import random_seed
 from mlxlm.generation.result import TokenLogprob, TokenLogprobs
-from mlxlm.server.errors import ApiError, client_message, invalid
+from mlxlm.server.errors import ApiError
 from mlxlm.server.models import ServedModel
 from mlxlm.tokenizer import Tokenizer
-from mlxlm.utils.errors import GenerationError, MemoryLimitError
 
 # OpenAI's finish reasons. If no token can continue a constraint, the text is incomplete, as with a length limit.
 _FINISH_REASONS: dict[FinishReason, str] = {
@@ -95,17 +94,13 @@ class Text:
         """Begin to generate the text.
 
         Raises:
-            ApiError: 400 for a prompt that is too long, 429 if too many texts wait already.
+            ApiError: 429 if too many texts wait already.
             GenerationError: The model can't serve the prompt or its options, or memory has no room for them.
         """
         try:
             self.stream = model.engine.submit(self.request)
         except QueueFullError as error:
             raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "2"}) from None
-        except GenerationError as error:
-            if isinstance(error, MemoryLimitError) or len(self.request.prompt) < model.context_length:
-                raise
-            raise invalid(client_message(error), code="context_length_exceeded") from None
         return self.stream
 
     def push(self, chunk: GenerationChunk) -> list[Piece]:

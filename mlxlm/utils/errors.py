@@ -134,7 +134,11 @@ class GenerationError(MlxlmError):
 
 
 class MemoryLimitError(GenerationError):
-    """A text needs more memory than there may be for keys and values."""
+    """A text needs more memory than there may be for keys and values. It may be served later."""
+
+
+class PromptTooLongError(GenerationError):
+    """A prompt can't be served, now or later: the model's context or the memory is too small for it."""
 
 
 @contextmanager

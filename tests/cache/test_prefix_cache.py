@@ -113,17 +113,20 @@ class Machine(RuleBasedStateMachine):
         ids=texts,
         group=st.sampled_from("ab"),
         size=st.sampled_from([7, 40]),
+        how=st.sampled_from(["ended", "running", "move"]),
     )
-    def insert(self, start, cut, ids, group, size):
+    def insert(self, start, cut, ids, group, size, how):
         ids = self.text(start, cut, ids)
         caches = read(make_caches(self.kind), ids, size=size)
         before = copy.deepcopy([cache.state for cache in caches]) if ids else []
-        self.tree.insert(ids, caches, group)
-        assert self.tree.match(ids, group) in (len(ids), 0)
+        nbytes = self.tree.nbytes
+        self.tree.insert(ids, caches, group, running=how == "running", move=how == "move")
+        assert how != "running" or self.tree.nbytes >= nbytes, "a second copy evicts nothing"
         if self.tree.max_bytes == 1 << 40:
             assert self.tree.match(ids, group) == len(ids)
         if ids:
             self.inserted.append((group, ids))
+        if ids and how != "move":
             assert all(mx.array_equal(x, y) for x, y in zip(flat(before), flat([c.state for c in caches]), strict=True))
 
     @rule(
@@ -132,8 +135,10 @@ class Machine(RuleBasedStateMachine):
         ids=texts,
         group=st.sampled_from("ab"),
         less=st.integers(0, 9),
+        running=st.booleans(),
+        max_bytes=st.sampled_from([1 << 40, 200_000, 50_000, 100]),
     )
-    def restore(self, start, cut, ids, group, less):
+    def restore(self, start, cut, ids, group, less, running, max_bytes):
         ids = self.text(start, cut, ids)
         n = self.tree.match(ids, group)
         longest = max((common(ids, other) for g, other in self.inserted if g == group), default=0)
@@ -142,8 +147,10 @@ class Machine(RuleBasedStateMachine):
             assert n == longest
         if less < n and self.tree.match(ids[: n - less], group) == n - less:
             n -= less
-        for _ in range(2):  # whatever the first one does to its caches
-            caches = self.tree.restore(ids, n, group)
+        for last in (False, True):  # whatever the first one does to its caches
+            if running and last:  # which leaves less memory
+                self.tree.max_bytes, self.evicted = min(self.tree.max_bytes, max_bytes), True
+            caches = self.tree.restore(ids, n, group, running=running and last)
             expected = read(make_caches(self.kind), ids[:n])
             for i in range(n, n + 4):
                 following = [*ids[:n], *[0, 1, 2, 1][: i - n + 1]]
@@ -250,6 +257,51 @@ def test_what_is_here_already_is_not_copied():
     before = node.pieces[0][0]
     keep(tree, [1] * 10 + [2])
     assert node.pieces[0][0] is before and node.children[2].pieces[0][0].capacity == 1
+
+
+def test_the_second_copy_of_a_running_text_is_evicted_first_and_evicts_nothing():
+    tree = plain_cache(30)
+    keep(tree, [1] * 10)
+    keep(tree, [2] * 10)
+    tree.restore([1] * 10, 10, running=True)
+    tree.evict(plain_cache(15).max_bytes)
+    assert tree.match([1] * 10) == 0 and tree.match([2] * 10) == 10
+    tree.insert([0] * 21, read(make_caches("plain"), [0] * 21), running=True)
+    assert tree.match([0] * 21) == 0 and tree.match([2] * 10) == 10
+    tree.insert([0] * 20, read(make_caches("plain"), [0] * 20), running=True)
+    assert tree.match([0] * 20) == 20
+    tree.evict(plain_cache(15).max_bytes)
+    assert tree.match([0] * 20) == 0 and tree.match([2] * 10) == 10
+    keep(tree, [0] * 20)
+    keep(tree, [1] * 10)
+    assert tree.match([0] * 20) == 20 and tree.match([2] * 10) == 0, "the text has ended: it was used after the other"
+
+
+@pytest.mark.skipif(not ON_CPU, reason="other tests may free memory of the device")
+def test_memory_never_has_a_text_twice_that_is_moved():
+    """Neither when a running text takes all of it, nor at its end."""
+    shape, layers = (1, 1, 1024, 512), 8
+    tree = PrefixCache(lambda: [KVCache() for _ in range(layers)], 1 << 40)
+    caches = tree.restore([1] * 1024, 0)
+    for cache in caches:
+        cache.update_and_fetch(mx.ones(shape), mx.ones(shape))
+    mx.eval([cache.state for cache in caches])
+    before, layer = mx.get_active_memory(), 2 * 1024 * 512 * 4
+
+    def most(change):
+        mx.reset_peak_memory()
+        change()
+        return (mx.get_peak_memory() - before) / layer
+
+    assert most(lambda: tree.insert([1] * 1024, caches, move=True)) < 2.5
+    assert caches == [None] * layers and tree.match([1] * 1024) == 1024
+    tree.max_bytes = layer // 2
+
+    def restore():
+        caches[:] = tree.restore([1] * 1024, 1024, running=True)
+
+    assert most(restore) < 2.5
+    assert tree.match([1] * 1024) == 0 and caches[7].offset == 1024 and float(caches[7].state[1].min()) == 1
 
 
 def test_left_padding_is_not_kept():

@@ -27,8 +27,8 @@ def submit_all(model, wanted, **options):
 
 @pytest.fixture
 def model(lm, monkeypatch):
-    monkeypatch.setattr("mlxlm.generation.scheduler._OVERHEAD_BYTES", 0)
-    monkeypatch.setattr("mlxlm.generation.scheduler._COPY_COST", 0)
+    monkeypatch.setattr("mlxlm.generation.batches._OVERHEAD_BYTES", 0)
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 0)
     return recording(lm, max_position_embeddings=8192)
 
 
@@ -106,7 +106,7 @@ def copies(monkeypatch):
 
 
 def test_a_text_takes_the_place_of_one_that_has_finished(model, rows, copies, monkeypatch):
-    monkeypatch.setattr("mlxlm.generation.scheduler._COPY_COST", 1000)
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 1000)
     replaced, replace_rows = [], KVCache.replace_rows
     monkeypatch.setattr(KVCache, "replace_rows", lambda self, *args: replaced.append(1) or replace_rows(self, *args))
     wanted = [request(30, 1, 60), request(30, 2, 5), request(10, 3, 5), request(12, 4, 30)]
@@ -122,7 +122,7 @@ def test_a_text_takes_the_place_of_one_that_has_finished(model, rows, copies, mo
 
 
 def test_finished_rows_are_removed_when_they_have_taken_long_enough(model, rows, copies, monkeypatch):
-    monkeypatch.setattr("mlxlm.generation.scheduler._COPY_COST", 8)
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 8)
     wanted = [request(10, n, 60 if n < 2 else 5) for n in range(4)]
     engine = Engine(model, prefix_cache_bytes=0)
     streams = device_thread.run(lambda: [engine.submit(one) for one in wanted])
@@ -134,7 +134,7 @@ def test_finished_rows_are_removed_when_they_have_taken_long_enough(model, rows,
 
 def test_batches_are_merged_when_they_were_apart_for_long(model, rows, copies, monkeypatch):
     memory = KVMemory(model, KVOptions(), 0)
-    monkeypatch.setattr("mlxlm.generation.scheduler._COPY_COST", 5 * memory.weight_bytes / memory.bytes_for(512))
+    monkeypatch.setattr("mlxlm.generation.batches._COPY_COST", 5 * memory.weight_bytes / memory.bytes_for(512))
     check(model, [request(10, max_tokens=60), request(14, 1, 60)])
     sizes = [len(step) for step in rows]
     assert 8 <= sizes.index(2) <= 20 and copies[0] == "merge"

@@ -1,23 +1,41 @@
 """Memory of keys and values: how much texts need, and what happens if there is too little."""
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
 from mlxlm.families import load_preset
 from mlxlm.generation import Context, Engine, device_thread
+from mlxlm.generation.batches import Batches
 from mlxlm.generation.decoding import Batch
 from mlxlm.generation.drafters import PromptLookup
-from mlxlm.generation.kv_memory import KVMemory, activation_bytes, default_max_kv_bytes, prefill_step_size
+from mlxlm.generation.kv_memory import (
+    KVMemory,
+    StepMemory,
+    activation_bytes,
+    default_max_kv_bytes,
+    prefill_step_size,
+)
+from mlxlm.generation.prefill import Prefill
 from mlxlm.generation.speculative import SpeculativeDecoder
 from mlxlm.model import Decoder
-from mlxlm.utils.errors import GenerationError
+from mlxlm.utils.errors import MemoryLimitError, PromptTooLongError
 from tests.generation.recording_model import recording
 from tests.generation.texts import alone, request
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """Caches grow by 8 positions, so that the memory of short texts differs."""
+    monkeypatch.setattr("mlxlm.cache.kv_cache.STEP", 8)
+    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +52,7 @@ def wide(lm):
 @pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=256), KVOptions.of(bits="8,4")], ids=str)
 def test_the_estimate_is_what_caches_take(wide, kv):
     context = Context(wide.model, kv)
-    context.read([7] * 512)  # caches grow by 256 tokens
+    context.read([7] * 512)
     memory = KVMemory(wide, kv, 0)
     assert memory.bytes_for(512) == pytest.approx(sum(cache.nbytes for cache in context.caches), rel=0.15)
     assert memory.bytes_for(512, 3) == 3 * memory.bytes_for(512) < memory.reserved_bytes(512, 3) or kv.size
@@ -43,7 +61,7 @@ def test_the_estimate_is_what_caches_take(wide, kv):
 def test_max_tokens_is_the_largest_number_that_fits(lm):
     for max_bytes in (0, 100_000, 1 << 30):
         memory = KVMemory(lm, KVOptions(), max_bytes)
-        n = memory.max_tokens()
+        n = memory.max_tokens(max_bytes)
         assert n == 0 or memory.reserved_bytes(n) <= max_bytes
         assert memory.reserved_bytes(n + 1) > max_bytes
 
@@ -79,31 +97,45 @@ def test_activations_of_a_chunk_are_as_many_as_were_counted(lm):
 
 
 def test_a_prompt_that_can_not_fit_is_refused(lm):
-    memory = KVMemory(lm, KVOptions(), 0)
-    engine = Engine(lm, max_kv_bytes=memory.reserved_bytes(50))
-    assert len(engine.submit(request([7] * 50, 1)).result().tokens) == 1
-    with pytest.raises(
-        GenerationError, match=r"the prompt has 51 tokens, and .* for the keys and values of 50 \(try: a"
-    ):
-        engine.submit(request([7] * 51))
+    engine = Engine(lm, max_kv_bytes=KVMemory(lm, KVOptions(), 0).reserved_bytes(48))
+    assert len(engine.submit(request([7] * 47, 1)).result().tokens) == 1
+    with pytest.raises(PromptTooLongError, match=r"too long: 48 tokens, and memory has room for 47 \(try: a larger"):
+        engine.submit(request([7] * 48))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_text_that_outgrows_memory_alone_fails(lm, deterministic):
-    memory = KVMemory(lm, KVOptions(), 0)
-    engine = Engine(lm, max_kv_bytes=memory.reserved_bytes(50))
+def test_a_text_ends_where_memory_does(lm, deterministic):
+    engine = Engine(lm, max_kv_bytes=KVMemory(lm, KVOptions(), 0).reserved_bytes(48))
+    wanted = request([7] * 40, 60, deterministic=deterministic)
+    result = engine.submit(wanted).result()
+    assert result.tokens == alone(lm, wanted).tokens[:8] and result.finish_reason == "context"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_text_fails_if_its_memory_is_given_to_another_model(lm, deterministic):
+    """So does a prompt that has no room until that is unloaded."""
+    engine, large = Engine(lm), 1 << 30
+    kv_bytes, tokens = KVMemory(lm, KVOptions(), 0).reserved_bytes(48), Prefill.default_max_tokens(lm)
+    sizes = range(kv_bytes, large, 1000)
+    small = next(n for n in sizes if StepMemory.divide(lm, n, engine.batch_size, tokens).kv_bytes >= kv_bytes)
+    engine.limit_memory(large)
     stream = engine.submit(request([7] * 40, 60, deterministic=deterministic))
-    with pytest.raises(GenerationError, match="room for the keys and values of 50 tokens"):
+    next(stream)
+    engine.limit_memory(small, large)
+    with pytest.raises(MemoryLimitError, match="memory has room for the keys and values of .* tokens now"):
         list(stream)
-    assert 9 <= len(stream.partial_result().tokens) <= 11
-    assert len(engine.submit(request([7] * 30, 9)).result().tokens) == 9
+    with pytest.raises(MemoryLimitError, match="while other models are loaded"):
+        engine.submit(request([7] * 100))
+    engine.limit_memory(large)
+    assert len(engine.submit(request([7] * 100, 9)).result().tokens) == 9
 
 
-def test_texts_wait_for_memory(lm):
+def test_texts_wait_for_memory(lm, monkeypatch):
     """Two have room beside each other, however long they become."""
+    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 1000)
     model = recording(lm)
     memory = KVMemory(lm, KVOptions(), 0)
-    engine = Engine(model, max_kv_bytes=memory.reserved_bytes(128, 2), prefix_cache_bytes=0)
+    engine = Engine(model, max_kv_bytes=memory.reserved_bytes(63, 2), prefix_cache_bytes=0)
     wanted = [request([5, 6, 7 + i], 60, seed=i) for i in range(5)]
     pause = model.model.pause_at(0)
     streams = [engine.submit(one) for one in wanted]
@@ -126,7 +158,6 @@ OPTIONS = [
 @pytest.mark.parametrize("prefix_cache_bytes", [0, None])
 def test_interrupted_texts_are_those_generated_alone(lm, monkeypatch, kv, prefix_cache_bytes):
     """Four begin together, and memory has room for the whole of two."""
-    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
     taken_out = []
     take_out = Batch.take_out
     monkeypatch.setattr(Batch, "take_out", lambda self, row: taken_out.append(row) or take_out(self, row))
@@ -148,9 +179,42 @@ def test_interrupted_texts_are_those_generated_alone(lm, monkeypatch, kv, prefix
     assert engine.stats.waiting == 0
 
 
-def test_an_interrupted_text_goes_on_with_speculation(lm, monkeypatch):
+prompts = st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(1, 20), st.booleans())
+
+
+@pytest.mark.parametrize("kv", [KVOptions(), KVOptions.of(size=30, keep=2)], ids=str)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(wanted=st.lists(prompts, min_size=2, max_size=8), tokens=st.integers(80, 300), seed=st.integers(0, 99))
+def test_texts_and_prefix_cache_never_take_more_than_the_limit(lm, monkeypatch, kv, wanted, tokens, seed):
+    """Whatever begins, ends, is cancelled or interrupted; and each text is the one that its request gives alone."""
+    monkeypatch.setattr("mlxlm.cache.kv_cache.STEP", 8)
+    max_bytes = KVMemory(lm, kv, 0).reserved_bytes(tokens)
+    taken, step = [], Batches.step
+
+    def measure(batches, on_finish, max_padding):
+        scheduler = on_finish.__self__
+        reading = [reading.context.caches for reading in scheduler._reading if reading.context]
+        parts = scheduler._prefix_cache.nbytes, batches.nbytes, sum(c.nbytes for caches in reading for c in caches)
+        taken.append(sum(parts))
+        return step(batches, on_finish, max_padding)
+
+    monkeypatch.setattr(Batches, "step", measure)
+    engine, rng = Engine(lm, kv=kv, max_kv_bytes=max_bytes), random.Random(seed)
+    requests = [request([first, *range(100, 100 + n)], size, seed=rng.randrange(9)) for first, n, size, _ in wanted]
+    streams = []
+    for one, (*_, is_cancelled) in zip(requests, wanted, strict=True):
+        streams.append(engine.submit(one))
+        if is_cancelled:
+            next(streams[-1])
+            streams[-1].cancel()
+    for one, stream, (*_, is_cancelled) in zip(requests, streams, wanted, strict=True):
+        if not is_cancelled:
+            assert stream.result().tokens == alone(lm, one, kv).tokens
+    assert max(taken) <= max_bytes
+
+
+def test_an_interrupted_text_goes_on_with_speculation(lm):
     """Six begin in a batch; the last to end has no text beside it, and drafts."""
-    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
     room = KVMemory(lm, KVOptions(), 0).reserved_bytes(90)
     engine = Engine(lm, max_kv_bytes=room, speculation=SpeculativeDecoder(PromptLookup()))
     wanted = [request([5, 6, 7 + i], 60, seed=i) for i in range(6)]

@@ -187,24 +187,29 @@ def test_hints_are_for_clients():
     assert to_api_error(GenerationError("the prompt is empty", "some text")).message.endswith("(try: some text)")
 
 
-def test_hints_for_whoever_runs_the_server_are_left_out(lm):
-    kv_bytes = KVMemory(lm, KVOptions(), 0).reserved_bytes(100)
+def test_a_prompt_that_never_fits_is_a_400_and_one_that_may_fit_later_a_503(lm, monkeypatch):
+    monkeypatch.setattr("mlxlm.cache.kv_cache.STEP", 8)  # the caches of this short context
+    monkeypatch.setattr("mlxlm.generation.kv_memory._HEADROOM", 8)
+    kv_bytes, large = KVMemory(lm, KVOptions(), 0).reserved_bytes(96), 1 << 30
     model = ServedModel("tiny", lm, ModelSettings(batch_size=1))
-    sizes = range(kv_bytes, 1 << 30, 100)
-    model.engine.limit_memory(next(n for n in sizes if StepMemory.divide(lm, n, 1, 512).kv_bytes >= kv_bytes))
+    sizes = range(kv_bytes, large, 100)
+    small = next(n for n in sizes if StepMemory.divide(lm, n, 1, 512).kv_bytes >= kv_bytes)
     template = "{{ messages[0].content }}{% if messages[0].content == 'no' %}{{ raise_exception('why') }}{% endif %}"
     model.encoder = ChatTemplate(lm.tokenizer, template)
     models = Models({"tiny": "unused"}, model.settings)
     models.add(model)
     with TestClient(make_app(models)) as client:
-
-        def message(path, **body):
-            return check_error(client.post(path, json=body), 400 if "messages" in body else 503)["message"]
-
-        assert "the keys and values of 100" in (long := message("/v1/completions", prompt=[7] * 101))
-        assert "the keys and values of 100" in (grown := message("/v1/completions", prompt=[7] * 80, max_tokens=99))
-        refused = message("/v1/chat/completions", messages=[{"role": "user", "content": "no"}])
-        assert refused.endswith("why") and "(try:" not in long + grown
+        model.engine.limit_memory(small)
+        error = check_error(client.post("/v1/completions", json={"prompt": [7] * 101}), 400)
+        assert error["code"] == "context_length_exceeded" and "memory has room for 95" in error["message"]
+        assert "a larger --max-memory or --kv-bits 8)" in error["message"]
+        grown = client.post("/v1/completions", json={"prompt": [7] * 80, "max_tokens": 99}).json()
+        assert grown["usage"]["completion_tokens"] == 16 and grown["choices"][0]["finish_reason"] == "length"
+        model.engine.limit_memory(small, large)
+        later = client.post("/v1/completions", json={"prompt": [7] * 101})
+        assert "while other models are loaded" in check_error(later, 503)["message"] and later.headers["retry-after"]
+        refused = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "no"}]})
+        assert check_error(refused, 400)["message"].endswith("why")
 
 
 def test_internal_errors_have_the_form_and_no_details(client, models, monkeypatch):

@@ -26,10 +26,10 @@ class FakeEngine:
     def __init__(self):
         self.closed, self.max_bytes = False, None
 
-    def limit_memory(self, max_bytes):
+    def limit_memory(self, max_bytes, max_bytes_alone):
         if max_bytes < 10:
             raise MemoryLimitError("no room for any text")
-        self.max_bytes = max_bytes
+        self.max_bytes, self.max_bytes_alone = max_bytes, max_bytes_alone
 
     def close(self):
         self.closed = True
@@ -168,6 +168,7 @@ def test_loaded_models_share_the_memory(loads):
     assert first.max_bytes == 300 - 40 - 90
     asyncio.run(touch(models, "b"))
     assert [model.engine.max_bytes for model in models.loaded] == [(300 - 40 - 180) // 2] * 2
+    assert first.max_bytes_alone == 300 - 40 - 90
     asyncio.run(models.unload("b"))
     assert first.max_bytes == 170
 
