@@ -80,24 +80,37 @@ def read_file(path: Path | str) -> TextFile:
     Raises:
         FileError: The file can't be read, is empty, has more than `MAX_BYTES`, or isn't text in UTF-8 or UTF-16.
     """
-    path, hint = Path(path), None
+    path = Path(path)
     if path.is_dir():
         names = sorted(child.name for child in islice(path.iterdir(), 1000) if child.is_file())
         raise FileError(f"{path} is a folder", f"one of its files: {', '.join(names[:10])}" if names else "a file")
-    content = read_bytes(path, MAX_BYTES, FileError)
-    kind = mimetypes.guess_type(path.name)[0] or ""
+    return TextFile(shown_name(path), text_of(read_bytes(path, MAX_BYTES, FileError), str(path)))
+
+
+def text_of(content: bytes, name: str) -> str:
+    """Return the text of a file, with line feeds as line ends.
+
+    Args:
+        content: The file.
+        name: Its name, whose ending tells HTML from other text, and which errors begin with.
+
+    Raises:
+        FileError: As `read_file`.
+    """
+    kind = mimetypes.guess_type(name)[0] or ""
+    hint = None
     if b"%PDF-" in content[:_PDF_HEADER_BYTES]:
-        text, hint = _pdf_text(content, path), "a PDF whose pages aren't pictures of text"
+        text, hint = _pdf_text(content, name), "a PDF whose pages aren't pictures of text"
     else:
-        text = _decode(content, kind, path)
-        text = _html_text(text, path) if kind in _HTML else text
+        text = _decode(content, kind, name)
+        text = _html_text(text, name) if kind in _HTML else text
     text = text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
     if not text.strip():
-        raise FileError(f"{path} has no text", hint)
-    return TextFile(shown_name(path), text)
+        raise FileError(f"{name} has no text", hint)
+    return text
 
 
-def _decode(content: bytes, kind: str, path: Path) -> str:
+def _decode(content: bytes, kind: str, name: str) -> str:
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
         text = content.decode("utf-16") if is_utf16 else None
@@ -105,35 +118,35 @@ def _decode(content: bytes, kind: str, path: Path) -> str:
         text = "\0"
     medium = "text" if kind == "image/svg+xml" else kind.partition("/")[0]
     if text is None and b"\0" not in content and medium not in _MEDIA:
-        hint = f"the same file in UTF-8: iconv -f LATIN1 -t UTF-8 {path.name}"
-        return decode_utf8(content, str(path), FileError, hint, "utf-8-sig")
+        hint = f"the same file in UTF-8: iconv -f LATIN1 -t UTF-8 {Path(name).name}"
+        return decode_utf8(content, name, FileError, hint, "utf-8-sig")
     if text is None or "\0" in text:
         what = _MEDIA.get(medium, "a binary file")
-        raise FileError(f"{path} is {what}, not text", "text, source code, HTML or PDF")
+        raise FileError(f"{name} is {what}, not text", "text, source code, HTML or PDF")
     return text
 
 
-def _pdf_text(content: bytes, path: Path) -> str:
+def _pdf_text(content: bytes, name: str) -> str:
     try:
         import pypdf
     except ImportError:
-        raise FileError(f"{path} is a PDF, which needs pypdf", "pip install pypdf") from None
+        raise FileError(f"{name} is a PDF, which needs pypdf", "pip install pypdf") from None
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns about details of a file that it can read
     try:
         pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(content)).pages]
     except Exception as error:  # malformed files lead to errors of many kinds
-        raise FileError(f"cannot read {path}: {error}", "the same text in another format") from error
+        raise FileError(f"cannot read {name}: {error}", "the same text in another format") from error
     text = "\n\n".join(page.strip() for page in pages)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # some PDFs have halves of characters
 
 
-def _html_text(html: str, path: Path) -> str:
+def _html_text(html: str, name: str) -> str:
     parser = _HtmlText()
     try:
         parser.feed(html)
         parser.close()
     except AssertionError:  # of html.parser, for a malformed declaration
-        raise FileError(f"{path} is not HTML", "the same file with the ending .txt") from None
+        raise FileError(f"{name} is not HTML", "the same file with the ending .txt") from None
     return parser.text
 
 

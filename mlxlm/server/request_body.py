@@ -39,9 +39,9 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     """Read and validate the body of a request.
 
     Raises:
-        ApiError: 400 for invalid JSON or fields, 408 for a slow body, 413 for a large one.
+        ApiError: 400 for invalid JSON or fields. Also as `read_bytes`.
     """
-    content = await _read_bytes(request)
+    content = await read_bytes(request)
     value = await asyncio.to_thread(_parse, content) if len(content) > 1 << 16 else _parse(content)
     request.scope[GIVEN_NAMES] = given_names(value)
     try:
@@ -101,7 +101,12 @@ def _unknown(value: Fields, path: str = "") -> Iterator[tuple[Fields, str, Any]]
                 yield from _unknown(part, f"{path}{name}.")
 
 
-async def _read_bytes(request: Request) -> bytes:
+async def read_bytes(request: Request) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: 408 for a slow body, 413 for a large one.
+    """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > MAX_BODY_BYTES:
         raise _too_large()

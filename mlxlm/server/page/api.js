@@ -48,6 +48,12 @@ export async function pullModel(model, onProgress) {
   if (progress?.status !== "success") throw new APIError("The connection to the server was lost during the download.");
 }
 
+/** @returns {Promise<string>} The text of a file. */
+export async function extractText(name, content) {
+  const path = `v1/extract-text?name=${encodeURIComponent(name)}`;
+  return (await (await request(path, { method: "POST", body: content })).json()).text;
+}
+
 /** @returns {Promise<{count: number, max_model_len: number}>} The tokens of a text, and those that a model can see. */
 export async function countTokens(model, prompt) {
   return (await post("v1/tokenize", { model, prompt, add_special_tokens: false })).json();

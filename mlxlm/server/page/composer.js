@@ -1,9 +1,10 @@
 /** The message box: the text and the files of the next question. */
-import { countTokens } from "./api.js";
-import { fileBlock } from "./conversation.js";
+import { countTokens, extractText } from "./api.js";
+import { describeTokens, fileBlock } from "./conversation.js";
 import { $, h, iconButton, toast } from "./dom.js";
-import { describeTokens, readFile } from "./files.js";
 
+const MB = 1 << 20;
+const MAX_BYTES = 16 * MB; // of a request
 const LONG_PASTE = 5000; // characters, from where on pasted text becomes a file
 
 export class Composer {
@@ -98,7 +99,7 @@ export class Composer {
     const results = await Promise.allSettled(files.map(readFile));
     const read = results.filter(({ value }) => value).map(({ value }) => value);
     const problems = results.filter(({ reason }) => reason).map(({ reason }) => reason.message);
-    if (problems.length) toast(problems.join(" "));
+    if (problems.length) toast(problems.join("; "));
     this.#files.push(...read);
     this.#draw();
     read.forEach((file) => this.#count(file));
@@ -147,4 +148,14 @@ export class Composer {
     this.box.style.height = `${this.box.scrollHeight}px`;
     $("#send").disabled = !this.box.value.trim() && !this.#files.length;
   }
+}
+
+/** @returns {Promise<{name: string, text: string}>} The text of a file, as the server reads it. */
+async function readFile(file) {
+  const { name, size } = file;
+  if (size > MAX_BYTES) throw new Error(`${name} has ${Math.ceil(size / MB)} MB; the limit is ${MAX_BYTES / MB} MB`);
+  const content = await file.arrayBuffer().catch(() => {
+    throw new Error(`${name} can't be read. If it is a folder, add its files instead`);
+  });
+  return { name, text: await extractText(name, content) };
 }

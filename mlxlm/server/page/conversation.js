@@ -121,6 +121,10 @@ export function fileBlock({ name, text }) {
   return `File: ${name}\n${fence}\n${text}\n${fence}`;
 }
 
+/** How many tokens a file has: "1,234 tokens". */
+export const describeTokens = (tokens) =>
+  tokens === undefined ? "" : `${tokens.toLocaleString()} ${tokens === 1 ? "token" : "tokens"}`;
+
 function titleOf({ text, files }) {
   const line = text.trim().split("\n")[0] || (files?.[0].name ?? "");
   return line.length > 60 ? `${line.slice(0, 59).trimEnd()}…` : line;

@@ -1,6 +1,5 @@
-import { alternatives, contentOf } from "./conversation.js";
+import { alternatives, contentOf, describeTokens } from "./conversation.js";
 import { $, copy, h, icon, iconButton } from "./dom.js";
-import { describeTokens } from "./files.js";
 import { renderMarkdown } from "./markdown.js";
 import { contextLengthOf } from "./models.js";
 import { TokensView } from "./tokens_view.js";

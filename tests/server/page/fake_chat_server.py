@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mlxlm.server.app import page_routes
+from mlxlm.server.endpoints.files import extract_text
+from mlxlm.server.errors import ErrorMiddleware
 
 
 @dataclass
@@ -76,6 +79,7 @@ class FakeChatServer:
             "/v1/tokenize": self._tokenize,
             "/v1/models/load": self._load,
             "/v1/models/unload": self._load,
+            "/v1/extract-text": extract_text,
             "/api/pull": self._pull,
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
@@ -85,7 +89,8 @@ class FakeChatServer:
                 Route("/v1/models", self._list_models),
                 Route("/v1/catalog", self._catalog),
                 *routes,
-            ]
+            ],
+            middleware=[Middleware(ErrorMiddleware)],
         )
 
     def go_on(self) -> None:
