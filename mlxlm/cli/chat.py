@@ -211,7 +211,7 @@ def _answer_remotely(model: str | None, prompt: str, options: GenerationOptions,
     from mlxlm.chat.terminal.mentions import mentioned_paths
     from mlxlm.chat.terminal.screen import open_screen
     from mlxlm.chat.terminal.system_prompts import resolve
-    from mlxlm.cli.remote_chat import stream_from_server
+    from mlxlm.cli.running_server import stream_from_server
 
     if unused := given_flags(_NOT_REMOTE):
         problem = f"{' and '.join(unused)} would have no effect: the server {flags['server']} answers"
