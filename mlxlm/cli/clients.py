@@ -73,7 +73,8 @@ def _claude(endpoint: Endpoint) -> str:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(endpoint.context_length)
         variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(endpoint.context_length)
     variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
-    variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"  # else each prompt begins with another text: no prefix is cached
+    # Otherwise prompts begin with a hash of the first message: a new conversation would find no prefix in the cache.
+    variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
     return to_json({"env": variables})
 
 

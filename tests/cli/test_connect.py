@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import socket
 import threading
@@ -108,19 +107,6 @@ def test_a_link_stays_a_link(live, home):
     assert done.returncode == 1 and b"symbolic links" in done.stderr and file.is_symlink()
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(live, monkeypatch):
-    file = CLIENTS["opencode"].file
-    file.parent.mkdir(parents=True)
-    file.write_text("{}")
-
-    def full(*_arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    done = run_command("connect", "opencode", "--server", live, "--write")
-    assert done.returncode == 1 and b"No space left" in done.stderr and file.read_text() == "{}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -147,7 +133,7 @@ def test_errors(arguments, problem, live):
 
 def test_no_proxy_and_no_scheme_are_needed(live, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr("urllib.request.proxy_bypass", lambda host: False)
+    monkeypatch.setenv("no_proxy", "")
     done = run_command("connect", "codex", "--server", live.removeprefix("http://"))
     assert done.returncode == 0 and f'"{live}/v1"'.encode() in done.stdout
 
