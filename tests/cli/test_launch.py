@@ -45,6 +45,7 @@ def script(tmp_path, monkeypatch):
         (tmp_path / client.program).symlink_to(path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return path
 
 
