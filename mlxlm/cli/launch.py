@@ -80,21 +80,19 @@ def _server(models: list[str]) -> Iterator[str]:
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=python_environment(), start_new_session=True
         ) as process,
     ):
-
-        def messages() -> str:
-            return os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")  # the server goes on writing at the end
-
-        def last_message() -> str:
-            return messages().strip().rpartition("\n")[2].removeprefix("error: ")
-
         with render.spinner("starting the server"):
-            while not (found := re.search(r"http://\S+(?=/v1)", messages())):
-                if process.poll() is not None:
-                    raise PlatformError(f"the server didn't start: {last_message()}")
+            while True:
+                has_ended = process.poll() is not None
+                messages = os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")  # it goes on writing at the end
+                if found := re.search(r"http://\S+(?=/v1)", messages):
+                    break
+                if has_ended:
+                    last = messages.strip().rpartition("\n")[2].removeprefix("error: ")
+                    raise PlatformError(f"the server didn't start: {last}")
                 time.sleep(_POLL_SECONDS)
         yield found[0]
         if process.poll() is not None:
-            render.warn([f"the server ended before the client: {last_message()}"])
+            render.warn([f"the server ended before the client, with exit code {process.returncode}"])
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from mlxlm.cli.clients import CLIENTS
@@ -134,6 +135,15 @@ def test_a_server_that_does_not_start(tmp_path):
         _server([tmp_path / "none.gguf"]),
     ):
         pass
+
+
+def test_a_server_that_ends_before_the_client(model_folder, capsys):  # noqa: F811
+    with _server([model_folder]):
+        [server] = [child for child in psutil.Process().children() if "serve" in child.cmdline()]
+        server.kill()
+        while server.status() != psutil.STATUS_ZOMBIE:
+            pass
+    assert "the server ended before the client, with exit code -9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
