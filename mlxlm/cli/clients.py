@@ -82,7 +82,8 @@ def _codex(endpoint: Endpoint) -> str:
     values: dict[str, Any] = {"model": endpoint.model, "model_provider": "mlxlm"}
     if endpoint.context_length:
         values["model_context_window"] = endpoint.context_length
-    provider = {"name": "mlxlm", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
+    provider: dict[str, Any] = {"name": "mlxlm", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
+    provider["stream_idle_timeout_ms"] = 3_600_000  # a prompt may take longer to read than the default, 5 minutes
     if endpoint.key != "none":
         provider["env_key"] = "MLXLM_API_KEY"
     values |= {f"model_providers.mlxlm.{name}": value for name, value in provider.items()}

@@ -13,7 +13,6 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
-import psutil
 import pytest
 
 from mlxlm.cli.clients import CLIENTS
@@ -137,12 +136,18 @@ def test_a_server_that_does_not_start(tmp_path):
         pass
 
 
-def test_a_server_that_ends_before_the_client(model_folder, capsys):  # noqa: F811
+def test_a_server_that_ends_before_the_client(model_folder, monkeypatch, capsys):  # noqa: F811
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            started.append(self)
+
+    monkeypatch.setattr("subprocess.Popen", Popen)
     with _server([model_folder]):
-        [server] = [child for child in psutil.Process().children() if "serve" in child.cmdline()]
-        server.kill()
-        while server.status() != psutil.STATUS_ZOMBIE:
-            pass
+        started[0].kill()
+        started[0].wait()
     assert "the server ended before the client, with exit code -9" in capsys.readouterr().err
 
 
