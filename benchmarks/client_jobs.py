@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxlm.cli.clients import CLIENTS, Endpoint
+from mlxlm.cli.clients import CLIENTS
+from mlxlm.cli.running_server import Endpoint
 
 PROMPT = "Read notes.txt. When is the meeting?"
 TEXT = "It is at noon."
@@ -20,65 +21,45 @@ class Job:
 
     Attributes:
         program: Its command.
-        arguments: The arguments for a server.
+        start: The command for a server, and environment variables. It may write a configuration to the folder.
         check: Arguments that print the version, and fail if the client is not installed.
-        environment: Environment variables for a server.
         tools: {name: arguments} of the call that an agent is asked to make: of the first tool that it has.
         text: What it is answered then.
     """
 
     program: str
-    arguments: Callable[[Endpoint], list[str]]
+    start: Callable[[Endpoint, Path], tuple[list[str], Mapping[str, str]]]
     check: tuple[str, ...] = ("--version",)
-    environment: Callable[[Endpoint], Mapping[str, str]] = lambda endpoint: {}
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     text: str = TEXT
 
 
-def _agent(name: str, before: list[str], after: list[str], **values: Any) -> Job:
-    """An agent with the settings of `mlxlm launch`."""
-    client = CLIENTS[name]
+def _agent(name: str, *arguments: str, **values: Any) -> Job:
+    """An agent, started as `mlxlm launch` does."""
 
-    def arguments(endpoint: Endpoint) -> list[str]:
-        return [*before, *(client.arguments(endpoint) if client.arguments else []), *after]
+    def start(endpoint: Endpoint, folder: Path) -> tuple[list[str], Mapping[str, str]]:
+        command, variables = CLIENTS[name].start_without_settings(endpoint, folder)
+        return [*command, *arguments], variables
 
-    return Job(client.program, arguments, environment=client.environment, **values)
-
-
-def _continue(work: Path) -> Job:
-    def arguments(endpoint: Endpoint) -> list[str]:
-        file = work / "continue.yaml"
-        file.write_text(CLIENTS["continue"].settings(endpoint))
-        return ["--config", str(file), "-p", PROMPT, "--auto"]
-
-    return Job("cn", arguments, tools={"Read": {"filepath": str(work / "notes.txt")}})
+    return Job(CLIENTS[name].program, start, **values)
 
 
 _EDIT = "notes.txt\n```\nThe meeting is at one.\n```\n"
-_AIDER = ["--no-git", "--yes-always", "--no-analytics", "--no-check-update", "--no-pretty", "notes.txt", "--message"]
-AGENTS: dict[str, Callable[[Path], Job]] = {
-    "codex": lambda work: _agent(
-        "codex",
-        ["exec", "--skip-git-repo-check", "--sandbox", "read-only"],
-        [PROMPT],
-        tools={
-            "exec_command": {"cmd": "cat notes.txt"},
-            "shell_command": {"command": "cat notes.txt"},
-            "shell": {"command": ["cat", "notes.txt"]},
-        },
-    ),
-    "claude": lambda work: _agent(
-        "claude",
-        [],
-        ["-p", PROMPT, "--allowedTools", "Read"],
-        tools={"Read": {"file_path": str(work / "notes.txt")}},
-    ),
-    "opencode": lambda work: _agent(
-        "opencode", ["run"], [PROMPT], tools={"read": {"filePath": str(work / "notes.txt")}}
-    ),
-    "aider": lambda work: _agent("aider", [], [*_AIDER, "Move it to one."], tools={"none": {}}, text=_EDIT),
-    "continue": _continue,
-}
+_CODEX = ("exec", "--skip-git-repo-check", "--sandbox", "read-only")
+_AIDER = ("--no-git", "--yes-always", "--no-analytics", "--no-check-update", "--no-pretty", "notes.txt", "--message")
+
+
+def agents(notes: str) -> dict[str, Job]:
+    """The agents, which read the file `notes` or edit it."""
+    shell = {"exec_command": {"cmd": "cat notes.txt"}, "shell_command": {"command": "cat notes.txt"}}
+    return {
+        "codex": _agent("codex", *_CODEX, PROMPT, tools=shell),
+        "claude": _agent("claude", "-p", PROMPT, "--allowedTools", "Read", tools={"Read": {"file_path": notes}}),
+        "opencode": _agent("opencode", "run", PROMPT, tools={"read": {"filePath": notes}}),
+        "aider": _agent("aider", *_AIDER, "Move it to one.", tools={"none": {}}, text=_EDIT),
+        "continue": _agent("continue", "-p", PROMPT, "--auto", tools={"Read": {"filepath": notes}}),
+    }
+
 
 _WEATHER = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Ulm", "Rome"]}}, "required": ["city"]}
 _FUNCTION = {"name": "get_weather", "description": "The weather in a city.", "parameters": _WEATHER}
@@ -90,7 +71,7 @@ def _python(package: str, code: str, module: str = "") -> Job:
     """A Python program with `url`, `model`, `messages` and `tool`, which uses a package."""
     names = f"import sys; url, model = sys.argv[1:]; messages, tool = {_MESSAGES}, {_TOOL}\n"
     check = f"import {module or package.replace('-', '_')}, importlib.metadata as m; print(m.version({package!r}))"
-    return Job("python", lambda endpoint: ["-c", names + code, endpoint.url, endpoint.model], ("-c", check))
+    return Job("python", lambda at, folder: (["python", "-c", names + code, at.url, at.model], {}), ("-c", check))
 
 
 def _node(package: str, code: str) -> Job:
@@ -98,7 +79,7 @@ def _node(package: str, code: str) -> Job:
     names = f"const [url, model] = process.argv.slice(1), messages = {_MESSAGES}, tool = {_TOOL};\n"
     files = f"process.env.NODE_PATH.split(':').map(folder => folder + '/{package}/package.json')"
     check = f"console.log(JSON.parse(fs.readFileSync({files}.find(fs.existsSync))).version)"
-    return Job("node", lambda endpoint: ["-e", names + code, endpoint.url, endpoint.model], ("-e", check))
+    return Job("node", lambda at, folder: (["node", "-e", names + code, at.url, at.model], {}), ("-e", check))
 
 
 LIBRARIES = {

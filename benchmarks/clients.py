@@ -1,11 +1,14 @@
 """Real clients, unchanged, that use `mlxlm serve`: which of their requests it accepts, and which fields it ignores.
 
-    python benchmarks/clients.py [--path FOLDER ...] [--only NAME ...] [--save FOLDER] [--go-on]
+    python benchmarks/clients.py [--path FOLDER ...] [--only NAME ...] [--tokenizer MODEL] [--save FOLDER]
 
 Runs the clients whose programs or packages are on PATH or in the folders given, such as a node_modules/.bin and the bin
 of a virtual environment; nothing is installed. A proxy between client and server records the requests. An agent gets
 one tool call to make and then a text, which the server generates from a schema and a regular expression: the model has
 random weights. The agents run with a home folder of their own, with the settings of `mlxlm launch`.
+
+The column "prompt" has the tokens of an agent's first prompt with tools, counted with the tokenizer and the template of
+--tokenizer MODEL.
 
 --save FOLDER writes the distinct requests of each client as tests/server/captured has them: long texts are replaced.
 """
@@ -29,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from client_jobs import AGENTS, LIBRARIES, Job
+from client_jobs import LIBRARIES, Job, agents
 from common import report
 from serving import make_model, serve_command, serving
 
-from mlxlm.cli.clients import Endpoint
+from mlxlm.cli.running_server import Endpoint
 
 CONTEXT = 131_072
-JOB_SECONDS = 120
+JOB_SECONDS = 300
 HEADERS = ("anthropic-version", "anthropic-beta", "content-type", "openai-beta", "accept")  # that captures keep
 _HOP_HEADERS = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding", "content-encoding"}
 _MAX_TEXT, _MAX_WORD, _MAX_TOOLS = 24, 60, 4  # of captures: characters of a text and of a word; tools of a type
@@ -49,13 +52,11 @@ class Recorder:
     Attributes:
         upstream: The address of the server.
         job: What an agent is answered; None to pass all answers on.
-        go_on: Whether an agent gets its answer even if the server refuses a request.
         requests: The requests so far: method, path, headers, body, status, and the error of those refused.
     """
 
     upstream: str
     job: Job | None = None
-    go_on: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     @contextmanager
@@ -91,11 +92,8 @@ class Recorder:
             body = json.loads(content) if content else None
         except ValueError:
             body = None
-        request = {"method": handler.command, "path": handler.path}
-        request |= {
-            "headers": {name.lower(): headers[name] for name in headers if name.lower() in HEADERS},
-            "body": body,
-        }
+        kept = {name.lower(): value for name, value in headers.items() if name.lower() in HEADERS}
+        request = {"method": handler.command, "path": handler.path, "headers": kept, "body": body}
         self.requests.append(request)
         scripted = None if self.job is None else script(handler.path, body, self.job)
         with httpx.Client(base_url=self.upstream, timeout=JOB_SECONDS, headers={"accept-encoding": "identity"}) as http:
@@ -103,7 +101,7 @@ class Recorder:
                 request["status"] = response.status_code
                 if response.status_code >= 400:
                     request["error"] = response.read().decode(errors="replace")[:400]
-                if scripted is None or (response.status_code >= 400 and not self.go_on):
+                if scripted is None or response.status_code >= 400:
                     self._pass_on(response, handler)
                     return
             with http.stream("POST", handler.path, json=scripted) as response:  # the first is left: it is cancelled
@@ -149,9 +147,9 @@ def script(path: str, body: Any, job: Job) -> dict[str, Any] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", nargs="+", default=[], metavar="FOLDER", help="folders of programs, besides PATH")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"some of {', '.join([*AGENTS, *LIBRARIES])}")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"some of {', '.join([*agents(''), *LIBRARIES])}")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="a model whose tokenizer counts the tokens of prompts")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the distinct requests of each client")
-    parser.add_argument("--go-on", action="store_true", help="answer agents even if the server refuses a request")
     options = parser.parse_args()
     given = [os.path.abspath(folder) for folder in options.path]
     os.environ["NODE_PATH"] = os.pathsep.join(map(os.path.dirname, given))
@@ -160,65 +158,101 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = make_model(Path(folder, "tiny"), **sizes, num_key_value_heads=2, max_position_embeddings=CONTEXT)
-        for name in options.only or [*AGENTS, *LIBRARIES]:
+        if options.tokenizer:
+            give_tokenizer(model, options.tokenizer)
+        for name in options.only or [*agents(""), *LIBRARIES]:
             work = Path(folder, name)
             work.mkdir()
-            (work / "notes.txt").write_text("The meeting is at noon.\n")
-            job = AGENTS[name](work) if name in AGENTS else LIBRARIES[name]
-            if (program := find(job, folders)) is None:
+            (notes := work / "notes.txt").write_text("The meeting is at noon.\n")
+            job = {**agents(str(notes)), **LIBRARIES}[name]
+            if (found := find(job, folders)) is None:
                 print(f"{name} is not installed", file=sys.stderr)
                 continue
-            results[name] = measure(name, job, program, model, work, options)
-            rows.append(
-                (name, "{version:<12} {sent:>4} {accepted:>8} {refused:>7}  {end}  {ignored}".format(**results[name]))
-            )
-    head = ("client", f"{'version':<12} sent accepted refused  end  ignored fields")
+            program, version = found
+            results[name] = {"version": version, **measure(name, job, program, model, work, options)}
+            line = "{version:<12} {sent:>4} {accepted:>8} {refused:>7} {prompt:>7}  {end}  {ignored}"
+            rows.append((name, line.format(**results[name])))
+    head = ("client", f"{'version':<12} sent accepted refused  prompt  end  ignored fields")
     report("clients", [head, *rows], {"benchmark": "clients", "clients": results})
 
 
-def find(job: Job, folders: str) -> str | None:
-    """The program of a job; for a library a Python or Node.js that can import it."""
+def find(job: Job, folders: str) -> tuple[str, str] | None:
+    """The program of a job and its version; for a library a Python or Node.js that can import it."""
     for folder in folders.split(os.pathsep):
-        path = shutil.which(job.program, path=folder)
-        if path and not subprocess.run([path, *job.check], cwd=folder, capture_output=True, check=False).returncode:
-            return path
+        if path := shutil.which(job.program, path=folder):
+            done = subprocess.run([path, *job.check], cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                return path, "".join(re.findall(r"\d+(?:\.\d+)+", done.stdout)[:1])
     return None
 
 
 def measure(name: str, job: Job, program: str, model: Path, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run a client with a server of its own, and count its requests."""
-    done = subprocess.run([program, *job.check], cwd=Path(program).parent, capture_output=True, text=True, check=False)
-    version = re.search(r"\d+(\.\d+)+", done.stdout)
     home = work / "home"
     home.mkdir()
     with serving(lambda *where: [*serve_command(*where), "--log-level", "info"], model) as server:
-        recorder = Recorder(server.url, job if job.tools else None, options.go_on)
+        recorder = Recorder(server.url, job if job.tools else None)
         with recorder.run() as url:
             endpoint = Endpoint(url, model.name, CONTEXT)
-            environment = {**os.environ, **job.environment(endpoint), "HOME": str(home), "PWD": str(work)}
+            command, variables = job.start(endpoint, home)
+            environment = {**os.environ, **variables, "HOME": str(home), "PWD": str(work)}
             environment["PATH"] = os.pathsep.join([str(Path(program).parent), os.environ["PATH"]])
             try:
                 done = subprocess.run(
-                    [program, *job.arguments(endpoint)], cwd=work, env=environment, timeout=JOB_SECONDS,
+                    [program, *command[1:]], cwd=work, env=environment, timeout=JOB_SECONDS,
                     stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
                 )  # fmt: skip
                 end, output = str(done.returncode), done.stdout + done.stderr
             except subprocess.TimeoutExpired as error:
                 end, output = "time", str((error.stdout or b"")[-2000:])
+        prompt = count_prompt(server.url, recorder.requests) if job.tools else ""
         log = server.log()
     for request in recorder.requests:
         if "error" in request:
-            print(
-                f"{name}: {request['method']} {request['path']} {request['status']} {request['error']}", file=sys.stderr
-            )
+            print(name, *(request[key] for key in ("method", "path", "status", "error")), file=sys.stderr)
     if end != "0":
         print(f"{name} ended with {end}: {output[-1500:]}", file=sys.stderr)
     if options.save:
         save(options.save / f"{name}.json", recorder.requests, {str(work): "/project", url: "http://127.0.0.1:8080"})
     refused = [request for request in recorder.requests if request["status"] >= 400]
-    result = {"version": version[0] if version else "", "sent": len(recorder.requests), "refused": len(refused)}
-    result |= {"accepted": len(recorder.requests) - len(refused), "end": end}
-    return {**result, "ignored": ", ".join(sorted(set(re.findall(r"ignoring the parameter ([^ ]+)", log))))}
+    return {
+        "sent": len(recorder.requests),
+        "accepted": len(recorder.requests) - len(refused),
+        "refused": len(refused),
+        "prompt": prompt,
+        "end": end,
+        "ignored": ", ".join(sorted(set(re.findall(r"ignoring the parameter ([^ ]+)", log)))),
+    }
+
+
+def give_tokenizer(folder: Path, source: str) -> None:
+    """Replace the tokenizer of a model that has random weights, and its embeddings."""
+    import mlxlm
+    from mlxlm.backend.mlx import mx
+    from mlxlm.utils.json_files import write_json
+
+    tokens = mlxlm.load(source).tokenizer
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "vocab_size": tokens.vocab_size})
+    weights = mx.load(str(folder / "model.safetensors"))
+    name = "model.embed_tokens.weight"
+    weights[name] = mx.random.normal((tokens.vocab_size, weights[name].shape[1]))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    tokens.save(folder)
+
+
+def count_prompt(server: str, requests: Sequence[dict[str, Any]]) -> int:
+    """The tokens of the prompt of the first request with tools, or of the first prompt."""
+    prompts = [
+        request for request in requests if script(request["path"], request["body"], Job("", lambda *_: ([], {})))
+    ]
+    request = next((request for request in prompts if request["body"].get("tools")), prompts[0])
+    limit = "max_output_tokens" if "/responses" in request["path"] else "max_tokens"
+    left_out = ("stream", "stream_options", "thinking", "max_completion_tokens")
+    body = {name: value for name, value in request["body"].items() if name not in left_out}
+    usage = httpx.post(server + request["path"], json={**body, limit: 1}, timeout=JOB_SECONDS).json()["usage"]
+    names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(usage.get(name) or 0 for name in names)
 
 
 def save(path: Path, requests: Sequence[dict[str, Any]], names: dict[str, str]) -> None:

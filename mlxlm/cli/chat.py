@@ -219,7 +219,7 @@ def _answer_remotely(
 ) -> None:
     from mlxlm.chat.files import with_files
     from mlxlm.chat.terminal.screen import open_screen
-    from mlxlm.cli.remote_chat import print_token_counts, stream_from_server
+    from mlxlm.cli.running_server import print_token_counts, stream_from_server
 
     server = flags["server"]
     if unused := given_flags(_NOT_REMOTE):

@@ -32,7 +32,7 @@ _PID, _EXIT_CODE = "pid", "exit"  # files of rank 0
 _THREAD_VARIABLES = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-def launch(hosts: str | int, args: list[str]) -> int:
+def launch_processes(hosts: str | int, args: list[str]) -> int:
     """Run `mlxlm ARGS` in several processes, and return the exit code of rank 0.
 
     The first signal lets rank 0 finish its step, the second ends it at once, and the third kills all processes.

@@ -1,4 +1,7 @@
-"""`mlxlm launch`: starts a server, and an editor or agent connected to it; the server ends with the client."""
+"""`mlxlm launch`: starts a server, and an editor or agent connected to it; the server ends with the client.
+
+As a module this is the process of the server.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,24 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import termios
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
 
+from mlxlm.checkpoint.download import resolve
 from mlxlm.cli import render
-from mlxlm.cli.clients import CLIENTS, Client, Endpoint
+from mlxlm.cli.clients import CLIENTS
 from mlxlm.cli.options import MODEL, SectionedCommand
+from mlxlm.cli.running_server import Endpoint
 from mlxlm.utils.child_python import python_command, python_environment
 from mlxlm.utils.errors import PlatformError
 
-_STOP_SECONDS = 10.0  # that the server may take to stop
+_STOP_SECONDS = 10.0  # that the server and the client may take to stop
 _POLL_SECONDS = 0.05
 
 
@@ -41,76 +48,85 @@ class _LaunchCommand(SectionedCommand):
 def launch(client: str, model: str | None) -> None:
     """Start a server for MODEL, and CLIENT connected to it: mlxlm launch CLIENT MODEL -- ARGUMENTS OF CLIENT.
 
-    The server ends with the client. Its messages go to a file, whose last line is shown if it fails.
+    The server ends with the client, whose exit code is that of the command. Without MODEL, it serves all models on this
+    machine.
     """
     settings = CLIENTS[client]
-    with tempfile.TemporaryDirectory(prefix="mlxlm-") as folder:
-        command = _command(settings, client)
-        with _server([model] if model else [], Path(folder, "server.log")) as url:
-            endpoint = Endpoint.find(url, None)
-            if settings.arguments is None:
-                file = Path(folder, settings.file.name)
-                file.write_text(settings.settings(endpoint), encoding="utf-8")
-                arguments = ["--config", str(file)]
-            else:
-                arguments = settings.arguments(endpoint)
-            render.say(f"{client} uses {endpoint.model} at {endpoint.url}")
-            code = _run(
-                [command, *arguments, *click.get_current_context().obj],
-                {**os.environ, **settings.environment(endpoint)},
-            )
+    if settings.merge and settings.launch is None:
+        raise PlatformError(f"{client} reads its settings from its file only", f"mlxlm connect {client} --write")
+    if shutil.which(settings.program) is None:
+        raise PlatformError(f"{client} is not installed: there is no program {settings.program}", settings.install)
+    if model is not None:
+        resolve(model)  # shows its download
+    with tempfile.TemporaryDirectory(prefix="mlxlm-") as folder, _server([model] if model else []) as url:
+        endpoint = Endpoint.find(url, None)
+        render.say(f"{client} uses {endpoint.model} at {endpoint.url}")
+        command, variables = settings.start_without_settings(endpoint, Path(folder))
+        code = _run([*command, *click.get_current_context().obj], {**os.environ, **variables})
     raise click.exceptions.Exit(code)
 
 
-def _command(settings: Client, name: str) -> str:
-    """The path of the client's program."""
-    if settings.merge and settings.arguments is None:
-        raise PlatformError(f"{name} reads its settings from its file only", f"mlxlm connect {name} --write")
-    if (program := shutil.which(settings.program)) is None:
-        raise PlatformError(f"there is no program {settings.program}", settings.install)
-    return program
-
-
 @contextmanager
-def _server(models: list[str], log: Path) -> Iterator[str]:
-    """Run a server on a free port in a process of its own, and yield its address."""
-    command = python_command("-m", "mlxlm.cli.main", "serve", *models, "--port", "0", "--log-level", "warning")
-    with log.open("w") as output, render.spinner("starting the server"):
+def _server(models: list[str]) -> Iterator[str]:
+    """Run a server on a free port in a process of its own, and yield its address.
+
+    It stops when its standard input is closed: at the end of the block, and if this process is killed.
+    """
+    command = python_command("-m", __name__, "serve", *models, "--port", "0", "--log-level", "warning")
+    with (
+        tempfile.TemporaryFile() as log,
         # A session of its own: Ctrl-C in the client is none of its business.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=python_environment(),
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            while not (found := re.search(r"http://\S+(?=/v1)", log.read_text(errors="replace"))):
-                if process.poll() is not None:
-                    *_, last = ["", *log.read_text(errors="replace").splitlines()]
-                    raise PlatformError(f"the server didn't start: {last.removeprefix('error: ')}")
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=python_environment(), start_new_session=True
+        ) as process,
+    ):
+        with render.spinner("starting the server"):
+            while True:
+                has_ended = process.poll() is not None
+                messages = os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")  # it goes on writing at the end
+                if found := re.search(r"http://\S+(?=/v1)", messages):
+                    break
+                if has_ended:
+                    last = messages.strip().rpartition("\n")[2].removeprefix("error: ")
+                    raise PlatformError(f"the server didn't start: {last}")
                 time.sleep(_POLL_SECONDS)
-        except BaseException:
-            process.kill()
-            raise
-    try:
         yield found[0]
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process.poll() is not None:
+            render.warn([f"the server ended before the client, with exit code {process.returncode}"])
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
     """Run the client in the foreground, and return its exit code as a shell does."""
     handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # Ctrl-C is the client's, which has its own
+    terminal = termios.tcgetattr(0) if os.isatty(0) else None
     try:
-        process = subprocess.Popen(command, env=environment)
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            raise
+        with subprocess.Popen(command, env=environment) as process:
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_SECONDS)
+                process.kill()
+                raise
     finally:
         signal.signal(signal.SIGINT, handler)
+        with suppress(termios.error):  # the terminal was closed
+            if terminal and terminal != termios.tcgetattr(0):  # the client was killed
+                termios.tcsetattr(0, termios.TCSANOW, terminal)
     return code if code >= 0 else 128 - code
+
+
+def _stop_with_parent() -> None:
+    """Stop this process when its standard input is closed."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_STOP_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    from mlxlm.cli.main import main
+
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
+    main()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import tomllib
 
 import pytest
 import yaml
 
-from mlxlm.cli.clients import CLIENTS, Endpoint
+from mlxlm.cli.clients import CLIENTS
+from mlxlm.cli.running_server import Endpoint
 from mlxlm.server.app import make_app
 from mlxlm.server.models import Models, ModelSettings
 from tests.run_command import run_command
@@ -52,6 +55,7 @@ def test_write_makes_the_file_that_is_printed(client, live, home):
     done = run_command("connect", client, "--server", live, "--write")
     file = CLIENTS[client].file
     assert done.returncode == 0 and file.read_bytes() == printed.stdout and file.is_relative_to(home)
+    assert (b"Start it with: MLXLM_API_KEY=none zed" in done.stderr) == (client == "zed")
     assert file.stat().st_mode & 0o077 == 0
     found = values(parse(file))
     assert "tiny" in found or "openai/tiny" in found
@@ -78,15 +82,16 @@ def test_a_file_that_exists_is_copied(client, live):
 
 @pytest.mark.parametrize("client", JSON)
 @pytest.mark.parametrize(
-    "old", ['{\n // a comment\n "a": 1}', "[]", '{"provider": 1, "language_models": 1}', '{"a": 1,}']
+    "old",
+    [b'{\n // a comment\n "a": 1}', b"[]", b'{"provider": 1, "language_models": 1}', b'{"a": 1,}', b'{"a": "\xff"}'],
 )
 def test_a_file_that_cannot_be_merged_is_left_alone(client, old, live):
     file = CLIENTS[client].file
     file.parent.mkdir(parents=True)
-    file.write_text(old)
+    file.write_bytes(old)
     done = run_command("connect", client, "--server", live, "--write")
-    assert done.returncode == 1 and b"paste" in done.stderr
-    assert file.read_text() == old and len(list(file.parent.iterdir())) == 1
+    assert done.returncode == 1 and b"paste" in done.stderr and done.stderr.count(b"\n") == 1
+    assert file.read_bytes() == old and len(list(file.parent.iterdir())) == 1
 
 
 def test_a_link_stays_a_link(live, home):
@@ -97,20 +102,44 @@ def test_a_link_stays_a_link(live, home):
     file.symlink_to(target)
     assert run_command("connect", "opencode", "--server", live, "--write").returncode == 0
     assert file.is_symlink() and "mlxlm" in parse(target)["provider"]
+    file.unlink()
+    file.symlink_to(file.name)
+    done = run_command("connect", "opencode", "--server", live, "--write")
+    assert done.returncode == 1 and b"symbolic links" in done.stderr and file.is_symlink()
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--server", "http://127.0.0.1:9"], b"no server of models at http://127.0.0.1:9"),
-        (["--server", "nonsense"], b"no server of models at nonsense"),
-        (["--server", "{live}", "--model", "big"], b"the server has no model big (try: tiny)"),
-        (["--server", "{live}/page"], b"404"),
+        (["--server", "http://127.0.0.1:9"], b"http://127.0.0.1:9 doesn't answer: "),
+        (["--server", "nonsense"], b"nonsense doesn't answer: "),
+        (["--server", "{live}", "--model", "big"], b"has no model big (try: tiny)"),
+        (["--server", "{live}/page"], b"/page: "),
     ],
 )
 def test_errors(arguments, problem, live):
     done = run_command("connect", "codex", *(argument.replace("{live}", live) for argument in arguments))
     assert done.returncode == 1 and problem in done.stderr and done.stderr.count(b"\n") == 1
+
+
+def test_a_server_of_another_protocol():
+    def greet():
+        with listener.accept()[0] as connection:
+            connection.sendall(b"SSH-2.0\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        done = run_command("connect", "codex", "--server", f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert done.returncode == 1 and b"doesn't answer: SSH-2.0" in done.stderr
+
+
+def test_no_proxy_and_no_scheme_are_needed(live, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    done = run_command("connect", "codex", "--server", live.removeprefix("http://"))
+    assert done.returncode == 0 and f'"{live}/v1"'.encode() in done.stdout
 
 
 def test_the_key_of_the_environment(monkeypatch, home):

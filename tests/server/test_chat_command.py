@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mlxlm.cli.running_server import stream_from_server
 from tests.run_command import run_command
 
 
@@ -48,3 +49,14 @@ def test_errors(ask, live, tmp_path):
     )
     unused = ask("--session", "x", "--max-kv-size", "64")
     assert unused.returncode == 2 and b"--session and --max-kv-size would have no effect: the server" in unused.stderr
+
+
+def test_a_reader_that_leaves_is_no_error_of_the_server(live):
+    class Screen:
+        def push(self, *_arguments):
+            raise BrokenPipeError
+
+        finish = print
+
+    with pytest.raises(BrokenPipeError):
+        stream_from_server(live, {"model": "tiny", "messages": [{"role": "user", "content": "Hello!"}]}, Screen())
