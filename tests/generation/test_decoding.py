@@ -72,10 +72,10 @@ def test_a_sampler_that_needs_the_last_token_accepts_it_before_the_next_draw(lm)
     class Matcher:
         finished, error = False, None
 
-        def token_bitmask(self):
+        def draft_token_bitmasks(self, draft):
             assert len(accepted) == len(drawn)  # every token so far was accepted
             drawn.append(1)
-            return np.full(300 // 32 + 1, -1, np.int32)
+            return [np.full(300 // 32 + 1, 2**32 - 1, np.uint32)]
 
         def consume(self, token):
             accepted.append(token)
