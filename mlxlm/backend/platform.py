@@ -60,10 +60,18 @@ def map_large_buffers() -> None:
     By default it places buffers of up to 32 MB on the heap once one has been freed, where buffers of ever new sizes, as
     caches that grow, leave gaps: a server's resident memory was 1.2 GB above what its arrays took, and then 0.2 GB.
     """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, 1 << 20)
+
+
+def trim_heap() -> None:
+    """Have glibc return the gaps to the system that small buffers have left on its heap."""
+    _call_glibc("malloc_trim", 0)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None  # musl has none of these
+    if function is not None:
+        function(*arguments)
 
 
 def chip() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, async_eval_arrays, eval_arrays, mx
 
 T = TypeVar("T")
@@ -37,12 +38,23 @@ def eval_caches(caches: Sequence[Any], *arrays: mx.array, wait: bool = True) -> 
 def clear_memory_cache() -> None:
     """Give freed buffers back: attention over a growing cache frees ever new sizes, which pile up in the allocator.
 
-    On a CPU only above `MAX_FREED_BYTES`, since fresh memory costs page faults there.
+    On a CPU only above `MAX_FREED_BYTES`, or near the limit of the process, since fresh memory costs page faults there.
     """
     if not ON_CPU or mx.get_cache_memory() > MAX_FREED_BYTES:
         mx.clear_cache()
+    if ON_CPU and "from" in _trimmed and platform.process_memory() > _trimmed["from"]:
+        platform.trim_heap()
 
 
+def trim_heap_from(num_bytes: int) -> None:
+    """Have `clear_memory_cache` also return gaps of the heap while the process takes more than `num_bytes`.
+
+    A prefix cache that is full evicts small buffers all the time: they left gaps of a quarter of its size.
+    """
+    _trimmed["from"] = num_bytes
+
+
+_trimmed: dict[str, int] = {}
 _wired: dict[str, Any] = {"users": 0, "previous_limit": None}
 
 

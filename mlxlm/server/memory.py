@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
-from mlxlm.generation.device_memory import MAX_FREED_BYTES
+from mlxlm.generation.device_memory import MAX_FREED_BYTES, trim_heap_from
 
 _FREED_SHARE = 1 / 16  # of the limit, for buffers that MLX keeps after they were freed
 # Measured with four agents at work, 108 MB: modules that are imported with the first model and request, the tokenizer,
@@ -23,6 +23,7 @@ def limit_process(max_memory: int) -> int:
     """
     freed = min(MAX_FREED_BYTES, int(max_memory * _FREED_SHARE))
     mx.set_cache_limit(freed)
+    trim_heap_from(max_memory * 9 // 10)
     process = platform.process_memory() + _GROWTH
     mx.set_memory_limit(max(1, max_memory - process))
     return process + freed

@@ -33,6 +33,19 @@ def test_without_mlx_the_error_tells_what_to_install():
     assert "MLX has no backend here" in done.stderr and "mlxlm[cpu]" in done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc leaves gaps")
+def test_trimming_the_heap_returns_gaps_between_small_buffers():
+    code = (
+        "from mlxlm.backend import platform\n"
+        "buffers = [bytes(b'x' * 50_000) for _ in range(2000)]\n"
+        "del buffers[::2]\n"
+        "before = platform.process_memory()\n"
+        "platform.trim_heap()\n"
+        "print(before - platform.process_memory())"
+    )
+    assert int(python(code).stdout) > 30e6
+
+
 def test_only_one_module_imports_mlx():
     """It sets the BLAS and the allocator, which no other import may bypass."""
     package = Path(platform.__file__).parents[1]
