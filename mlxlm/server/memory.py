@@ -23,7 +23,7 @@ def limit_process(max_memory: int) -> int:
     """
     freed = min(MAX_FREED_BYTES, int(max_memory * _FREED_SHARE))
     mx.set_cache_limit(freed)
-    trim_heap_from(max_memory * 9 // 10)
+    trim_heap_from(max_memory * 3 // 4)
     process = platform.process_memory() + _GROWTH
     mx.set_memory_limit(max(1, max_memory - process))
     return process + freed
