@@ -72,12 +72,38 @@ def stream(
     sampler: SamplerFunction | None = None,
     **options: Unpack[OptionArguments],
 ) -> TextStream:
-    """Generate as `generate`, in chunks. Arguments and errors are those of `generate`.
+    """Continue `prompt` or answer `messages`, in chunks.
 
-    Several texts can be streamed at once, from any threads.
+    Several texts can be streamed at once, from any threads. What a prompt has in common with an earlier text isn't read
+    again. The text of an answer is what the model wrote: reasoning is part of it, in its tags.
+
+    Args:
+        lm: The model, or its name, path or hub id. One that is given by name is loaded, and stays in memory until
+            another one is named; to use several models, or one that changes on disk, `load` them.
+        prompt: Text, which is encoded with the tokenizer's special tokens (usually BOS in front) and never parsed for
+            any; or token ids, which are used unchanged.
+        messages: Instead of a prompt, a conversation whose last message is the user's: {"role": ..., "content": ...}
+            or `mlxlm.chat.messages.Message` each. The answer ends with an end token of the model or its template.
+        chat_template: How `messages` become a prompt: "chatml", "llama3", "gemma", "plain", or a jinja file.
+            By default, the model's own template.
+        kv: Options of the key-value cache.
+        speculation: Speculative decoding, which changes the speed and not the text.
+        logits_processors: Functions of yours, with the signature of mlx_lm's: each gets the ids of prompt and text,
+            int32 `[T]`, and the logits, `[1, V]`, and returns logits. They come before everything that the options do.
+            A text with such functions is decoded by itself; they are called in the thread that computes, so evaluate
+            (`mx.eval`) the arrays that they use.
+        sampler: A function of yours that gets the log-probabilities, float32 `[1, V]`, and returns the token, an
+            integer `[1]`, instead of the temperature, the filters and the draw.
+        options: The fields of GenerationOptions.
 
     Returns:
         An iterator over chunks, also for `async for`; its `result()` is the whole text, as is `await wait()`.
+
+    Raises:
+        GenerationError: Before anything is computed, for a prompt or a conversation that is empty or longer than the
+            context, for invalid messages and options, for `messages` without a chat template, and for functions with
+            speculation, or a sampler with a constraint or an option that it replaces.
+        TokenizerError: The chat template is broken, or refuses the conversation.
     """
     lm = loaded(lm)
     _check_one_of("prompt", prompt, messages, chat_template)

@@ -63,7 +63,7 @@ class Chat:
     Every answer (retries and undone ones included) uses the seed after that of the answer before.
 
     Args:
-        lm: The model, or its name, as in `mlxlm.generate`.
+        lm: The model, or its name, as in `mlxlm.stream`.
         system_prompt: The system prompt.
         messages: The conversation so far, as Message or {"role": ..., "content": ...} each: the user's and the
             assistant's in turn, with an answer last. Instead of `system_prompt`, a system message may come first.
