@@ -146,7 +146,7 @@ class PrefixCache:
             ids: All tokens of the text.
             caches: Caches of one row that hold exactly these tokens.
             group: As in `match`.
-            running: The text goes on with these caches, which drop no tokens.
+            running: Generation continues with these caches, which must not drop tokens.
             move: Empty the list `caches`, layer by layer, so that memory never holds two copies.
         """
         ids = array("i", ids)

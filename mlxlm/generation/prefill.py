@@ -120,7 +120,7 @@ class Prefill:
         yield [row], context.caches
 
     def _insert(self, ids: Sequence[int], caches: list[Any], group: bool) -> None:
-        """Keep the prompt of a text that goes on with these caches."""
+        """Add a prompt to the prefix cache. Its text is generated with the same `caches`."""
         self._prefix_cache.insert(ids, caches, group, running=self._is_kept_at_end)
 
     def _read_chunks(

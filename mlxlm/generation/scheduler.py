@@ -196,7 +196,7 @@ class Scheduler:
         """Interrupt the youngest texts while the others need their memory. They continue when there is room again.
 
         A text that must be decoded by itself fails, and so does one that runs alone, if memory was limited meanwhile.
-        The prefix cache gets what is left.
+        The prefix cache is limited to the remaining memory.
         """
         while not self._fits():
             if not self._lm.supports_batching:  # `KVMemory` only guesses the bytes

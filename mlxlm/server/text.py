@@ -73,8 +73,7 @@ class Text:
         self.reasoning_tokens = 0
         self._logprob_buffer, self._ready = LogprobBuffer(), list[TokenLogprobs]()
         self._parser = AnswerParser(tool_format, has_reasoning=generation_prefix is not None)
-        self._parser.push(generation_prefix or "")
-        self.parts.clear()  # the prefix is no part of the answer
+        self._parser.push(generation_prefix or "")  # an opening tag at most
 
     @property
     def parts(self) -> list[Part]:
