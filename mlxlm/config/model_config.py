@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,10 +16,12 @@ from mlxlm.config.components import (
     SHARED_NORM,
     SLIDING,
     NormPlacement,
+    Sublayer,
 )
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
+from mlxlm.config.sublayers import MIXERS, MLPS
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -146,6 +149,14 @@ class ModelConfig:
         if self.layer_types is not None and self.layer_types[layer] != SLIDING:
             return None
         return self.sliding_window
+
+    def mixer(self, layer: int) -> str:
+        """The sublayer that mixes tokens in this layer, a name in `mlxlm.config.sublayers.MIXERS`."""
+        return "attention"
+
+    def mlp(self, layer: int) -> str:
+        """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
+        return "mlp"
 
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
@@ -296,42 +307,37 @@ def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
             yield f"{name} is {short_repr(value)}, it must be a token id below {limit} or null"
 
 
-# The groups of parameters that are matrices of a layer: each token is multiplied by them.
-MATRICES = ("query", "key", "value", "output", "feed_forward")
+def layer_kinds(c: ModelConfig) -> Counter[tuple[Sublayer, ...]]:
+    """How many layers there are of each kind, by its sublayers."""
+    names = Counter((c.mixer(layer), c.mlp(layer)) for layer in range(c.num_hidden_layers))
+    return Counter({(MIXERS[mixer](c), MLPS[mlp](c)): count for (mixer, mlp), count in names.items()})
+
+
+def sublayers(c: ModelConfig) -> Iterator[tuple[Sublayer, int]]:
+    """Yield each kind of sublayer, and how many layers have it."""
+    for kind, count in layer_kinds(c).items():
+        yield from ((sublayer, count) for sublayer in kind)
 
 
 def count_parameters(c: ModelConfig) -> dict[str, int]:
     """Number of parameters by group, over all layers. A tied head is 0, so that nothing is counted twice."""
-    hidden, layers = c.hidden_size, c.num_hidden_layers
-    queries, keys = c.head_dim * c.num_attention_heads, c.head_dim * c.num_key_value_heads
+    hidden, placement = c.hidden_size, c.layer_norms
     positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
-    return {
-        "embedding": c.vocab_size * hidden,
-        "positions": positions * hidden,
-        "query": layers * hidden * queries,
-        "key": layers * hidden * keys,
-        "value": layers * hidden * keys,
-        "output": layers * queries * hidden,
-        "feed_forward": layers * (3 if c.mlp_gated else 2) * hidden * c.intermediate_size,
-        "norms": _norm_parameters(c),
-        "biases": layers * _layer_biases(c),
-        "head": 0 if c.tie_word_embeddings else c.vocab_size * hidden,
-    }
-
-
-def _norm_parameters(c: ModelConfig) -> int:
-    placement, d = c.layer_norms, c.head_dim
     norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
-    qk_norms = {None: 0, "head": 2 * d, "projection": d * (c.num_attention_heads + c.num_key_value_heads)}
-    return norms * c.hidden_size * NORMS[c.norm].vectors + c.num_hidden_layers * qk_norms[c.qk_norm]
+    counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
+    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=0)
+    for sublayer, layers in sublayers(c):
+        counts.update(norms=layers * sublayer.norms, biases=layers * sublayer.biases)
+        for matrix in sublayer.matrices:
+            counts[matrix.group] += layers * matrix.parameters
+            counts["biases"] += layers * matrix.copies * matrix.outputs * matrix.bias
+    counts["head"] = 0 if c.tie_word_embeddings else c.vocab_size * hidden
+    return dict(counts)
 
 
-def _layer_biases(c: ModelConfig) -> int:
-    """Biases of one layer's projections."""
-    qkv = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.attention_bias else 0
-    output_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
-    feed_forward = (2 if c.mlp_gated else 1) * c.intermediate_size + c.hidden_size if c.mlp_bias else 0
-    return qkv + (c.hidden_size if output_bias else 0) + feed_forward
+def matrix_parameters(c: ModelConfig) -> int:
+    """Number of parameters in the matrices of all layers."""
+    return sum(layers * m.parameters for sublayer, layers in sublayers(c) for m in sublayer.matrices)
 
 
 def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
@@ -343,16 +349,16 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
         c: The configuration.
         keys: Number of keys that the token attends to, summed over layers (see `attended_keys`).
     """
-    parameters = count_parameters(c)
-    attention = 2 * c.num_attention_heads * c.head_dim * keys
-    return {
-        "projections": 2 * (parameters["query"] + parameters["key"] + parameters["value"]),
-        "scores": attention,
-        "scores_values": attention,
-        "output": 2 * parameters["output"],
-        "feed_forward": 2 * parameters["feed_forward"],
-        "head": 2 * c.hidden_size * c.vocab_size,
-    }
+    flops = Counter[str]()
+    for sublayer, layers in sublayers(c):
+        for matrix in sublayer.matrices:
+            part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
+            flops[part] += 2 * layers * matrix.used * matrix.inputs * matrix.outputs
+        if sublayer.state_flops:
+            flops["state"] += layers * sublayer.state_flops
+    scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
+    head = 2 * c.hidden_size * c.vocab_size
+    return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
 
 
 def attended_keys(c: ModelConfig, context_length: float) -> float:
@@ -371,26 +377,26 @@ def mean_attended_keys(c: ModelConfig, length: int) -> float:
 
 
 def layer_activations(c: ModelConfig) -> int:
-    """Number of values per token that the operations of a layer produce.
+    """Number of values per token that the operations of the largest layer produce.
 
-    The residual before either sublayer and its norms; queries, keys, values and attention's output; gate, up and their
-    product.
+    The residual before either sublayer and its norms, and those of the sublayers.
     """
-    queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    inner = (3 if c.mlp_gated else 2) * c.intermediate_size
-    return (2 + len(c.layer_norms.names)) * c.hidden_size + 2 * queries + 2 * keys + inner
+    largest = max(sum(sublayer.activations for sublayer in kind) for kind in layer_kinds(c))
+    return (2 + len(c.layer_norms.names)) * c.hidden_size + largest
 
 
 def kv_cache_values(c: ModelConfig, context_length: int) -> int:
-    """Number of values in the key-value cache of one sequence.
+    """Number of values in the cache of one sequence: keys and values, and recurrent states.
 
     A layer with a window stores at most the window, its slack and its spare positions.
     """
-    tokens = sum(
-        context_length if window is None else min(context_length, window + window_slack(window) + window_spare(window))
-        for window in _windows(c)
-    )
-    return 2 * c.num_key_value_heads * c.head_dim * tokens
+
+    def layer_values(layer: int) -> int:
+        mixer, window = MIXERS[c.mixer(layer)](c), c.window(layer)
+        limit = context_length if window is None else window + window_slack(window) + window_spare(window)
+        return mixer.kv_values * min(context_length, limit) + mixer.state_values
+
+    return sum(map(layer_values, range(c.num_hidden_layers)))
 
 
 def window_slack(window: int) -> int:
@@ -407,4 +413,5 @@ def window_spare(window: int) -> int:
 
 
 def _windows(c: ModelConfig) -> list[int | None]:
-    return [c.window(layer) for layer in range(c.num_hidden_layers)]
+    """The window of each layer with attention."""
+    return [c.window(layer) for layer in range(c.num_hidden_layers) if any(MIXERS[c.mixer(layer)](c).score_flops)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxlm.config.model_config import MATRICES, ModelConfig, count_parameters
+from mlxlm.config.model_config import ModelConfig, count_parameters, matrix_parameters, sublayers
 
 
 def _two_averages(config: ModelConfig) -> int:
@@ -19,20 +19,19 @@ def _two_averages(config: ModelConfig) -> int:
 
 def _muon_state(config: ModelConfig) -> int:
     """One momentum for each matrix of the layers; AdamW's two averages for the other parameters."""
-    groups = count_parameters(config)
-    return 2 * sum(groups.values()) - sum(groups[name] for name in MATRICES)
+    return 2 * config.parameter_count() - matrix_parameters(config)
 
 
 def _adafactor_state(config: ModelConfig) -> int:
     """One number for each row and column of a matrix, and for each element of a vector."""
-    groups = count_parameters(config)
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    layer = 2 * (queries + hidden) + 2 * (keys + hidden) + (3 if config.mlp_gated else 2) * (inner + hidden)
+    groups, hidden = count_parameters(config), config.hidden_size
+    matrices = sum(
+        layers * matrix.copies * (matrix.inputs + matrix.outputs)
+        for sublayer, layers in sublayers(config)
+        for matrix in sublayer.matrices
+    )
     tables = [groups[name] // hidden for name in ("embedding", "positions", "head") if groups[name]]
-    vectors = groups["norms"] + groups["biases"]
-    return config.num_hidden_layers * layer + sum(rows + hidden for rows in tables) + vectors
+    return matrices + sum(rows + hidden for rows in tables) + groups["norms"] + groups["biases"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.sublayers import MIXERS, MLPS
 from mlxlm.families.family import Family
 from mlxlm.families.registry import family_of
 
@@ -47,6 +48,12 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
     layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
+    rows_of = {
+        f"model.layers.{i}.{matrix.module}": matrix.outputs
+        for i in range(config.num_hidden_layers)
+        for sublayer in (MIXERS[config.mixer(i)](config), MLPS[config.mlp(i)](config))
+        for matrix in sublayer.matrices
+    }
     for i in range(config.num_hidden_layers):
         for name, fused in layer_modules.items():
             modules = tuple(f"model.layers.{i}.{module}" for module in fused.split())
@@ -56,7 +63,7 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         stored = _mlx_lm_name(family, name) if for_mlx else name
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
         if len(modules) > 1:
-            rows = tuple(_output_rows(config, module) for module in modules)
+            rows = tuple(rows_of[module] for module in modules)
             groups = config.num_key_value_heads if family.qkv_interleaved else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or modules != (stored,):
@@ -102,13 +109,6 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
         fused = family.layer_modules.get(match[2], match[2])
         return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
-
-
-def _output_rows(config: ModelConfig, module: str) -> int:
-    if ".mlp." in module:
-        return config.intermediate_size
-    heads = config.num_attention_heads if module.endswith(".q_proj") else config.num_key_value_heads
-    return heads * config.head_dim
 
 
 def _mlx_lm_name(family: Family, name: str) -> str:

@@ -97,7 +97,7 @@ class DecodeStep:
         mx.eval(self.model.parameters())  # what is not evaluated would be computed again in each step
         containers, keys, values = zip(*_tree_items(self.model), strict=True)
         self._tree = containers, keys, values
-        self._windows = [layer.self_attn.window for layer in self.model.layers]
+        self._windows = [layer.mixer.window for layer in self.model.layers]
         self._steps.clear()
 
     def _step(self, layout: _Layout, caches: Sequence[KVCache]) -> Step:
@@ -242,7 +242,7 @@ def _make_step(model: Decoder, layout: _Layout, forms: Sequence[Sequence[tuple[i
 def _is_supported(model: Decoder, caches: Sequence[KVCache]) -> bool:
     """Whether a step of these caches can be compiled."""
     for layer, cache in zip(model.layers, caches, strict=True):
-        attention = layer.self_attn
+        attention = layer.mixer
         if attention.rope is not None and attention.rope.varies:  # its base depends on the length
             return False
         forms = [buffer.quantization or (0, 0) for buffer in cache.buffers]

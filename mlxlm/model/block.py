@@ -66,9 +66,25 @@ class Block(nn.Module):
         self.norms, self.parallel = config.layer_norms, config.parallel_residual
         for name in self.norms.names:
             setattr(self, name, make_norm(config))
-        self.self_attn = Attention(config, layer)
-        self.mlp = FeedForward(config)
+        self.mixer_name, mixer = MIXERS[config.mixer(layer)]
+        self[self.mixer_name] = mixer(config, layer)
+        self.mlp = MLPS[config.mlp(layer)](config)
         self.dropout = Dropout(dropout)
+
+    @property
+    def mixer(self) -> nn.Module:
+        """The sublayer that mixes tokens."""
+        return self[self.mixer_name]
+
+    def fuse(self) -> None:
+        """Fuse the projections of the same input, for decoding steps."""
+        self.mixer.fuse()
+        self.mlp.fuse()
+
+    def unfuse(self) -> None:
+        """Forget the fused projections, so that memory doesn't hold them and new weights."""
+        self.mixer.unfuse()
+        self.mlp.unfuse()
 
     def __call__(
         self, residual: mx.array, hidden_states: mx.array | None, cache: Any = None, segment_ids: mx.array | None = None
@@ -87,11 +103,11 @@ class Block(nn.Module):
         """
         norms = self.norms
         if norms.after_addition:  # Vaswani et al. 2017, section 3.1
-            hidden_states = self.dropout(self.self_attn(residual, cache, segment_ids))
+            hidden_states = self.dropout(self.mixer(residual, cache, segment_ids))
             residual = add_norm(self[norms.attention_output], residual, hidden_states)[1]
             return add_norm(self[norms.mlp_output], residual, self.dropout(self.mlp(residual)))[1], None
         residual, x = add_norm(self.get(norms.attention_input), residual, hidden_states)
-        hidden_states = self._sublayer_output(self.self_attn(x, cache, segment_ids), norms.attention_output)
+        hidden_states = self._sublayer_output(self.mixer(x, cache, segment_ids), norms.attention_output)
         if self.parallel:
             x = x if norms.mlp_input is None else self[norms.mlp_input](residual)
             return residual, hidden_states + self._sublayer_output(self.mlp(x), norms.mlp_output)
@@ -199,3 +215,8 @@ class FeedForward(nn.Module):
 def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
     """Return the function of gate and up: act(gate) · up."""
     return lambda gate, up: activation(gate) * up
+
+
+# By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
+MIXERS = {"attention": ("self_attn", Attention)}
+MLPS = {"mlp": FeedForward}

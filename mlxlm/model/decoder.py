@@ -202,16 +202,14 @@ class Decoder(nn.Module):
         Weights become views of fused ones. After weights have been replaced, call it again. `train` undoes it.
         """
         for layer in self.layers:
-            layer.self_attn.fuse()
-            layer.mlp.fuse()
+            layer.fuse()
             mx.clear_cache()  # MLX would keep the separate weights of all layers as freed buffers
 
     def train(self, mode: bool = True) -> Decoder:
         """Set training mode. Training replaces weights, so the fused ones are forgotten."""
         if mode:
             for layer in self.layers:
-                layer.self_attn.unfuse()
-                layer.mlp.unfuse()
+                layer.unfuse()
         return super().train(mode)
 
     def decode(self, tokens: mx.array, cache: Any) -> mx.array:

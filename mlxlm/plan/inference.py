@@ -10,6 +10,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import count_parameters, kv_cache_values
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
+from mlxlm.config.sublayers import MIXERS, MLPS
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
 from mlxlm.utils.errors import ConfigError
@@ -162,20 +163,16 @@ def _affine(serving: Serving, width: int) -> dict[str, Any] | None:
 
 def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (module, row width, parameters) of each matrix that can be quantized."""
-    parameters, hidden, layers = count_parameters(config), config.hidden_size, config.num_hidden_layers
+    parameters, hidden = count_parameters(config), config.hidden_size
     yield "model.embed_tokens", hidden, parameters["embedding"]
     if parameters["positions"]:
         yield "model.embed_positions", hidden, parameters["positions"]
     if parameters["head"]:
         yield "lm_head", hidden, parameters["head"]
-    heads, inner = config.num_attention_heads * config.head_dim, config.intermediate_size
-    attention = {"q": (hidden, "query"), "k": (hidden, "key"), "v": (hidden, "value"), "o": (heads, "output")}
-    feed_forward = {**({"gate": hidden} if config.mlp_gated else {}), "up": hidden, "down": inner}
-    for layer in range(layers):
-        for name, (width, part) in attention.items():
-            yield f"model.layers.{layer}.self_attn.{name}_proj", width, parameters[part] // layers
-        for name, width in feed_forward.items():
-            yield f"model.layers.{layer}.mlp.{name}_proj", width, hidden * inner
+    for layer in range(config.num_hidden_layers):
+        for sublayer in (MIXERS[config.mixer(layer)](config), MLPS[config.mlp(layer)](config)):
+            for matrix in sublayer.matrices:
+                yield f"model.layers.{layer}.{matrix.module}", matrix.inputs, matrix.parameters
 
 
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:

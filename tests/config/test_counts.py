@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import MATRICES, count_parameters, mean_attended_keys
+from mlxlm.config.model_config import count_parameters, matrix_parameters, mean_attended_keys
 from mlxlm.families import load_preset
 from mlxlm.utils.errors import ConfigError
 
@@ -66,7 +66,7 @@ def test_parameters_by_group_are_those_of_the_arrays(config):
 @given(configs(), st.integers(1, 9))
 def test_flops_are_those_of_the_products(config, context_length):
     """Each weight of a matrix once, and H·D·context numbers twice, 2 operations each."""
-    products = sum(count_parameters(config)[part] for part in MATRICES) + config.hidden_size * (config.vocab_size)
+    products = matrix_parameters(config) + config.hidden_size * (config.vocab_size)
     seen = min(context_length, config.sliding_window or context_length)
     scores = 2 * config.num_attention_heads * config.head_dim * seen * config.num_hidden_layers
     assert config.flops_per_token(context_length) == 2 * products + 2 * scores
