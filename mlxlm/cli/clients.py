@@ -60,6 +60,9 @@ class Client:
         return self.start(endpoint, file), {}
 
 
+_TIMEOUT_MS = 3_600_000  # a prompt may take longer to read than the defaults of clients, 5 to 15 minutes
+
+
 def to_json(settings: Any) -> str:
     """JSON as people write it."""
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
@@ -72,6 +75,7 @@ def _claude(endpoint: Endpoint) -> str:
     if endpoint.context_length:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(endpoint.context_length)
         variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(endpoint.context_length)
+    variables["API_TIMEOUT_MS"] = str(_TIMEOUT_MS)
     variables["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
     # Otherwise prompts begin with a hash of the first message: a new conversation would find no prefix in the cache.
     variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] = "0"
@@ -83,7 +87,7 @@ def _codex(endpoint: Endpoint) -> str:
     if endpoint.context_length:
         values["model_context_window"] = endpoint.context_length
     provider: dict[str, Any] = {"name": "mlxlm", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
-    provider["stream_idle_timeout_ms"] = 3_600_000  # a prompt may take longer to read than the default, 5 minutes
+    provider["stream_idle_timeout_ms"] = _TIMEOUT_MS
     if endpoint.key != "none":
         provider["env_key"] = "MLXLM_API_KEY"
     values |= {f"model_providers.mlxlm.{name}": value for name, value in provider.items()}
@@ -94,7 +98,8 @@ def _opencode(endpoint: Endpoint) -> str:
     model: dict[str, Any] = {"name": endpoint.model, "tool_call": True}
     if length := endpoint.context_length:
         model["limit"] = {"context": length, "output": min(length // 4, 8192)}
-    options = {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key}
+    options: dict[str, Any] = {"baseURL": f"{endpoint.url}/v1", "apiKey": endpoint.key}
+    options |= dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), _TIMEOUT_MS)
     provider: dict[str, Any] = {"npm": "@ai-sdk/openai-compatible", "name": "mlxlm", "options": options}
     provider["models"] = {endpoint.model: model}
     return to_json({"$schema": "https://opencode.ai/config.json", "provider": {"mlxlm": provider}})

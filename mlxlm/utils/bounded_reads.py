@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlxlm.utils.errors import MlxlmError, os_errors_as
+from mlxlm.utils.formatting import human_bytes
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def read_bytes(path: Path, max_bytes: int, error_type: type[MlxlmError]) -> byte
         data = file.read(max_bytes + 1) if size <= max_bytes else b""
     size = max(size, len(data))  # files in /proc have more than their size
     if size > max_bytes:
-        raise error_type(f"{path} has {size} bytes, the limit is {max_bytes}")
+        raise error_type(f"{path} has {human_bytes(size)}, the limit is {human_bytes(max_bytes)}")
     return data
 
 

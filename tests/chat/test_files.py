@@ -61,7 +61,7 @@ def test_paths_that_are_not_files(tmp_path, monkeypatch):
         tmp_path: "is a folder .try: one of its files: a.$",
         tmp_path / "x": "No such file",
         "/dev/zero": "not a regular file",
-        tmp_path / "a": "has 4 bytes, the limit is 3",
+        tmp_path / "a": "has 4 B, the limit is 3 B",
     }.items():
         with pytest.raises(FileError, match=problem):
             read_file(path)

@@ -14,10 +14,10 @@ def test_files_are_read_up_to_the_limit(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert read_bytes(path, 5, CheckpointError) == b"12345"
-    with pytest.raises(CheckpointError, match="x has 5 bytes, the limit is 4"):
+    with pytest.raises(CheckpointError, match="x has 5 B, the limit is 4 B"):
         read_bytes(path, 4, CheckpointError)
     if sys.platform == "linux":  # its size is 0
-        with pytest.raises(CheckpointError, match="the limit is 4"):
+        with pytest.raises(CheckpointError, match="the limit is 4 B"):
             read_bytes(Path("/proc/self/status"), 4, CheckpointError)
 
 

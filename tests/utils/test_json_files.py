@@ -15,7 +15,7 @@ def test_a_file_or_the_config_of_a_folder(tmp_path):
     assert read_json(tmp_path / "bom.json") == {}
     with pytest.raises(ConfigError, match="none.json does not exist"):
         read_json(tmp_path / "none.json")
-    with pytest.raises(CheckpointError, match="config.json has 34 bytes, the limit is 9"):
+    with pytest.raises(CheckpointError, match="config.json has 34 B, the limit is 9 B"):
         read_json_object(tmp_path / "config.json", 9, CheckpointError)
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "nan.json", float("nan"))
