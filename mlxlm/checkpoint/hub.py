@@ -20,13 +20,17 @@ from urllib.parse import unquote
 
 from mlxlm.backend import platform
 from mlxlm.checkpoint.catalog import HubSource
-from mlxlm.checkpoint.locations import has_all_safetensors, has_pytorch
+from mlxlm.checkpoint.locations import gguf_quantization, group_gguf, has_all_safetensors, has_pytorch
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.files import commit_file
 from mlxlm.utils.json_files import read_json_object, write_json
 
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@(?!.*\.\.)[\w./-]+)?", re.ASCII)
+_ID = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quantization>[A-Za-z0-9][\w-]*))?"
+    r"(@(?P<revision>(?!.*\.\.)[\w./-]+))?",
+    re.ASCII,
+)
 _ADDRESS = re.compile(  # of a page of a model, a branch or a file
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[^/?#]+/[^/?#]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?"
@@ -34,6 +38,7 @@ _ADDRESS = re.compile(  # of a page of a model, a branch or a file
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
+_DEFAULT_QUANTIZATION = "Q4_K_M"  # of GGUF files, as in llama.cpp and ollama
 _TIMEOUT = 5.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of large files, and their name in the cache
 _DIGESTS_FILE = "mlxlm.json"  # in the folder of a repository: {"revision": commit, "sha256": {file: digest}}
@@ -42,69 +47,122 @@ _LARGE = 64 << 20  # bytes; smaller files are always read, in a tenth of a secon
 
 
 def is_id(text: str) -> bool:
-    """Whether `text` has the form `owner/name` or `owner/name@revision`."""
+    """Whether `text` has the form `owner/name`, with `:QUANTIZATION` of a GGUF file and `@revision` or without."""
     return _ID.fullmatch(text) is not None
 
 
+def _split_id(id: str) -> tuple[str, str | None, str | None]:
+    """The repository, the quantization and the revision of an id."""
+    match = _ID.fullmatch(id)
+    assert match is not None
+    return match["repository"], match["quantization"], match["revision"]
+
+
 def without_address(text: str) -> str:
-    """The hub id in the address of a model's page at huggingface.co; any other text as it is.
+    """The hub id in the address of a model's page or GGUF file at huggingface.co; any other text as it is.
 
     Raises:
-        CheckpointError: It is the address of one file.
+        CheckpointError: It is the address of another file.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None:
         return text
-    if match["file"]:
-        hint = f"hf download {match['id']} {match['file']}, and the path that it prints"
-        raise CheckpointError(f"{text} is one file of a model", f"{match['id']}; for a .gguf file, {hint}")
-    revision = unquote(match["revision"] or "main")
-    return match["id"] if revision == "main" else f"{match['id']}@{revision}"
+    id, revision, file = match["id"], unquote(match["revision"] or "main"), match["file"]
+    if file and file.endswith(".gguf") and (quantization := gguf_quantization(Path(file))):
+        id, file = f"{id}:{quantization}", None
+    if file:
+        hint = f"hf download {id} {file}, and the path that it prints"
+        raise CheckpointError(f"{text} is one file of a model", f"{id}; for a .gguf file, {hint}")
+    return id if revision == "main" else f"{id}@{revision}"
 
 
 def download(id: str) -> Path:
     """Download a model into the hub's cache, unless it is there, and return its folder.
 
-    PyTorch files are only downloaded if there are no safetensors. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are respected.
+    PyTorch files are only downloaded if there are no safetensors, and a GGUF file if there are neither, or if the id
+    names its quantization: see `choose_gguf`. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN are respected.
 
     Raises:
         CheckpointError: The model can't be downloaded, with a hint.
     """
-    repository, _, branch = id.partition("@")
+    repository, quantization, branch = _split_id(id)
     is_local = not is_reachable()
     for patterns, is_complete in ((_SAFETENSORS, has_all_safetensors), (_PYTORCH, has_pytorch)):
-        folder = _snapshot(repository, branch or None, patterns, is_local)
-        if is_complete(folder):
-            return folder
-    raise CheckpointError(
-        f"{id} has no safetensors and no PyTorch weights",
-        "a network connection if the download is incomplete; hf download and the path of one file if it has GGUF files",
-    )
+        if quantization is None:
+            folder = _snapshot(repository, branch, patterns, is_local)
+            if is_complete(folder):
+                return folder
+    return _download_gguf(id, is_local)
 
 
-def download_bytes(repository: str) -> int | None:
+def _download_gguf(id: str, is_local: bool) -> Path:
+    """Download a GGUF file, or find it in the cache. Returns its path, the first one of a split model."""
+    import huggingface_hub
+
+    repository, _, branch = _split_id(id)
+    if is_local:
+        folder = _snapshot(repository, branch, [], is_local)
+        return folder / choose_gguf(id, [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")])[0]
+    with _hub_errors(repository, branch):
+        siblings = huggingface_hub.HfApi().model_info(repository, revision=branch).siblings or ()
+        paths = []
+        for file in choose_gguf(id, [sibling.rfilename for sibling in siblings]):
+            download_blob(repository, file, branch, platform.cached_repository(repository) / "blobs")
+            paths.append(Path(huggingface_hub.hf_hub_download(repository, file, revision=branch)))
+        return paths[0]
+
+
+def choose_gguf(id: str, names: list[str]) -> list[str]:
+    """Choose a GGUF model among the files of a repository: its file, or the parts of a split model.
+
+    It has the quantization in its name that the id says; if the id says none, it is the only one, or Q4_K_M.
+
+    Raises:
+        CheckpointError: No model fits, or several do.
+    """
+    repository, quantization, revision = _split_id(id)
+    models = group_gguf([Path(name) for name in names if name.endswith(".gguf")])
+    if not models:
+        problem = f"{id} has no safetensors, no PyTorch weights and no GGUF file"
+        raise CheckpointError(problem, "a network connection if the download is incomplete")
+    wanted = quantization or (_DEFAULT_QUANTIZATION if len(models) > 1 else None)
+    chosen = [files for files in models if wanted is None or (gguf_quantization(files[0]) or "") == wanted.upper()]
+    if len(chosen) == 1:
+        return list(map(str, chosen[0]))
+    suffix = f"@{revision}" if revision else ""
+    found = sorted({kind for files in models if (kind := gguf_quantization(files[0])) is not None})
+    hint = ", ".join(f"{repository}:{kind}{suffix}" for kind in found) or "hf download, and the path of one file"
+    problem = f"{len(chosen)} GGUF models" if chosen else "no GGUF model"
+    raise CheckpointError(f"{repository} has {problem} with {wanted} in the name", hint)
+
+
+def download_bytes(id: str) -> int | None:
     """Bytes of the files that `download` downloads; None if the hub can't be reached.
 
     Raises:
         CheckpointError: There is no such model, or it is gated.
     """
+    repository, quantization, branch = _split_id(id)
     if not is_reachable():
         return None
     import huggingface_hub
 
-    with _hub_errors(repository, None):
-        files = huggingface_hub.HfApi().model_info(repository, files_metadata=True).siblings or ()
+    with _hub_errors(repository, branch):
+        info = huggingface_hub.HfApi().model_info(repository, revision=branch, files_metadata=True)
+    files = info.siblings or ()
     names = [file.rfilename for file in files]
-    patterns = _SAFETENSORS if fnmatch.filter(names, _SAFETENSORS[-1]) else _PYTORCH
+    patterns = next((p for p in (_SAFETENSORS, _PYTORCH) if fnmatch.filter(names, p[-1])), None)
+    if quantization or patterns is None:
+        patterns = choose_gguf(id, names)
     return sum(file.size or 0 for file in files if any(fnmatch.fnmatch(file.rfilename, part) for part in patterns))
 
 
 def download_config(id: str) -> Path:
     """Download a model's config.json only and return its path. Raises CheckpointError as `download` does."""
-    repository, _, branch = id.partition("@")
-    folder = _snapshot(repository, branch or None, ["config.json"], not is_reachable())
+    repository, _, branch = _split_id(id)
+    folder = _snapshot(repository, branch, ["config.json"], not is_reachable())
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{id} has no config.json", "hf download and the path of one file if it has GGUF files")
+        raise CheckpointError(f"{id} has no config.json", f"mlxlm models pull {id}, if it has GGUF files")
     return folder / "config.json"
 
 
@@ -178,10 +236,10 @@ def _no_progress_bars() -> Iterator[None]:
         utils.enable_progress_bars()
 
 
-def cached_bytes(repository: str) -> int:
+def cached_bytes(id: str) -> int:
     """Bytes of a repository in the hub's cache, those of an interrupted download among them."""
     size = 0
-    for file in platform.cached_repository(repository).glob("blobs/*"):
+    for file in platform.cached_repository(_split_id(id)[0]).glob("blobs/*"):
         with suppress(OSError):  # renamed meanwhile
             size += file.stat().st_size
     return size

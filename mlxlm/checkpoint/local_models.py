@@ -14,7 +14,7 @@ from pathlib import Path
 from mlxlm.backend import platform
 from mlxlm.checkpoint import hub
 from mlxlm.checkpoint.catalog import CatalogEntry, HubSource, bundled_models, catalog
-from mlxlm.checkpoint.locations import GGUF_PART, gguf_models, has_all_safetensors
+from mlxlm.checkpoint.locations import GGUF_PART, gguf_models, gguf_quantization, has_all_safetensors
 from mlxlm.utils.digests import file_sha256
 from mlxlm.utils.errors import CheckpointError, os_errors_as
 from mlxlm.utils.json_files import read_json_object
@@ -211,7 +211,14 @@ def _models_in(folder: Path, name: str, location: str, id: str, one_name: bool =
         part = GGUF_PART.fullmatch(files[0].name)
         stem = part[1] if part else files[0].stem
         file_id = stem if not one_name else id if len(models) == 1 else f"{id}/{stem}"
-        yield LocalModel(str(files[0]), files[0], sum(map(folder_size, files)), location, file_id)
+        quantization = gguf_quantization(files[0]) if location == HUB else None
+        yield LocalModel(
+            f"{id}:{quantization}" if quantization else str(files[0]),
+            files[0],
+            sum(map(folder_size, files)),
+            location,
+            file_id,
+        )
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -256,6 +263,9 @@ def find_removable(name: str) -> LocalModel:
 
 def _hub_removal(id: str) -> LocalModel:
     """A whole repository in Hugging Face's cache, or what an interrupted download left of it."""
+    if hub.is_id(id) and ":" in id:
+        hint = f"mlxlm models rm {id.partition(':')[0]}, which removes all files"
+        raise CheckpointError(f"{id} is a file of a repository", hint)
     folder = platform.cached_repository(id)
     if not hub.is_id(id) or not folder.is_dir():
         raise CheckpointError(f"{id} isn't in Hugging Face's cache", "mlxlm models, which shows where models are")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from mlxlm.utils.json_files import read_json_object
 RUN_FILE = "train.json"
 MODEL_FILE = "model.safetensors"  # of a model folder or a checkpoint; in a run, that of its best checkpoint
 GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # name of a part of a split model
+_GGUF_QUANTIZATION = re.compile(r"(?<![A-Z0-9])(?:(?:UD-)?[IT]?Q\d\w*|B?F16|F32|MXFP4\w*)(?=[.-])")
 FOLDER_FORMATS = ("safetensors", "pytorch")  # of weights with config.json and the tokenizer's files next to them
 SAFETENSORS_INDEX, PYTORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 MAX_INDEX = 24_000_000  # bytes of an index
@@ -89,13 +90,24 @@ def has_all_safetensors(folder: Path) -> bool:
 
 
 def gguf_models(folder: Path) -> list[list[Path]]:
-    """The GGUF models in a folder, each as its file or the parts of a split model, without image encoders (mmproj)."""
+    """The GGUF models in a folder, see `group_gguf`."""
+    return group_gguf(file for file in folder.glob("*.gguf") if file.is_file())
+
+
+def group_gguf(files: Iterable[Path]) -> list[list[Path]]:
+    """The GGUF models among files, each as its file or the parts of a split model, without image encoders (mmproj)."""
     models: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("*.gguf")):
-        if file.is_file() and not is_image_encoder(file):
-            part = GGUF_PART.fullmatch(file.name)
-            models.setdefault(f"{part[1]} {part[3]}" if part else file.name, []).append(file)
+    for file in sorted(files):
+        if not is_image_encoder(file):
+            part = GGUF_PART.fullmatch(str(file))
+            models.setdefault(f"{part[1]} {part[3]}" if part else str(file), []).append(file)
     return list(models.values())
+
+
+def gguf_quantization(file: Path) -> str | None:
+    """The quantization that a GGUF file has in its name, such as Q4_K_M; None without one."""
+    found = _GGUF_QUANTIZATION.findall(file.name.upper())
+    return found[-1] if found else None
 
 
 def is_image_encoder(file: Path) -> bool:

@@ -25,6 +25,8 @@ def test_is_id():
         ("https://huggingface.co/owner/name/tree/main?library=mlx#files", "owner/name"),
         ("http://www.huggingface.co/owner/name/", "owner/name"),
         ("hf.co/owner/na.me-1/tree/refs%2Fpr%2F3", "owner/na.me-1@refs/pr/3"),
+        ("hf.co/owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("https://huggingface.co/owner/name/blob/main/a/name-q8_0.gguf", "owner/name:Q8_0"),
         ("https://example.com/owner/name", "https://example.com/owner/name"),
         ("huggingface.co/owner", "huggingface.co/owner"),
         ("owner/name@main", "owner/name@main"),
@@ -69,7 +71,7 @@ def test_model_in_the_cache(cached, model_dir):
     with pytest.raises(CheckpointError, match="neither a path nor in the cache.*downloads allowed"):
         open_checkpoint("owner/other")
     (cached / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="owner/name has no safetensors and no PyTorch weights"):
+    with pytest.raises(CheckpointError, match="owner/name has no safetensors, no PyTorch weights"):
         open_checkpoint("owner/name")
 
 

@@ -74,6 +74,33 @@ def test_the_hub_serves_another_file(home, hub):
         assert "is another file: its SHA-256 is wrong" in error
 
 
+def test_pull_a_gguf_file_by_its_quantization(home, hub, tmp_path):
+    files = {f"tiny-{kind}.gguf": kind.encode() * 9 for kind in ("Q4_K_M", "Q8_0", "UD-Q2_K_XL")}
+    files |= {
+        "part/tiny-BF16-00001-of-00002.gguf": b"1",
+        "part/tiny-BF16-00002-of-00002.gguf": b"2",
+        "mmproj-F16.gguf": b"",
+    }
+    home["HF_ENDPOINT"] = hub(files).endpoint
+    assert "no GGUF model with q5_k" in error_of(run_command("models", "pull", "o/n:q5_k", env=home))
+    names = {
+        "o/n": "Q4_K_M",
+        "hf.co/o/n:q8_0": "Q8_0",
+        "o/n:UD-Q2_K_XL": "UD-Q2_K_XL",
+        "o/n:bf16": "BF16-00001-of-00002",
+    }
+    for is_offline in ("0", "1"):
+        home["HF_HUB_OFFLINE"] = is_offline
+        for name, file in names.items():
+            assert run_command("models", "pull", name, env=home).stdout.strip().endswith(f"/tiny-{file}.gguf")
+    assert {"tiny-BF16-00002-of-00002.gguf"} < set(files_below(tmp_path)) and "mmproj-F16.gguf" not in files_below(
+        tmp_path
+    )
+    listed = json.loads(run_command("models", "--json", env=home).stdout)["others"]
+    assert {"o/n:Q4_K_M", "o/n:Q8_0", "o/n:UD-Q2_K_XL"} <= {model["name"] for model in listed}
+    assert "which removes all files" in error_of(run_command("models", "rm", "o/n:Q8_0", "--yes", env=home))
+
+
 def test_pull_use_offline_and_remove(home, hub, model, tmp_path):
     home["HF_ENDPOINT"] = hub({file.name: file.read_bytes() for file in model.iterdir()}).endpoint
     pulled = run_command("models", "pull", FOLDER_NAME, env=home)
