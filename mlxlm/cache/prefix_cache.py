@@ -152,7 +152,7 @@ class PrefixCache:
         ids = array("i", ids)
         found, path, source = self._find(ids, group)
         if found < len(ids):
-            sizes = [(cache.row(0) if isinstance(cache, KVCache) else cache).nbytes for cache in caches]
+            sizes = [(cache.row(0) if hasattr(cache, "row") else cache).nbytes for cache in caches]
             nbytes = sum(sizes, ids.itemsize * len(ids))
             missing = nbytes * (len(ids) - self._walk(ids, group)[1]) // len(ids)
             if running and self.nbytes + missing > self.max_bytes:
@@ -261,7 +261,7 @@ class PrefixCache:
                         node.pieces.pop(layer, None)
             else:
                 snapshot = source.snapshots[layer]
-                caches[layer] = snapshot.copy() if isinstance(snapshot, KVCache) else deepcopy(snapshot)
+                caches[layer] = snapshot.copy() if hasattr(snapshot, "copy") else deepcopy(snapshot)
                 if source.end > n:
                     caches[layer].trim(source.end - n)
         mx.eval([cache.state for cache in caches])
@@ -437,7 +437,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _copy(cache: Any) -> Any:
-    return cache.compact_copy() if isinstance(cache, KVCache) else deepcopy(cache)
+    return cache.compact_copy() if hasattr(cache, "compact_copy") else deepcopy(cache)
 
 
 def _num_trimmable(cache: Any, length: int) -> int:

@@ -16,7 +16,7 @@ from mlxlm.backend.error_text import device_error
 from mlxlm.cache import KVOptions, PrefixCache, PrefixCacheFolder, make_cache
 from mlxlm.config.numbers import is_int_at_least
 from mlxlm.generation import device_thread
-from mlxlm.generation.context import UNLIMITED, Context, cache_identity
+from mlxlm.generation.context import Context, cache_identity
 from mlxlm.generation.kv_memory import KVMemory, StepMemory, default_max_kv_bytes
 from mlxlm.generation.loaded_model import LoadedModel, eval_weights
 from mlxlm.generation.prefill import Prefill
@@ -155,7 +155,7 @@ class Engine:
         self._eval_weights()
         memory, length = self._memory, len(request.prompt)
         limit = memory.max_tokens(memory.max_bytes_alone)
-        text = Text(self.lm, request, self.kv, limit if self.lm.supports_batching else UNLIMITED)
+        text = Text(self.lm, request, self.kv, limit)
         if length >= limit:
             problem = f"the prompt is too long: {length} tokens, and memory has room for {max(0, limit - 1)}"
             raise PromptTooLongError(problem, "a larger `max_memory`, or `key_bits=8`", is_operator_hint=True)

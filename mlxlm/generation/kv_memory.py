@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.cache import PREFILL_STEP_SIZE, KVOptions
+from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions, make_cache
 from mlxlm.cache.kv_cache import RotationPolicy, round_length
+from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import kv_cache_values, layer_activations
 from mlxlm.generation.loaded_model import LoadedModel
@@ -21,8 +23,8 @@ _SCORE_SHARE = 0.15
 _LOGIT_COPIES = 3  # of the logits of a batch: probabilities, and what filters sort
 _MIN_BYTES = 256 << 20
 _HEADROOM = 64  # tokens for which a text needs room to begin with; more than a step adds
-# Of models that mlx_lm runs, as for 8B parameters with grouped-query attention: keys and values, and activations.
-_UNKNOWN_BYTES_PER_TOKEN, _UNKNOWN_ACTIVATION_BYTES = 1 << 17, 1 << 18
+_MLX_LM_STEP = 256  # positions by which mlx_lm's own caches grow
+_UNKNOWN_ACTIVATION_BYTES = 1 << 18  # of models that mlx_lm runs, as for 8B parameters with grouped-query attention
 
 
 def default_max_kv_bytes(lm: LoadedModel) -> int:
@@ -106,15 +108,19 @@ class KVMemory:
         self._config, self._kv, self.max_bytes, self.max_bytes_alone = lm.config, kv, max_bytes, max_bytes
         self.weight_bytes = lm.weight_bytes
         self._itemsize = _itemsize(lm)
+        self._max_tokens: dict[int, int] = {}
+        if not isinstance(lm.config, ModelConfig):
+            self._layers, self._state_bytes = _measure_caches(lm.model, kv)
 
     def bytes_for(self, num_tokens: int, num_rows: int = 1) -> int:
         """Bytes of `num_rows` texts, the longest of which has `num_tokens` tokens."""
         tokens = num_tokens
+        if not isinstance(self._config, ModelConfig):
+            sizes = (per_token * min(tokens, limit or tokens) for per_token, limit in self._layers)
+            return num_rows * (self._state_bytes + sum(sizes))
         if self._kv.size is not None:
             policy = RotationPolicy(self._kv.size, self._kv.keep)
             tokens = min(tokens, policy.num_retained + policy.extra_capacity + policy.keep)
-        if not isinstance(self._config, ModelConfig):
-            return num_rows * tokens * _UNKNOWN_BYTES_PER_TOKEN
         values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
         sides = (values * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16)
                  for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
@@ -126,11 +132,34 @@ class KVMemory:
 
     def max_tokens(self, max_bytes: int) -> int:
         """How many tokens a text may have."""
-        low, high = 0, 1 << 32
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.reserved_bytes(middle) <= max_bytes else (low, middle - 1)
-        return low
+        if max_bytes not in self._max_tokens:  # of the last limits: it is asked for each request
+            low, high = 0, 1 << 32
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.reserved_bytes(middle) <= max_bytes else (low, middle - 1)
+            self._max_tokens = {max_bytes: low}
+        return self._max_tokens[max_bytes]
+
+
+def _measure_caches(model: Any, kv: KVOptions) -> tuple[list[tuple[int, int | None]], int]:
+    """Bytes per token and most tokens of each cache with keys and values, and bytes of recurrent states.
+
+    They follow from the shapes of what the model gives for a token, which isn't computed.
+    """
+    caches = make_cache(model, kv)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    layers: list[tuple[int, int | None]] = []
+    state_bytes = 0
+    for cache in caches:
+        if isinstance(cache, RecurrentCache):
+            state_bytes += (1 + MAX_UNDO) * cache.nbytes
+        elif isinstance(cache, KVCache):
+            bound = cache.rotation or cache.window
+            limit = None if bound is None else bound.num_retained + bound.extra_capacity
+            layers.append((cache.nbytes // cache.capacity, limit))
+        else:
+            layers.append((cache.nbytes // _MLX_LM_STEP, None))
+    return layers, state_bytes
 
 
 def _itemsize(lm: LoadedModel) -> int:

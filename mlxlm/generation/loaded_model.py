@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from mlxlm import checkpoint, tokenizer
 from mlxlm.backend import device
 from mlxlm.backend.mlx import eval_arrays, mx, nn, tree_flatten, tree_unflatten
+from mlxlm.cache.mlx_lm_caches import can_batch
 from mlxlm.checkpoint.download import find_catalog_entry
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
@@ -140,9 +142,11 @@ class LoadedModel:
         """Bytes of the weights."""
         return sum(array.nbytes for array in self.weights)
 
-    @property
+    @cached_property
     def supports_batching(self) -> bool:
         """Whether several texts can be decoded together; otherwise one after another."""
+        if isinstance(self.config, MlxLmConfig):
+            return can_batch(self.model)
         return getattr(self.model, "supports_batching", False)
 
 

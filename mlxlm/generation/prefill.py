@@ -19,6 +19,8 @@ from mlxlm.generation.loaded_model import LoadedModel
 from mlxlm.generation.text import Text
 
 MAX_BATCH_TOKENS = 2048  # tokens of all rows in one forward pass: more isn't faster, and takes more memory
+# Caches that can't be cut anywhere are kept after each of this many tokens of a prompt, where a later one may leave it.
+SNAPSHOT_INTERVAL = 2048
 MIN_SHARED_PREFIX = 16  # tokens: copying a cache costs about as much as reading this many
 
 MIN_CHUNK_TOKENS = 32  # rows of a tile of MLX's quantized products; with fewer, reading the weights takes longer
@@ -57,8 +59,10 @@ class Prefill:
         self._is_busy, self._weight_bytes = is_busy, lm.weight_bytes
         self.max_tokens = self.default_max_tokens(lm)
         self.max_score_bytes: int | None = None
+        context = Context(lm.model, kv)
         # Caches that drop tokens can't be cut at the end of the prompt any more when the text ends.
-        self._is_kept_at_end = not Context(lm.model, kv).drops_tokens
+        self._is_kept_at_end = not context.drops_tokens
+        self._can_pad = all(hasattr(cache, "set_left_padding") for cache in context.caches)  # not recurrent layers
 
     @staticmethod
     def default_max_tokens(lm: LoadedModel) -> int:
@@ -109,10 +113,11 @@ class Prefill:
         context.set(self._prefix_cache.restore(ids, n, group, running=self._is_kept_at_end), ids[:n])
         context.long_factors = group
         row.set_num_cached(n)
-        if snapshot_at is not None and context.drops_tokens and len(context) < snapshot_at < len(ids):
-            yield from self._read_chunks(context, ids[len(context) : snapshot_at], row, isolated)
-            self._prefix_cache.insert(context.ids, context.caches, group)
-            yield None
+        for stop in sorted({snapshot_at or 0, *range(0, len(ids), SNAPSHOT_INTERVAL)}):
+            if context.drops_tokens and len(context) < stop < len(ids):
+                yield from self._read_chunks(context, ids[len(context) : stop], row, isolated)
+                self._prefix_cache.insert(context.ids, context.caches, group)
+                yield None
         yield from self._read_chunks(context, ids[len(context) :], row, isolated)
         if ids:
             self._insert(ids, context.caches, group)
@@ -205,7 +210,7 @@ class Prefill:
         max_size = self._kv.size
         too_long = max_size is not None and max(map(len, prompts)) > max_size
         padding = [length - (len(ids) - n) for ids, n in zip(prompts, reused, strict=True)]
-        if len(prompts) == 1 or too_long or min(padding) < 0:
+        if len(prompts) == 1 or not self._can_pad or too_long or min(padding) < 0:
             rows = []
             for ids in prompts:
                 context = self._restore(ids, cached[ids])

@@ -199,8 +199,6 @@ class Scheduler:
         The prefix cache is limited to the remaining memory.
         """
         while not self._fits():
-            if not self._lm.supports_batching:  # `KVMemory` only guesses the bytes
-                break
             isolated = [row for row in self._batches.rows if self._is_isolated(row)]
             others = [row for row in self._batches.rows if not self._is_isolated(row)]
             if others and len(self._running()) > 1:
@@ -225,8 +223,6 @@ class Scheduler:
 
     def _free_bytes(self, more: Sequence[Text] = ()) -> int:
         """Bytes that the running texts and `more` leave."""
-        if not self._lm.supports_batching and not more:
-            return self._memory.max_bytes - self._batches.nbytes
         groups = [more, *([row for row in reading.rows if not row.finished] for reading in self._reading)]
         # Prompts that are read together may be padded to the longest.
         needed = sum(self._memory.reserved_bytes(max(map(len, rows)), len(rows)) for rows in groups if rows)

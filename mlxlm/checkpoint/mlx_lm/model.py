@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,7 +272,22 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
     """
 
     class PatchedModel(model_class):
-        """mlx_lm's model with another `sanitize`."""
+        """mlx_lm's model with another `sanitize`, and with the caches of `mlxlm.cache.mlx_lm_caches`."""
+
+        def __init__(self, args: Any):
+            super().__init__(args)
+            own = self.make_cache() if hasattr(self, "make_cache") else ()
+            self._cache_counts = [len(cache.caches) if hasattr(cache, "caches") else 0 for cache in own]
+
+        def __call__(self, inputs: mx.array, cache: Any = None, **options: Any) -> Any:
+            """Compute the logits. The caches of a layer that has several are given one after another."""
+            for layer_cache in cache or ():
+                if hasattr(layer_cache, "begin_update"):
+                    layer_cache.begin_update(inputs.shape[1])
+            if cache and any(self._cache_counts):
+                rest = iter(cache)
+                cache = [tuple(islice(rest, count)) if count else next(rest) for count in self._cache_counts]
+            return super().__call__(inputs, cache=cache, **options)
 
         def sanitize(self, weights: Weights) -> Weights:
             """Rename and reshape tensors before mlx_lm's own `sanitize`."""

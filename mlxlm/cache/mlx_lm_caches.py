@@ -1,0 +1,152 @@
+"""Caches for models of mlx_lm's classes: ours, with what these models ask of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.cache.kv_cache import KVCache, RotationPolicy, SlidingWindow
+from mlxlm.cache.options import KVOptions
+from mlxlm.cache.recurrent_cache import RecurrentCache
+from mlxlm.kernels import QuantizedKV
+from mlxlm.kernels.mask import causal_mask, relative_positions
+from mlxlm.utils.errors import GenerationError
+
+
+class MlxLmKVCache(KVCache):
+    """Keys and values as arrays, dequantized if they are quantized."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys and values `[B, H_kv, T, D]`; return the visible ones."""
+        keys, values = super().update_and_fetch(keys, values)
+        return _dequantized(keys), _dequantized(values)
+
+    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
+        """Make the attention mask for `n` new positions per row.
+
+        Returns:
+            None, "causal", or a bool array `[n, S]`, with padded rows `[B, 1, n, S]`.
+        """
+        starts, before = self._starts or [0], self._end
+        if self.rotation is not None:  # rows that would become too long drop tokens first
+            size, step = self.rotation.size, self.rotation.step
+            starts = [start + step if before - start + n > size else start for start in starts]
+        first = min(before, *starts)
+        if self.window is not None:
+            window_size = window_size or self.window.size
+            first = max(first, before - self.window.num_visible)
+        length = before + n - first
+        if window_size is not None and length <= window_size:
+            window_size = None
+        if max(starts) <= first and window_size is None and (n == 1 or not return_array):
+            return None if n == 1 else "causal"
+        rows = None if max(starts) <= first else mx.array([max(0, start - first) for start in starts])
+        return causal_mask(relative_positions(n, length), window_size, rows)
+
+
+class _QuantizedMlxLmKVCache(MlxLmKVCache):
+    """Keys and values of the same bits, in the form that mlx_lm's attention multiplies quantized."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys and values `[B, H_kv, T, D]`; return the packed values, scales and biases of the visible ones."""
+        keys, values = KVCache.update_and_fetch(self, keys, values)
+        return keys.arrays, values.arrays
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of keys and of values."""
+        return self.key_bits
+
+    @property
+    def group_size(self) -> int:
+        """Values that share a scale."""
+        assert (quantization := self.buffers[0].quantization) is not None
+        return quantization[1]
+
+
+def make_caches(model: nn.Module, options: KVOptions) -> list[Any]:
+    """Make the caches of a model: one per layer, or those of its `make_cache`, one after another.
+
+    Raises:
+        GenerationError: The model has caches of other types than mlx_lm's KVCache, RotatingKVCache, ArraysCache and
+            CacheList, and `options` are not the defaults.
+    """
+    quantized = options.key_bits is not None and options.key_bits == options.value_bits
+    caches = _translated(model, options, MlxLmKVCache)
+    if None not in caches:
+        if quantized and _multiplies_quantized(model, options):
+            caches = _translated(model, options, _QuantizedMlxLmKVCache)
+        return caches
+    if options != KVOptions():
+        raise GenerationError(
+            "this architecture has its own cache type, which supports no size and no quantization",
+            "no `size` and no `key_bits`",
+            is_operator_hint=True,
+        )
+    return model.make_cache()
+
+
+def _translated(model: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> list[Any]:
+    own = _flat(model.make_cache()) if hasattr(model, "make_cache") else [None] * len(model.layers)
+    return [_translate(cache, options, cache_type) for cache in own]
+
+
+def can_batch(model: Any) -> bool:
+    """Whether rows of different lengths can share a batch, without computing anything.
+
+    Not with caches of other types (Llama 4's chunks), nor if a model needs its position as a Python number.
+    """
+    try:
+        rows = []
+        for count in (2, 1):
+            rows.append(make_caches(model, KVOptions()))
+            model(mx.zeros((1, count), mx.int32), cache=rows[-1])
+        merged = [type(one).merge([one, other]) for one, other in zip(*rows, strict=True)]
+        model(mx.zeros((2, 1), mx.int32), cache=merged)
+    except Exception:  # whatever its code raises
+        return False
+    return all(isinstance(cache, KVCache | RecurrentCache) for cache in rows[0])
+
+
+def _flat(caches: Iterable[Any]) -> Iterable[Any]:
+    for cache in caches:
+        if type(cache).__name__ == "CacheList":
+            yield from _flat(cache.caches)
+        else:
+            yield cache
+
+
+def _translate(cache: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -> Any:
+    """Our cache for one of mlx_lm's, or for None, a layer of a model without `make_cache`; None for other types."""
+    kind = "KVCache" if cache is None else type(cache).__name__
+    if kind == "ArraysCache":
+        return RecurrentCache(len(cache.cache))
+    if kind not in ("KVCache", "RotatingKVCache") or getattr(cache, "keep", False):
+        return None
+    window = cache.max_size if kind == "RotatingKVCache" else None
+    rotates = options.size is not None and (window is None or options.size <= window)
+    return cache_type(
+        rotation=RotationPolicy(options.size, options.keep) if rotates and options.size is not None else None,
+        window=None if window is None or rotates else SlidingWindow.of(window),
+        key_bits=options.key_bits,
+        value_bits=options.value_bits,
+    )
+
+
+def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
+    """Whether a model's attention takes quantized keys and values, without computing anything."""
+    if (known := getattr(model, "_multiplies_quantized", None)) is None:
+        caches = _translated(model, options, _QuantizedMlxLmKVCache)
+        try:
+            for count in (2, 1):
+                model(mx.zeros((1, count), mx.int32), cache=caches)
+            known = True
+        except Exception:  # whatever its code raises for tuples instead of arrays, or for attention sinks
+            known = False
+        model._multiplies_quantized = known
+    return known
+
+
+def _dequantized(x: mx.array | QuantizedKV) -> mx.array:
+    return x.dequantized() if isinstance(x, QuantizedKV) else x
