@@ -22,6 +22,7 @@ class RecurrentCache:
         size: Number of arrays.
 
     Attributes:
+        rows: Batch size B.
         lengths: What mlx_lm's models ask for: no row is padded on the right.
         left_padding: The same on the left.
     """
@@ -29,6 +30,7 @@ class RecurrentCache:
     lengths = left_padding = None
 
     def __init__(self, size: int) -> None:
+        self.rows = 1
         self._arrays: list[mx.array | None] = [None] * size
         # For each of the last updates the tokens that it read of each row, 0 if unknown, and the state before it.
         self._undo: list[tuple[list[int], list[mx.array | None]]] = []
@@ -38,11 +40,6 @@ class RecurrentCache:
 
     def __setitem__(self, index: int, value: mx.array | None) -> None:
         self._arrays[index] = value
-
-    @property
-    def rows(self) -> int:
-        """Batch size B; 1 before the first token."""
-        return next((array.shape[0] for array in self._arrays if array is not None), 1)
 
     @property
     def state(self) -> list[mx.array]:
@@ -59,9 +56,10 @@ class RecurrentCache:
         """Return False: the cache can't be cut at any token, as those of mlx_lm that say True."""
         return False
 
-    def begin_update(self, count: int) -> None:
+    def begin_update(self, rows: int, count: int) -> None:
         """Remember the state before `count` tokens of each row are read."""
-        self._undo = [*self._undo[1 - MAX_UNDO :], ([count] * self.rows, list(self._arrays))]
+        self.rows = rows
+        self._undo = [*self._undo[1 - MAX_UNDO :], ([count] * rows, list(self._arrays))]
 
     def advance(self, count: int) -> None:
         """Do nothing: mlx_lm's models call it after an update."""
@@ -93,7 +91,7 @@ class RecurrentCache:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-        index = mx.array(rows)
+        index, self.rows = mx.array(rows), len(rows)
         self._arrays = _take(self._arrays, index)
         self._undo = [([counts[row] for row in rows], _take(arrays, index)) for counts, arrays in self._undo]
 
@@ -107,6 +105,7 @@ class RecurrentCache:
     def merge(cls, caches: Sequence[RecurrentCache]) -> RecurrentCache:
         """Stack the rows of several caches."""
         merged = cls(len(caches[0]._arrays))
+        merged.rows = sum(cache.rows for cache in caches)
         merged._arrays = _stack([(cache._arrays, cache.rows) for cache in caches])
         for depth in range(max(len(cache._undo) for cache in caches), 0, -1):
             parts = [

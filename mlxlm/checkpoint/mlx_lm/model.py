@@ -283,7 +283,7 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
             """Compute the logits. The caches of a layer that has several are given one after another."""
             for layer_cache in cache or ():
                 if hasattr(layer_cache, "begin_update"):
-                    layer_cache.begin_update(inputs.shape[1])
+                    layer_cache.begin_update(*inputs.shape[:2])
             if cache and any(self._cache_counts):
                 rest = iter(cache)
                 cache = [tuple(islice(rest, count)) if count else next(rest) for count in self._cache_counts]
