@@ -10,13 +10,12 @@ from mlxlm.config import ModelConfig
 
 
 def norm(x, weights, name, c):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019), by whether there is a bias."""
-    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    if bias is not None:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019); those of queries and keys are RMSNorms."""
+    weight, bias = weights.get(f"{name}.weight", 1), weights.get(f"{name}.bias", 0)
+    if c.norm != "rms" and not name.endswith(("q_norm", "k_norm")):
         x = x - x.mean(-1, keepdims=True)
         return x / np.sqrt(x.var(-1, keepdims=True) + c.rms_norm_eps) * weight + bias
-    offset = c.norm_unit_offset and "_norm" not in name.rpartition(".")[2]  # those of queries and keys have none
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (weight + offset)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (weight + c.norm_unit_offset)
 
 
 def linear(x, weights, name):
@@ -24,8 +23,10 @@ def linear(x, weights, name):
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
-def frequencies(c, length):
+def frequencies(c, length, layer):
     """Radians per position of each pair of dimensions, and the factor of rotated queries and keys."""
+    if c.rope_local_base_freq and c.window(layer):
+        return c.rope_local_base_freq ** (-2.0 * np.arange(c.rotary_dims // 2) / c.rotary_dims), 1.0
     dims, scaling, longest = c.rotary_dims, c.rope_scaling or {"rope_type": "default"}, c.max_position_embeddings
     pairs, base, kind = np.arange(dims // 2), c.rope_theta, scaling["rope_type"]
     factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
@@ -55,9 +56,9 @@ def frequencies(c, length):
     return plain, 1.0
 
 
-def rotated(x, positions, c, length):
+def rotated(x, positions, c, length, layer):
     """x `[B, H, T, D]`: pair i is a complex number of dimensions i and i + dims / 2 (Su et al. 2021)."""
-    turn, size = frequencies(c, length)
+    turn, size = frequencies(c, length, layer)
     half, dims = c.rotary_dims // 2, c.rotary_dims
     z = (x[..., :half] + 1j * x[..., half:dims]) * size * np.exp(1j * positions[:, None, :, None] * turn)
     return np.concatenate([z.real, z.imag, x[..., dims:]], axis=-1)
@@ -80,8 +81,8 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
     if c.qk_norm == "head":
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
-    if c.positions == "rope":
-        q, k = rotated(q, positions, c, T), rotated(k, positions, c, T)
+    if c.positions == "rope" and (c.rope_layers is None or c.rope_layers[layer]):
+        q, k = rotated(q, positions, c, T, layer), rotated(k, positions, c, T, layer)
     out = np.zeros((B, H, T, D))
     scale = 1 / math.sqrt(c.query_pre_attn_scalar or D)
     back = np.arange(T)[:, None] - np.arange(T)  # how far a key is behind its row
@@ -103,8 +104,8 @@ def activation(x, name):
     if name in ("silu", "sigmoid"):
         sigmoid = 1 / (1 + np.exp(-x))
         return x * sigmoid if name == "silu" else sigmoid
-    if name == "relu":
-        return np.maximum(x, 0)
+    if name in ("relu", "relu2"):
+        return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
     if name == "gelu":
         return x * np.vectorize(lambda z: 0.5 * (1 + math.erf(z / math.sqrt(2))))(x)
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -137,7 +138,7 @@ def decoder(weights, c, tokens, segment_ids=None):
         x = x + np.array([[sinusoids(p + c.position_offset, c.hidden_size) for p in row] for row in own])
     if c.embedding_norm:
         x = norm(x, weights, "model.embed_layernorm", c)
-    whole = np.broadcast_to(np.arange(T), (B, T))
+    whole, m = np.broadcast_to(np.arange(T), (B, T)), c.residual_multiplier
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
 
@@ -152,22 +153,24 @@ def decoder(weights, c, tokens, segment_ids=None):
 
         if c.parallel_residual:
             first = normed(x, "input")
-            x = x + attend(first) + feed(first if c.shared_norm else normed(x, "post_attention"))
+            x = x + m * (attend(first) + feed(first if c.shared_norm else normed(x, "post_attention")))
         elif c.norm_placement == "pre":
-            x = x + attend(normed(x, "input"))
-            x = x + feed(normed(x, "post_attention"))
+            x = x + m * attend(normed(x, "input"))
+            x = x + m * feed(normed(x, "post_attention"))
         elif c.norm_placement == "post":
-            x = normed(x + attend(x), "post_attention")
-            x = normed(x + feed(x), "post_feedforward")
+            x = normed(x + m * attend(x), "post_attention")
+            x = normed(x + m * feed(x), "post_feedforward")
         elif c.norm_placement == "output":
-            x = x + normed(attend(x), "post_attention")
-            x = x + normed(feed(x), "post_feedforward")
+            x = x + m * normed(attend(x), "post_attention")
+            x = x + m * normed(feed(x), "post_feedforward")
         else:
-            x = x + normed(attend(normed(x, "input")), "post_attention")
-            x = x + normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
+            x = x + m * normed(attend(normed(x, "input")), "post_attention")
+            x = x + m * normed(feed(normed(x, "pre_feedforward")), "post_feedforward")
     if c.norm_placement != "post":
         x = norm(x, weights, "model.norm", c)
-    logits = x @ weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T
+    logits = (
+        x @ weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T / c.logits_scaling
+    )
     cap = c.final_logit_softcapping
     return cap * np.tanh(logits / cap) if cap else logits
 
@@ -214,9 +217,9 @@ def architectures(draw):
         attention_bias=draw(flags),
         mlp_bias=draw(flags),
         tie_word_embeddings=draw(flags),
-        norm="rms" if rms else "layer",
+        norm="rms" if rms else draw(st.sampled_from(["layer", "layer_no_bias", "layer_no_weight"])),
         norm_unit_offset=rms and draw(flags),
-        hidden_act=draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu", "sigmoid"])),
+        hidden_act=draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid"])),
         norm_placement=placement,
         parallel_residual=parallel,
         shared_norm=parallel and draw(flags),
@@ -232,6 +235,10 @@ def architectures(draw):
         attn_logit_softcapping=draw(st.none() | st.just(2.0)),
         final_logit_softcapping=draw(st.none() | st.just(3.0)),
         query_pre_attn_scalar=draw(st.none() | st.just(5.0)),
+        rope_layers=draw(st.none() | st.lists(flags, min_size=layers, max_size=layers)) if rope else None,
+        rope_local_base_freq=draw(st.none() | st.just(50.0)) if rope and window else None,
+        residual_multiplier=draw(st.sampled_from([1.0, 0.6])),
+        logits_scaling=draw(st.sampled_from([1.0, 3.0])),
         mlp_gated=draw(flags),
         embedding_norm=draw(flags),
         embedding_multiplier=draw(st.sampled_from([1.0, 4.0])),

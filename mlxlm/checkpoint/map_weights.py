@@ -37,7 +37,7 @@ def to_decoder_weights(
             if not whole.shape or whole.shape[0] % (2 * mapping.interleaved):
                 problem = f"is {list(tensor.shape)}, which {mapping.interleaved} heads of rotary pairs don't divide"
                 raise CheckpointError(f"{source}: {name} {problem}")
-            whole = whole.transform(partial(_reorder, shape=(mapping.interleaved, -1, 2)))
+            whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(-1, 2)))
         if len(mapping.modules) == 1:
             result[f"{mapping.modules[0]}.{parameter}"] = whole
             continue
@@ -68,7 +68,7 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         parts = [tensors[f"{module}.{parameter}"] for module in mapping.modules]
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
-            whole = whole.transform(partial(_reorder, shape=(mapping.interleaved, 2, -1)))
+            whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
         result[target] = _transpose(whole, mapping, parameter)
     return result
 
@@ -117,7 +117,10 @@ def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
     return replace(parts[0], shape=(rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
 
 
-def _reorder(value: mx.array, shape: tuple[int, int, int]) -> mx.array:
-    """Swap the last two of `shape`, which splits the rows: (heads, pairs, 2) or (heads, 2, pairs)."""
+def _reorder(value: mx.array, mapping: WeightMapping, pairs: tuple[int, int]) -> mx.array:
+    """Swap the axes of the rotary rows of each head, which are in the shape `pairs`: (pairs, 2) or (2, pairs)."""
     tail = value.shape[1:]
-    return value.reshape(*shape, *tail).swapaxes(1, 2).reshape(-1, *tail)
+    heads = value.reshape(mapping.interleaved, -1, *tail)
+    rotary, rest = mx.split(heads, [mapping.rotary_dims or heads.shape[1]], axis=1)
+    rotary = rotary.reshape(mapping.interleaved, *pairs, *tail).swapaxes(1, 2).reshape(rotary.shape)
+    return mx.concatenate([rotary, rest], axis=1).reshape(value.shape)

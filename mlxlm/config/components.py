@@ -13,15 +13,22 @@ class Norm:
     """A normalization layer.
 
     Attributes:
+        description: Its name in the literature.
         vectors: Parameter vectors: 1 for a weight, 2 for a weight and a bias.
         unit_offset: Whether its weight can be stored minus 1 (`norm_unit_offset`).
     """
 
+    description: str
     vectors: int
     unit_offset: bool = False
 
 
-NORMS = {"rms": Norm(1, unit_offset=True), "layer": Norm(2)}
+NORMS = {
+    "rms": Norm("RMSNorm", 1, unit_offset=True),
+    "layer": Norm("LayerNorm", 2),
+    "layer_no_bias": Norm("LayerNorm without bias", 1),
+    "layer_no_weight": Norm("LayerNorm without weight and bias", 0),
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Positions:
 
 
 POSITIONS = {
-    "rope": Positions(("rope_theta", "rope_scaling", "partial_rotary_factor")),
+    "rope": Positions(("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "rope_layers")),
     "learned": Positions(("position_offset",), table=True, trainable=True),
     "sinusoidal": Positions(("position_offset",), table=True),
     "alibi": Positions(("alibi_scaled",)),
@@ -89,6 +96,7 @@ POSITIONS = {
 # Gated: Shazeer 2020, "GLU Variants Improve Transformer", equations 5 and 6.
 FEED_FORWARDS = {
     "relu": {"mlp_gated": False, "hidden_act": "relu"},
+    "relu2": {"mlp_gated": False, "hidden_act": "relu2"},
     "gelu": {"mlp_gated": False, "hidden_act": "gelu"},
     "silu": {"mlp_gated": False, "hidden_act": "silu"},
     "glu": {"mlp_gated": True, "hidden_act": "sigmoid"},
@@ -151,7 +159,7 @@ class Sublayer:
     state_values: int = 0
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "sigmoid")
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
 
 CHOICES: dict[str, tuple[str | None, ...]] = {

@@ -40,8 +40,8 @@ class ModelConfig:
         attention_bias: Biases of the query, key and value projections.
         attention_out_bias: Bias of the output projection. None: as `attention_bias`.
         hidden_act: Activation, of the gate if `mlp_gated`.
-        norm: "rms", or "layer" with a bias.
-        norm_unit_offset: The norm weight is stored minus 1 (Gemma).
+        norm: "rms", "layer", or LayerNorm without some parameters: "layer_no_bias" (Cohere), "layer_no_weight" (OLMo).
+        norm_unit_offset: The norm weight is stored minus 1 (Gemma), also that of `qk_norm`.
         norm_placement: "pre", "post", "output" or "both".
         parallel_residual: Attention and feed-forward read the same stream.
         shared_norm: They also share one norm (Falcon 7B).
@@ -57,6 +57,11 @@ class ModelConfig:
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
         final_logit_softcapping: Soft cap of the output logits (Gemma 2).
         query_pre_attn_scalar: Scores are divided by its square root. None: by that of head_dim.
+        rope_layers: Whether each layer has rotary positions (SmolLM 3). None: all have them.
+        rope_local_base_freq: Base of the rotary positions of layers with a sliding window, which then have no scaling
+            (Gemma 3). None: as all layers.
+        residual_multiplier: Factor on the output of each sublayer (Granite).
+        logits_scaling: Divisor of the logits (Granite).
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).
@@ -102,6 +107,10 @@ class ModelConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     query_pre_attn_scalar: float | None = None
+    rope_layers: tuple[bool, ...] | None = None
+    rope_local_base_freq: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     mlp_gated: bool = True
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
@@ -113,8 +122,9 @@ class ModelConfig:
         explicit_head_dim = self.head_dim is not None
         if not explicit_head_dim and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if isinstance(self.layer_types, list):
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name in ("layer_types", "rope_layers"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         if problems := list(validate_config(self, explicit_head_dim)):
             raise ConfigError("this configuration can't work: " + "; ".join(problems))
 
@@ -143,6 +153,10 @@ class ModelConfig:
         """With longrope, the text length beyond which the wavelengths of all positions change; else None."""
         scaling = self.rope_scaling or {}
         return scaling["original_max_position_embeddings"] if scaling.get("rope_type") == "longrope" else None
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether this layer has rotary positions."""
+        return self.positions == "rope" and (self.rope_layers is None or self.rope_layers[layer])
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a token attends to in this layer, including itself; None without a window."""
@@ -269,6 +283,8 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield f"norm_unit_offset is true, but the norm {c.norm} has no such offset (rms has)"
     if c.layer_types is not None:
         yield from _validate_layer_types(c)
+    if c.rope_local_base_freq is not None and c.sliding_window is None:
+        yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
 
 
 def _validate_rope(c: ModelConfig) -> Iterator[str]:
@@ -281,6 +297,11 @@ def _validate_rope(c: ModelConfig) -> Iterator[str]:
         yield f"{product} is {dims} dimensions, rotary positions need an even number of them (1.0)"
     if c.rope_scaling is not None:
         yield from validate_scaling(c.rope_scaling, dims, c.rope_theta)
+    layers = c.rope_layers
+    if layers is not None and not (isinstance(layers, tuple) and all(isinstance(has, bool) for has in layers)):
+        yield "rope_layers must be a list of true and false"
+    elif layers is not None and len(layers) != c.num_hidden_layers:
+        yield f"rope_layers has {len(layers)} entries, one for each of {c.num_hidden_layers} layers is needed"
 
 
 def _validate_layer_types(c: ModelConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoi
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import NORMS
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
@@ -153,7 +154,7 @@ def _tokenizer(checkpoint: AnyCheckpoint, config: ModelConfig | None) -> tuple[T
 
 
 def _architecture(c: ModelConfig) -> dict[str, str]:
-    norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[c.norm]
+    norm = NORMS[c.norm].description
     parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
     biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias}
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}

@@ -129,6 +129,8 @@ def _model_config_arguments(values: HFConfig, source: str) -> dict[str, Any]:
             result |= read_rope(values, family)
         except ConfigError as error:
             raise error.prefixed(source) from None
+        if result.get("sliding_window") is None:
+            result.pop("rope_local_base_freq", None)
     missing = [(family.hf_names(name) or (name,))[0] for name in _REQUIRED if result.get(name) is None]
     if missing:
         raise ConfigError(f"{source}: missing {', '.join(missing)}", f"a complete {family.model_type} configuration")
@@ -172,7 +174,7 @@ def _write_with_losses(config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
     for name in family.fields:
         values[family.hf_names(name)[0]] = getattr(config, name)
     if config.positions == "rope":
-        values |= write_rope(config)
+        values |= write_rope(config, family.has_local_rope)
     values |= {**family.write_extra(config), "torch_dtype": "float32"}
     if config.quantization is not None:
         # mlx_lm reads "quantization"; Hugging Face's tools look for "quantization_config".

@@ -35,6 +35,8 @@ class Family:
             one matrix of the file. Modules with the same name on both sides may be omitted.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         qkv_interleaved: The fused query, key and value are interleaved by key-value head.
+        has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
+        rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
@@ -56,6 +58,8 @@ class Family:
     layer_modules: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     qkv_interleaved: bool = False
+    has_local_rope: bool = False
+    rope_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -100,6 +104,11 @@ def read_bool(values: HFConfig, name: str, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
+def inverse(value: float) -> float:
+    """1 / `value` with 12 digits, of which the inverse is `value` again."""
+    return float(f"{1 / value:.12g}")
+
+
 def first_present(values: HFConfig, *names: str) -> Any:
     """The first of several fields that is neither missing nor null."""
     return next((values[name] for name in names if values.get(name) is not None), None)
@@ -140,7 +149,32 @@ def read_sliding_window(
     return {"sliding_window": window, "layer_types": tuple(types)}
 
 
-def write_sliding_window(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_sliding_window`, with the type of every layer."""
+def read_sliding_window_pattern(values: HFConfig, default_window: int, default_pattern: int) -> dict[str, Any]:
+    """`read_sliding_window` of files where every layer whose number is a multiple of a pattern has full attention.
+
+    The pattern is `sliding_window_pattern`, a number, or letters of which L is a layer with the window.
+    """
+    pattern = values.get("sliding_window_pattern") or default_pattern
+
+    def has_window(layer: int) -> bool:
+        if isinstance(pattern, str):
+            return pattern[layer % len(pattern)] == "L"
+        return not isinstance(pattern, int) or (layer + 1) % pattern != 0
+
+    return read_sliding_window(values, values.get("sliding_window", default_window), has_window)
+
+
+def rope_in_windows(values: HFConfig, windows: Mapping[str, Any]) -> tuple[bool, ...] | None:
+    """ModelConfig's `rope_layers` of a family in which only layers with a window have rotary positions."""
+    types, layers = windows.get("layer_types"), values.get("num_hidden_layers")
+    if types is not None:
+        return tuple(layer_type == SLIDING for layer_type in types)
+    if windows["sliding_window"] is None and isinstance(layers, int) and layers <= MAX_LAYERS:
+        return (False,) * layers
+    return None
+
+
+def write_sliding_window(config: ModelConfig, default: int | None = None) -> dict[str, Any]:
+    """The inverse of `read_sliding_window`, with the type of every layer. `default` is the window if there is none."""
     types = config.layer_types or [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
-    return {"sliding_window": config.sliding_window, "layer_types": list(types)}
+    return {"sliding_window": config.sliding_window or default, "layer_types": list(types)}

@@ -1,4 +1,8 @@
-"""Gemma (scaled embeddings, RMSNorm weights stored minus 1) and Gemma 2 (softcapping, alternating windows)."""
+"""Gemma, Gemma 2 and Gemma 3.
+
+Gemma scales embeddings and stores RMSNorm weights minus 1. Gemma 2 has soft caps and alternating windows; Gemma 3 norms
+of queries and keys, and another RoPE in layers with windows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from mlxlm.families.family import (
     HFConfig,
     first_unexpected,
     read_sliding_window,
+    read_sliding_window_pattern,
     same_names,
     write_sliding_window,
 )
@@ -35,11 +40,15 @@ def _read_gemma2(values: HFConfig) -> dict[str, Any]:
     return _read_gemma(values) | read_sliding_window(values, window, lambda layer: layer % 2 == 0)
 
 
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
     """In transformers, `query_pre_attn_scalar` is an integer and never null."""
     scalar = config.query_pre_attn_scalar or config.head_dim
     scalar = int(scalar) if float(scalar).is_integer() else scalar
-    return {**_write_gemma(config), **write_sliding_window(config), "query_pre_attn_scalar": scalar}
+    return {**_write_gemma(config), **write_sliding_window(config, 4096), "query_pre_attn_scalar": scalar}
+
+
+def _read_gemma3(values: HFConfig) -> dict[str, Any]:
+    return _read_gemma(values) | read_sliding_window_pattern(values, default_window=4096, default_pattern=6)
 
 
 def _find_unsupported(values: HFConfig) -> str | None:
@@ -72,6 +81,18 @@ GEMMA2 = Family(
     },
     fixed_values={"norm_unit_offset": True, "norm_placement": "both"},
     read_extra=_read_gemma2,
-    write_extra=_write_gemma2,
+    write_extra=_write_windows,
+    find_unsupported=_find_unsupported,
+)
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    GEMMA2.fields,
+    defaults={**_DEFAULTS, "num_key_value_heads": 4, "max_position_embeddings": 131072, "query_pre_attn_scalar": 256},
+    fixed_values={**GEMMA2.fixed_values, "qk_norm": "head"},
+    has_local_rope=True,
+    read_extra=_read_gemma3,
+    write_extra=_write_windows,
     find_unsupported=_find_unsupported,
 )

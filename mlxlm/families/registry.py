@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from mlxlm.config import ModelConfig
+from mlxlm.families.arcee import ARCEE
 from mlxlm.families.bloom import BLOOM
+from mlxlm.families.cohere import COHERE, COHERE2
+from mlxlm.families.cwm import CWM
+from mlxlm.families.exaone4 import EXAONE4
 from mlxlm.families.falcon import FALCON
 from mlxlm.families.family import Family
-from mlxlm.families.gemma import GEMMA, GEMMA2
+from mlxlm.families.gemma import GEMMA, GEMMA2, GEMMA3
+from mlxlm.families.glm import GLM, GLM4
 from mlxlm.families.gpt2 import GPT2
 from mlxlm.families.gpt_neox import GPT_NEOX
+from mlxlm.families.granite import GRANITE
 from mlxlm.families.llama import LLAMA
-from mlxlm.families.mistral import MISTRAL
+from mlxlm.families.mistral import MINISTRAL, MISTRAL
 from mlxlm.families.mlxlm import MLXLM
-from mlxlm.families.olmo2 import OLMO2
+from mlxlm.families.olmo import OLMO, OLMO2, OLMO3
 from mlxlm.families.opt import OPT
 from mlxlm.families.phi3 import PHI3
 from mlxlm.families.qwen import QWEN2, QWEN3
+from mlxlm.families.seed_oss import SEED_OSS
+from mlxlm.families.smollm3 import SMOLLM3
+from mlxlm.families.stablelm import STABLELM
+from mlxlm.families.starcoder2 import STARCODER2
 from mlxlm.utils.errors import ConfigError
 
 # The first family that can represent a configuration is the one it is saved as: see `resolve_model_type`.
-_ORDER = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, MLXLM)
+_ORDER = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
+    STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
+    MLXLM,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}
 
 

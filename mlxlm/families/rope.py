@@ -30,6 +30,12 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     "phimoe": {_THETA: 1e6},
     "smollm3": {_THETA: 2e6},
 }
+_DEFAULT_SCALINGS = {
+    "cwm": {
+        "rope_type": "llama3", _THETA: 1e6, "factor": 16.0, _ORIGINAL_LENGTH: 8192, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+}  # fmt: skip
 _SCALED_BY_DEFAULT = ("apertus", "gpt_oss", "ministral3", "mistral4")
 # Models whose layer types have their own settings: the field of each base in older files, and its default.
 _LAYER_TYPE_BASES: dict[Any, dict[str, tuple[str, float]]] = {
@@ -57,6 +63,8 @@ def rope_parameters(values: HFConfig, model_type: Any) -> dict[str, Any]:
     """
     new, old = _read_object(values, "rope_parameters"), _read_object(values, "rope_scaling")
     nested = {name: _read_object(new, name) for name, value in new.items() if isinstance(value, Mapping)}
+    if not new and not old:
+        new = _DEFAULT_SCALINGS.get(model_type, {})
     if not new and not old and model_type in _SCALED_BY_DEFAULT:
         raise ConfigError(f"missing rope_parameters, which have a scaling by default in {model_type} models")
     if bases := _LAYER_TYPE_BASES.get(model_type):
@@ -122,7 +130,9 @@ def unsupported_rope(values: HFConfig, family: Family) -> str | None:
     except ConfigError:
         return None  # `read_rope` reports it
     if "rope_type" not in rope:
-        return "rope_parameters for each layer type"
+        if not family.has_local_rope or rope.keys() != {FULL, SLIDING} or rope[SLIDING]["rope_type"] != "default":
+            return "such rope_parameters for each layer type"
+        rope = rope[FULL]
     if rope["rope_type"] != "default" and rope["rope_type"] not in SCALINGS:
         return f"rope_type {rope['rope_type']!r}"
     factor = rope.get(_PARTIAL)
@@ -138,19 +148,28 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
         ConfigError: As `rope_parameters`.
     """
     rope = rope_parameters(values, family.model_type)
+    local = rope.get(SLIDING)
+    rope = rope.get(FULL, rope)
     result = {name: rope[name] for name in (_THETA, _PARTIAL) if name in rope}
+    if local and (local[_THETA] != rope[_THETA] or rope["rope_type"] != "default"):
+        result["rope_local_base_freq"] = local[_THETA]
     if rope["rope_type"] == "default":
         return result
     scaling = {name: rope[name] for name in ("rope_type", *SCALINGS[rope["rope_type"]]) if name in rope}
     return {**result, "rope_scaling": scaling}
 
 
-def write_rope(config: ModelConfig) -> dict[str, Any]:
+def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, Any]:
     """The inverse of `read_rope`, in both the old and the new form."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
     parameters = {**scaling, _THETA: config.rope_theta}
     if config.partial_rotary_factor != 1:
         parameters[_PARTIAL] = config.partial_rotary_factor
+    if has_local_rope:
+        local_base = config.rope_local_base_freq or config.rope_theta
+        local = {"rope_type": "default", _THETA: local_base}
+        older = {"rope_scaling": {**scaling, "type": scaling["rope_type"]}} if config.rope_scaling else {}
+        return {"rope_parameters": {FULL: parameters, SLIDING: local}, "rope_local_base_freq": local_base, **older}
     if config.rope_scaling is None:
         return {"rope_parameters": parameters}
     # Older readers look for "type".

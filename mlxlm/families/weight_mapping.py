@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
 from mlxlm.config.sublayers import MIXERS, MLPS
-from mlxlm.families.family import Family
+from mlxlm.families.family import Family, same_names
 from mlxlm.families.registry import family_of
 
 
@@ -26,6 +26,7 @@ class WeightMapping:
         transposed: The weight is `[in, out]`; unquantized files only (GPT-2's Conv1D).
         interleaved: With N heads, rotary pairs are neighboring rows in the file, but the two halves of a head in the
             decoder (llama.cpp and llama2.c). 0: not interleaved.
+        rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
     """
 
     name: str
@@ -34,6 +35,7 @@ class WeightMapping:
     groups: int = 1
     transposed: bool = False
     interleaved: int = 0
+    rotary_dims: int = 0
 
 
 def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMapping]:
@@ -48,6 +50,8 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
     layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
+    if family.rope_interleaved:
+        layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
     rows_of = {
         f"model.layers.{i}.{matrix.module}": matrix.outputs
         for i in range(config.num_hidden_layers)
@@ -62,12 +66,14 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     for name, modules in modules_of.items():
         stored = _mlx_lm_name(family, name) if for_mlx else name
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
         if len(modules) > 1:
             rows = tuple(rows_of[module] for module in modules)
             groups = config.num_key_value_heads if family.qkv_interleaved else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
-        elif transposed or modules != (stored,):
-            mappings.append(WeightMapping(stored, modules, transposed=transposed))
+        elif transposed or interleaved or modules != (stored,):
+            mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
     return mappings
 
 

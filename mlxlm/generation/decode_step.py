@@ -157,8 +157,8 @@ class LayerStep:
         self.offset = shared.offset
 
     def angles(self, rope: RotaryEmbedding, dtype: mx.Dtype) -> mx.array | tuple[mx.array, mx.array]:
-        """Return `rope.angles` at the rows' positions, which are the same for all layers."""
-        return self._shared.once(("angles", dtype), lambda: rope.angles(self.offset, dtype))
+        """Return `rope.angles` at the rows' positions, computed once for all layers with the same base."""
+        return self._shared.once(("angles", rope.is_local, dtype), lambda: rope.angles(self.offset, dtype))
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array

@@ -35,9 +35,11 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
-            self.q_norm = RMSNorm(self.heads * d if whole else d, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.kv_heads * d if whole else d, config.rms_norm_eps)
-        self.rope = RotaryEmbedding(config) if config.positions == "rope" else None
+            eps, offset = config.rms_norm_eps, config.norm_unit_offset
+            self.q_norm = RMSNorm(self.heads * d if whole else d, eps, offset)
+            self.k_norm = RMSNorm(self.kv_heads * d if whole else d, eps, offset)
+        is_local = self.window is not None and config.rope_local_base_freq is not None
+        self.rope = RotaryEmbedding(config, is_local) if config.has_rope(layer) else None
         self._slopes = None  # not a parameter: MLX skips names that begin with an underscore
         if config.positions == "alibi":
             self._slopes = alibi_slopes(self.heads, self.scale if config.alibi_scaled else 1.0)
@@ -88,7 +90,7 @@ class Attention(nn.Module):
             projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
         norms, eps = None, 0.0
         if self.qk_norm == "head":
-            norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+            norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
         rope, scale = (None, None) if self.rope is None else (self.rope.fixed, self.rope.query_scale)
         queries, keys, values = qk_norm_rope(projected.reshape(-1, H + 2 * K, 1, D), H, norms, eps, rope, angles)
         return queries if scale is None else queries * scale.astype(queries.dtype), keys, values

@@ -64,6 +64,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dropout: float = 0.0):
         super().__init__()
         self.norms, self.parallel = config.layer_norms, config.parallel_residual
+        self.multiplier = float(config.residual_multiplier)
         for name in self.norms.names:
             setattr(self, name, make_norm(config))
         self.mixer_name, mixer = MIXERS[config.mixer(layer)]
@@ -103,9 +104,9 @@ class Block(nn.Module):
         """
         norms = self.norms
         if norms.after_addition:  # Vaswani et al. 2017, section 3.1
-            hidden_states = self.dropout(self.mixer(residual, cache, segment_ids))
+            hidden_states = self._sublayer_output(self.mixer(residual, cache, segment_ids))
             residual = add_norm(self[norms.attention_output], residual, hidden_states)[1]
-            return add_norm(self[norms.mlp_output], residual, self.dropout(self.mlp(residual)))[1], None
+            return add_norm(self[norms.mlp_output], residual, self._sublayer_output(self.mlp(residual)))[1], None
         residual, x = add_norm(self.get(norms.attention_input), residual, hidden_states)
         hidden_states = self._sublayer_output(self.mixer(x, cache, segment_ids), norms.attention_output)
         if self.parallel:
@@ -114,9 +115,10 @@ class Block(nn.Module):
         residual, x = add_norm(self.get(norms.mlp_input), residual, hidden_states)
         return residual, self._sublayer_output(self.mlp(x), norms.mlp_output)
 
-    def _sublayer_output(self, hidden_states: mx.array, norm: str | None) -> mx.array:
-        """Apply the norm of a sublayer's output, if there is one, and dropout."""
-        return self.dropout(hidden_states if norm is None else self[norm](hidden_states))
+    def _sublayer_output(self, hidden_states: mx.array, norm: str | None = None) -> mx.array:
+        """Apply the norm of a sublayer's output, if there is one, the residual multiplier and dropout."""
+        hidden_states = hidden_states if norm is None else self[norm](hidden_states)
+        return self.dropout(hidden_states if self.multiplier == 1 else hidden_states * self.multiplier)
 
 
 def checkpointed_layer(
@@ -164,6 +166,7 @@ ACTIVATIONS = {
     "gelu_new": gelu_tanh,  # GPT-2's name
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": nn.relu,
+    "relu2": nn.relu2,
     "sigmoid": mx.sigmoid,
 }
 

@@ -102,7 +102,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float, layers: int):
         super().__init__()
         self.grad_checkpoint = False
-        self.multiplier = float(config.embedding_multiplier)
+        self.multiplier, self.logits_scaling = float(config.embedding_multiplier), float(config.logits_scaling)
         self.longest, self.position_offset = config.max_position_embeddings, config.position_offset
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
@@ -154,8 +154,12 @@ class Backbone(nn.Module):
         return self.final_norm(residual, hidden_states)
 
     def final_norm(self, residual: mx.array, hidden_states: mx.array | None) -> mx.array:
-        """Add the last layer's output to the residual and apply the final norm: `[B, T, hidden]`."""
-        return add_norm(self.get("norm"), residual, hidden_states)[1]
+        """Add the last layer's output to the residual and apply the final norm: `[B, T, hidden]`.
+
+        The result is divided by `logits_scaling`, which has the same effect as dividing the logits.
+        """
+        hidden_states = add_norm(self.get("norm"), residual, hidden_states)[1]
+        return hidden_states if self.logits_scaling == 1 else hidden_states / self.logits_scaling
 
 
 class Decoder(nn.Module):
@@ -260,14 +264,10 @@ class Decoder(nn.Module):
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
             if weight.ndim == 1:
-                from_zero = name.endswith("bias") or self._is_offset(name)
+                from_zero = name.endswith("bias") or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             else:
                 scale = output_deviation if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation
                 value = mx.random.normal(weight.shape, scale=scale, key=key)
             weights.append((name, value))
         self.load_weights(weights)
-
-    def _is_offset(self, name: str) -> bool:
-        """Return whether the norm's scale is weight + 1."""
-        return self.config.norm_unit_offset and not name.endswith(("q_norm.weight", "k_norm.weight"))

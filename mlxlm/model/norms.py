@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import NORMS
 from mlxlm.kernels import add_rms_norm, rms_norm
 
 
@@ -30,16 +31,19 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm (Ba et al. 2016) over the last axis, with weight and bias."""
+    """LayerNorm (Ba et al. 2016) over the last axis, with `vectors` of weight and bias."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, vectors: int = 2):
         super().__init__()
-        self.weight, self.bias = mx.ones((size,)), mx.zeros((size,))
+        if vectors > 0:
+            self.weight = mx.ones((size,))
+        if vectors > 1:
+            self.bias = mx.zeros((size,))
         self.eps = float(eps)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalize `x` over its last axis."""
-        return mx.fast.layer_norm(x, self.weight, self.bias, self.eps)
+        return mx.fast.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
 
     def add_norm(self, hidden_states: mx.array, residual: mx.array) -> tuple[mx.array, mx.array]:
         """Return the sum of the arguments and its norm."""
@@ -52,8 +56,8 @@ Norm = RMSNorm | LayerNorm
 
 def make_norm(config: ModelConfig) -> Norm:
     """Make a norm of the hidden size."""
-    if config.norm == "layer":
-        return LayerNorm(config.hidden_size, config.rms_norm_eps)
+    if config.norm != "rms":
+        return LayerNorm(config.hidden_size, config.rms_norm_eps, NORMS[config.norm].vectors)
     return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
 
 

@@ -22,12 +22,17 @@ class RotaryEmbedding:
 
     "longrope" has other wavelengths, for all positions, in sequences longer than `config.longrope_original_length`.
     Cached keys can't change theirs, see `KVCache.long_factors`.
+
+    Args:
+        config: The model's configuration.
+        is_local: Whether the layer has the base `config.rope_local_base_freq`, and no scaling.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.dims, self.base = config.rotary_dims, float(config.rope_theta)
+    def __init__(self, config: ModelConfig, is_local: bool = False):
+        self.is_local, self.dims = is_local, config.rotary_dims
+        self.base = float((is_local and config.rope_local_base_freq) or config.rope_theta)
         self.longest = config.max_position_embeddings
-        scaling = config.rope_scaling or {"rope_type": "default"}
+        scaling = (None if is_local else config.rope_scaling) or {"rope_type": "default"}
         self.rope_type: str = scaling["rope_type"]
         self.scaling_factor: float = scaling.get("factor") or 1.0
         self.longrope_threshold = config.longrope_original_length or 0

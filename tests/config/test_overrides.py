@@ -101,7 +101,7 @@ def test_attention_with_another_number_of_heads(kind, heads):
         (["positions"], "'positions' sets nothing .try: NAME=VALUE"),
         (["positions="], "sets nothing"),
         (["norm=rms", "norm=layer"], "norm is set to both rms and layer"),
-        (["feed_forward=elu"], "feed_forward is 'elu' .try: one of relu, gelu, silu, glu, reglu, geglu, swiglu"),
+        (["feed_forward=elu"], "feed_forward is 'elu' .try: one of relu, relu2, gelu, silu, glu, reglu, geglu, swiglu"),
         (["attention=linear"], "attention is 'linear' .try: one of multi-head, grouped-query, multi-query"),
         (["kv_heads=2", "attention=multi-query"], "attention and another override both set num_key_value_heads"),
         (["feed_forward=relu", "hidden_act=gelu"], "another override both set hidden_act"),

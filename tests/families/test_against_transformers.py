@@ -54,6 +54,11 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.0, 4.0],
     "partial_rotary_factor": 0.75,
 }  # fmt: skip
+WINDOWS = {**LLAMA, "num_hidden_layers": 4, "sliding_window": 12, "head_dim": 8}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 200.0},
+}
 
 CASES = {
     "llama": ("llama", LLAMA),
@@ -116,6 +121,39 @@ CASES = {
     "falcon 40b": ("falcon", NEW_FALCON),
     "falcon 11b": ("falcon", {**NEW_FALCON, "num_ln_in_parallel_attn": 1}),
     "falcon rw": ("falcon", RW_FALCON),
+    "smollm3": ("smollm3", {**LLAMA, "num_hidden_layers": 4}),
+    "gemma3": ("gemma3_text", WINDOWS | {"num_hidden_layers": 6, "rope_parameters": TWO_ROPES}),
+    "gemma3 without windows": ("gemma3_text", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
+    "olmo": ("olmo", LLAMA),
+    "olmo3": ("olmo3", WINDOWS),
+    "olmo3 yarn": ("olmo3", {**WINDOWS, "rope_parameters": {**TWO_ROPES, "full_attention": YARN}}),
+    "granite": (
+        "granite",
+        {
+            **LLAMA,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "starcoder2": ("starcoder2", {**LLAMA, "sliding_window": 12}),
+    "starcoder2 without biases": ("starcoder2", {**LLAMA, "use_bias": False}),
+    "stablelm": ("stablelm", {**LLAMA, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {**LLAMA, "hidden_size": 64, "use_parallel_residual": True}),
+    "ministral": ("ministral", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "cwm": ("cwm", {**WINDOWS, "rope_parameters": LLAMA3}),
+    "exaone4": ("exaone4", WINDOWS),
+    "exaone4 without windows": ("exaone4", {**WINDOWS, "sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "seed_oss": ("seed_oss", {**LLAMA, "head_dim": 12, "attention_out_bias": True}),
+    "arcee": ("arcee", {**LLAMA, "mlp_bias": True}),
+    "cohere": ("cohere", {**LLAMA, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", WINDOWS),
+    "cohere2 without windows": ("cohere2", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
+    "glm": ("glm", {**LLAMA, "head_dim": 16}),
+    "glm4": ("glm4", {**LLAMA, "head_dim": 16, "attention_bias": True}),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
 }
@@ -204,6 +242,7 @@ SIZES = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8},
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
+SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
@@ -291,3 +330,18 @@ def test_overrides_that_a_family_can_represent_open_in_transformers(name, tmp_pa
     )
     expected = logits_of(oracle.eval(), TOKENS)
     np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), expected, atol=1e-4 * max(1, np.abs(expected).max()))
+
+
+def test_gemma_3_with_the_defaults_left_out(tmp_path):
+    """As in the hub's files of the models with pictures."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {"sliding_attention": plain, "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    oracle = make_oracle("gemma3_text", {**CASES["gemma3"][1], "rope_parameters": rope})
+    oracle.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"):
+        values.pop(name, None)
+    values["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model, _ = load_checkpoint(open_checkpoint(tmp_path))
+    np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), logits_of(oracle, TOKENS), atol=1e-4)

@@ -110,7 +110,7 @@ class Architecture:
     @property
     def norm_eps_key(self) -> str:
         """Key of the epsilon of its norms."""
-        norm = "layer_norm" if self.fixed_values.get("norm") == "layer" else "layer_norm_rms"
+        norm = "layer_norm" if str(self.fixed_values.get("norm", "")).startswith("layer") else "layer_norm_rms"
         return f"attention.{norm}_epsilon"
 
     @property

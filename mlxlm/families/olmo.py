@@ -1,0 +1,50 @@
+"""OLMo, OLMo 2 and OLMo 3.
+
+OLMo has LayerNorm without parameters. OLMo 2 has norms on the outputs of sublayers and on whole query and key
+projections; OLMo 3 also sliding windows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxlm.families.family import (
+    COMMON_FIELDS,
+    LLAMA_FIELDS,
+    Family,
+    HFConfig,
+    first_unexpected,
+    read_sliding_window_pattern,
+    same_names,
+    write_sliding_window,
+)
+
+OLMO = Family(
+    "olmo",
+    "OlmoForCausalLM",
+    COMMON_FIELDS | same_names("num_key_value_heads", "hidden_act", "rope_theta", "attention_bias"),
+    fixed_values={"norm": "layer_no_weight"},
+    find_unsupported=lambda values: first_unexpected(values, clip_qkv=None),
+)
+
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    LLAMA_FIELDS | same_names("head_dim", "attention_bias"),
+    fixed_values={"norm_placement": "output", "qk_norm": "projection"},
+)
+
+
+def _read_olmo3(values: HFConfig) -> dict[str, Any]:
+    return read_sliding_window_pattern(values, default_window=4096, default_pattern=4)
+
+
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    LLAMA_FIELDS | same_names("head_dim", "attention_bias", "sliding_window"),
+    fixed_values=OLMO2.fixed_values,
+    has_local_rope=True,
+    read_extra=_read_olmo3,
+    write_extra=write_sliding_window,
+)
