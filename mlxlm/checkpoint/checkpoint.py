@@ -65,7 +65,7 @@ class FileFormat:
     """
 
     matches: Callable[[Path, bytes], bool]
-    open: Callable[[Path], AnyCheckpoint]
+    open: Callable[[Path], Checkpoint]
 
 
 def token_id_list(value: Any) -> list[Any]:

@@ -136,7 +136,7 @@ DAMAGE = {
         (index(lambda v: v["weight_map"].update({NORM: v["weight_map"]["model.embed_tokens.weight"]})),
          f"{NORM} is not in"),
         (index(lambda v: [1]), "index.json.*not a JSON object"),
-        (sparse("model.safetensors.index.json"), "model.safetensors.index.json.* bytes"),
+        (sparse("model.safetensors.index.json"), "model.safetensors.index.json has .* GB, the limit"),
     ],
     "config": [
         (config(num_hidden_layers=3), "model.layers.2.* is missing"),
@@ -148,7 +148,7 @@ DAMAGE = {
         (config(hidden_size=2**30), r"embed_tokens.weight is \[300, 32\]"),
         (config(tie_word_embeddings=False), "lm_head.weight is missing"),
         (config(quantization={"bits": 5000, "group_size": 32}), "bits is 5000"),
-        (sparse("config.json"), "config.json.* bytes"),
+        (sparse("config.json"), "config.json has .* GB, the limit"),
     ],
     "quantized": [
         (quantization(bits=8), "bits"),
@@ -286,7 +286,7 @@ DAMAGE = {
         (packed(8, "I", 2**32 - 1), "token 0 is 4294967295 bytes long"),
         (in_target(lambda data: data[:-1] + b"\xff"), "token 299 is not UTF-8"),
         (in_target(lambda data: data.replace(b"<0x41>", b"<0x42>")), "token 68 is '<0x42>', run.c needs '<0x41>'"),
-        (sparse("tokenizer.bin"), "tokenizer.bin.* bytes"),
+        (sparse("tokenizer.bin"), "tokenizer.bin has .* GB, the limit"),
     ],
     "tokenizer-json": [
         (in_json("tokenizer.json", lambda v: v["model"]["vocab"].update({"x": 2**32 - 1})), "tokenizer.json.*id"),
@@ -294,12 +294,12 @@ DAMAGE = {
         (in_json("tokenizer.json", lambda v: v["model"].update(vocab="x")), "tokenizer.json"),
         (content(b"[" * 10**6), "tokenizer.json"),
         (in_json("tokenizer_config.json", lambda v: v.update(bos_token=7)), "tokenizer_config.json: 'bos_token'"),
-        (sparse("tokenizer.json"), "tokenizer.json.* bytes"),
-        (sparse("tokenizer_config.json"), "tokenizer_config.json.* bytes"),
+        (sparse("tokenizer.json"), "tokenizer.json has .* GB, the limit"),
+        (sparse("tokenizer_config.json"), "tokenizer_config.json has .* GB, the limit"),
     ],
     "tokenizer-model": [
         (in_target(long_piece), "tokenizer.model.*piece of more than"),
-        (sparse("tokenizer.model"), "tokenizer.model.* bytes"),
+        (sparse("tokenizer.model"), "tokenizer.model has .* GB, the limit"),
     ],
 }  # fmt: skip
 

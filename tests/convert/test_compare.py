@@ -126,18 +126,17 @@ def test_weights_beside_weights(model):
 
 
 def test_models_of_mlx_lm_are_compared_by_what_they_say(tmp_path):
-    stablelm = pytest.importorskip("mlx_lm.models.stablelm")
+    mamba = pytest.importorskip("mlx_lm.models.mamba")
     values = {
-        "model_type": "stablelm", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4,
-        "num_hidden_layers": 2, "num_key_value_heads": 4, "intermediate_size": 48, "rope_theta": 1e4,
-        "use_qkv_bias": False, "partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5,
+        "model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64,
+        "state_size": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2,
     }  # fmt: skip
     found = []
     for seed in (0, 1):
         mx.random.seed(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
-        save_weights(folder, arrays_of(stablelm.Model(stablelm.ModelArgs(**values))))
+        save_weights(folder, arrays_of(mamba.Model(mamba.ModelArgs(**values))))
         write_json(folder / "config.json", values)
         found.append(open_checkpoint(folder))
     a, b = found

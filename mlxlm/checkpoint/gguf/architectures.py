@@ -115,8 +115,8 @@ class Architecture:
 
     @property
     def fixed_values(self) -> Mapping[str, Any]:
-        """ModelConfig values that all of its models have; Gemma 3, which only mlx_lm runs, has Llama's."""
-        return FAMILIES.get(self.families[0], FAMILIES["llama"]).fixed_values
+        """ModelConfig values that all of its models have."""
+        return FAMILIES[self.families[0]].fixed_values
 
     def weight_mappings(self, config: ModelConfig) -> list[WeightMapping]:
         """How a file of this architecture stores the modules of `config`."""
@@ -187,26 +187,100 @@ def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
         yield "layer_types must alternate between sliding and full attention"
 
 
-def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
+def _read_pattern(keys: MetadataReader, default: int) -> dict[str, Any]:
+    """The layers with a window: all but each that is a multiple of the pattern."""
+    window, layers = keys.count("attention.sliding_window", 0), keys.count("block_count")
+    pattern = keys.count("attention.sliding_window_pattern", default) or default
+    types = [SLIDING if window and (i + 1) % pattern else FULL for i in range(layers)]
+    return {"sliding_window": window or None, "layer_types": types}
+
+
+def _read_ropes(keys: MetadataReader, head_dim: int, local_base: float) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", local_base)}
+    return {"rope_parameters": {FULL: read_rope_parameters(keys, head_dim), SLIDING: local}}
+
+
+def _pattern_metadata(config: ModelConfig, pattern: int) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {}
+    base = config.rope_local_base_freq or config.rope_theta
+    return {"attention.sliding_window_pattern": pattern, "rope.freq_base_swa": float(base)}
+
+
+def _pattern_problems(config: ModelConfig, pattern: int) -> Iterator[str]:
+    types = config.layer_types or ((SLIDING,) * config.num_hidden_layers if config.sliding_window else ())
+    if types and types != tuple(SLIDING if (i + 1) % pattern else FULL for i in range(len(types))):
+        yield f"layer_types must have full attention in each layer that is a multiple of {pattern}, and in no other"
+
+
+def _gemma3_attention_scalar(layers: int, hidden: int, heads: int, head_dim: int) -> int:
     """llama.cpp recognizes the 27B model, which has another attention scale, by its number of layers."""
+    return hidden // heads if layers == 62 else head_dim
+
+
+def _read_gemma3(keys: MetadataReader) -> dict[str, Any]:
     sizes = ("block_count", "embedding_length", "attention.head_count", "attention.key_length")
     layers, hidden, heads, head_dim = map(keys.count, sizes)
-    window = keys.count("attention.sliding_window", 0)
-    sliding_rope = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
     return {
-        "query_pre_attn_scalar": hidden // heads if layers == 62 else head_dim,
-        "sliding_window": window or keys.count("context_length"),
-        "sliding_window_pattern": keys.count("attention.sliding_window_pattern", 6) if window else 1,
-        "rope_parameters": {FULL: read_rope_parameters(keys, head_dim), SLIDING: sliding_rope},
+        **_read_pattern(keys, 6),
+        **_read_ropes(keys, head_dim, 10_000.0),
+        "query_pre_attn_scalar": _gemma3_attention_scalar(layers, hidden, heads, head_dim),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
 
+def _gemma3_problems(config: ModelConfig) -> Iterator[str]:
+    yield from _gemma_problems(config)
+    yield from _pattern_problems(config, 6)
+    layers = config.num_hidden_layers
+    scalar = _gemma3_attention_scalar(layers, config.hidden_size, config.num_attention_heads, config.head_dim)
+    if config.query_pre_attn_scalar != scalar:
+        yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma3 has {scalar}"
+    if config.attn_logit_softcapping or config.final_logit_softcapping:
+        yield "attn_logit_softcapping and final_logit_softcapping must be null"
+    if config.sliding_window and not config.rope_local_base_freq:
+        yield "its layers with a window have a RoPE without scaling"
+
+
 def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
-    problem = "this is OLMo 3 (it has a sliding window), which this decoder doesn't support"
-    keys.check(keys.count("attention.sliding_window", 0) == 0, problem, "OLMo 2")
-    return _read_biases(keys)
+    """With a sliding window, it is OLMo 3."""
+    if not keys.count("attention.sliding_window", 0):
+        return _read_biases(keys)
+    head_dim = keys.count("embedding_length") // keys.count("attention.head_count")
+    ropes = _read_ropes(keys, head_dim, keys.number("rope.freq_base", 10_000.0))
+    return {"model_type": "olmo3", **_read_biases(keys), **_read_pattern(keys, 4), **ropes}
+
+
+def _read_granite(keys: MetadataReader) -> dict[str, Any]:
+    keys.check(keys.flag("granite.rope.scaling.finetuned", True), "granite without rotary positions isn't supported")
+    return {
+        **_read_biases(keys),
+        "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
+        "logits_scaling": keys.number("logit_scale"),
+        "residual_multiplier": keys.number("residual_scale", 1.0) or 1.0,
+        "embedding_multiplier": keys.number("embedding_scale", 1.0) or 1.0,
+        "attention_multiplier": keys.number("attention.scale", 0.0)
+        or (keys.count("embedding_length") // keys.count("attention.head_count")) ** -0.5,
+    }
+
+
+def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "logit_scale": float(config.logits_scaling),
+        "residual_scale": float(config.residual_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "attention.scale": float((config.query_pre_attn_scalar or config.head_dim) ** -0.5),
+    }
+
+
+def _smollm3_problems(config: ModelConfig) -> Iterator[str]:
+    if [config.has_rope(i) for i in range(config.num_hidden_layers)] != [
+        (i + 1) % 4 != 0 for i in range(config.num_hidden_layers)
+    ]:
+        yield "every fourth layer, and no other, must have no rotary positions"
+    if config.sliding_window:
+        yield "sliding_window must be null"
 
 
 def _falcon_norms(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -259,12 +333,51 @@ ARCHITECTURES = {
             read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
         ),
         Architecture(
-            "gemma3",  # run by mlx_lm, and not written
+            "gemma3",
             ("gemma3_text",),
             {**_GEMMA2_LAYER, **_QK_NORMS},
             norm_offset=True,
             free_head_dim=True,
+            sliding_window=True,
+            activations=_GELU_TANH,
             read_fields=_read_gemma3,
+            metadata=lambda config: _pattern_metadata(config, 6),
+            problems=_gemma3_problems,
+        ),
+        Architecture(
+            "smollm3",
+            ("smollm3",),
+            _LLAMA_LAYER,
+            interleaved=True,
+            biases="any",
+            read_fields=lambda keys: {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")},
+            problems=_smollm3_problems,
+        ),
+        Architecture(
+            "granite",
+            ("granite",),
+            _LLAMA_LAYER,
+            interleaved=True,
+            biases="any",
+            rope_types=(*ROPE_TYPES, "llama3"),
+            read_fields=_read_granite,
+            metadata=_granite_metadata,
+        ),
+        Architecture(
+            "arcee",
+            ("arcee",),
+            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            interleaved=True,
+            biases="none",
+            activations=("relu2",),
+            free_head_dim=True,
+        ),
+        Architecture(
+            "starcoder2",
+            ("starcoder2",),
+            {**_NORMS, **_SEPARATE_QKV, **_PLAIN_MLP},
+            biases="all",
+            activations=_GELU,
         ),
         Architecture(
             "gemma2",
@@ -290,7 +403,7 @@ ARCHITECTURES = {
         ),
         Architecture(
             "olmo2",
-            ("olmo2",),
+            ("olmo2", "olmo3"),
             {
                 **_SEPARATE_QKV,
                 **_QK_NORMS,
@@ -299,7 +412,10 @@ ARCHITECTURES = {
                 "post_ffw_norm": ("post_feedforward_layernorm",),
             },
             ties_head=False,
+            sliding_window=True,
             read_fields=_read_olmo2,
+            metadata=lambda config: _pattern_metadata(config, 4),
+            problems=lambda config: _pattern_problems(config, 4),
         ),
         Architecture(
             "phi3",

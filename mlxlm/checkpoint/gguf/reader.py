@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, FileFormat, MlxLmCheckpoint
+from mlxlm.checkpoint.checkpoint import Checkpoint, FileFormat
 from mlxlm.checkpoint.embedding_config import from_gguf
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
@@ -15,14 +15,14 @@ from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
-from mlxlm.families import FAMILIES, config_from_hf, family_config, unsupported_feature
+from mlxlm.families import FAMILIES, config_from_hf, family_config
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
 _MAX_PARTS = 1000
 
 
-def open_gguf(path: Path | str) -> AnyCheckpoint:
+def open_gguf(path: Path | str) -> Checkpoint:
     """Open a GGUF file; any part of a split model ("...-00001-of-00003.gguf") opens all of them.
 
     Only headers are read.
@@ -34,9 +34,7 @@ def open_gguf(path: Path | str) -> AnyCheckpoint:
     keys = MetadataReader(header)
     architecture = _architecture(keys)
     values = _read_hf_config(keys, architecture)
-    reason = unsupported_feature(values)
-    sizes = {**values, "model_type": "llama", "rope_parameters": None} if reason else values
-    config = config_from_hf(sizes, source=str(header.path))
+    config = config_from_hf(values, source=str(header.path))
     described = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
     tensors = architecture.with_norm_offset(described, -1)
     tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
@@ -45,8 +43,6 @@ def open_gguf(path: Path | str) -> AnyCheckpoint:
     def tokenizer() -> Tokenizer:
         return read_tokenizer(header)
 
-    if reason:
-        return MlxLmCheckpoint(header.path, "gguf", values, tensors, tokenizer, reason, embedding=embedding)
     return Checkpoint(header.path, "gguf", family_config(config), tensors, tokenizer, config, embedding=embedding)
 
 
@@ -107,7 +103,7 @@ def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[st
         keys.check(equal, f"{keys.architecture}.attention.value_length differs from key_length")
     extra = architecture.read_fields(keys)
     model_type = extra.get("model_type", architecture.families[0])
-    family = FAMILIES.get(model_type, FAMILIES["llama"])  # mlx_lm's models have Llama's names
+    family = FAMILIES[model_type]
     values = {family.hf_names(name)[0]: value for name, value in values.items() if family.hf_names(name)}
     if architecture.fixed_values.get("positions", "rope") == "rope":
         rope = values["rope_parameters"] = read_rope_parameters(keys, head_dim)

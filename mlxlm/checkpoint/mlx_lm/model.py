@@ -107,16 +107,12 @@ def build_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, tuple[int
 
 
 def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
-    """Load a folder's weights with mlx_lm's own loader, which knows many forms of quantization, a file's with ours."""
+    """Load the weights with mlx_lm's own loader, which knows many forms of quantization."""
     from mlx_lm.utils import load_model
 
     quantization = get_quantization_config(checkpoint.hf_config)
     model_args = SimpleNamespace(from_dict=lambda config: model)
     try:
-        if checkpoint.format == "gguf":
-            weights = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
-            model.load_weights(list(model.sanitize(weights).items()))
-            return
         load_model(
             checkpoint.path,
             lazy=True,

@@ -28,6 +28,7 @@ _LONGROPE = {
     "rope_type": "longrope", "original_max_position_embeddings": 32,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
 }  # fmt: skip
+_WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
     "llama-biases": {**_COMMON, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32},
@@ -42,7 +43,19 @@ MODELS = {
         **_COMMON, "model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16,
         "tie_word_embeddings": True,
     },
+    "gemma3": {
+        **_WINDOWS, "model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
     "olmo2": {**_COMMON, "model_type": "olmo2"},
+    "olmo3": {**_WINDOWS, "model_type": "olmo3"},
+    "smollm3": {**_COMMON, "model_type": "smollm3", "num_hidden_layers": 5, "tie_word_embeddings": True},
+    "granite": {
+        **_COMMON, "model_type": "granite", "attention_multiplier": 0.3, "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7, "logits_scaling": 3.0,
+    },
+    "arcee": {**_COMMON, "model_type": "arcee"},
+    "starcoder2": {**_COMMON, "model_type": "starcoder2"},
     "phi3": {**_COMMON, "model_type": "phi3"},
     "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "phi3-longrope": {**_COMMON, "model_type": "phi3", "rope_scaling": _LONGROPE},

@@ -135,7 +135,6 @@ def write_gemma3(path, model, factor):
 
 @pytest.mark.parametrize("factor", [1, 8.0])
 def test_gemma3_against_transformers(factor, tmp_path):
-    pytest.importorskip("mlx_lm.utils", reason="mlx_lm is not installed")
     oracle = pytest.importorskip("tests.transformers_oracle", reason="transformers or PyTorch is not installed")
     full = {"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"}
     sliding = {"rope_type": "default", "rope_theta": 1e4}
