@@ -154,7 +154,9 @@ def test_hints_of_convert_and_quantize(write, tmp_path, capsys, command):
     assert code == 1 and "model_type 'gpt_neo'" in err and "try" not in err
 
 
-@pytest.mark.parametrize("kind", ["os", "base", "cache", "..utils", "granitemoe.ModelArgs", "../granitemoe", "gpt_neo", ""])
+@pytest.mark.parametrize(
+    "kind", ["os", "base", "cache", "..utils", "granitemoe.ModelArgs", "../granitemoe", "gpt_neo", ""]
+)
 def test_only_models_of_mlx_lm_are_imported(write, kind):
     before = set(sys.modules)
     with pytest.raises(CheckpointError, match=f"neither mlxlm nor mlx_lm has a model for model_type {kind!r}"):
