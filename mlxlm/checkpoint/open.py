@@ -145,6 +145,10 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if values.get("model_type") in _ENCODERS:
         problem = f"{path} is an encoder ({values['model_type']}), and mlxlm runs decoders"
         raise CheckpointError(problem, "for embeddings, Qwen/Qwen3-Embedding-0.6B")
+    text_values = families.text_part(values)
+    if text_values is not values:
+        renamed = ((families.text_tensor_name(name), tensor) for name, tensor in tensors.items())
+        values, tensors = text_values, {name: tensor for name, tensor in renamed if name is not None}
     embedding = embedding_config.read_folder(location.root, values)
     reason = families.unsupported_feature(values)
     if reason:

@@ -14,6 +14,8 @@ from mlxlm.families.config_conversion import (
     load_preset,
     preset_names,
     resolve_model_type,
+    text_part,
+    text_tensor_name,
     unsupported_feature,
 )
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
@@ -38,6 +40,8 @@ __all__ = [
     "preset_names",
     "resolve_model_type",
     "rope_parameters",
+    "text_part",
+    "text_tensor_name",
     "unsupported_feature",
     "weight_mappings",
 ]

@@ -26,6 +26,14 @@ from mlxlm.utils.resources import resource
 
 _REQUIRED = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 _MAX_REPR = 60  # characters of a value in an error message
+# Of the tensors of a language model in a model with images, as transformers 5, transformers 4 and mlx_lm save them.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
 _QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 
@@ -64,6 +72,26 @@ def unsupported_feature(values: HFConfig) -> str | None:
     if isinstance(activation, str) and activation not in ACTIVATIONS:
         return f"{family.hf_names('hidden_act')[0]} {activation!r}"
     return family.find_unsupported(values) or unsupported_rope(values, family)
+
+
+def text_part(values: HFConfig) -> HFConfig:
+    """The configuration of the language model in one of a model with images, if the decoder implements it, else all."""
+    text = values.get("text_config") if isinstance(values, Mapping) else None
+    if not isinstance(text, Mapping) or values.get("model_type") in FAMILIES or unsupported_feature(text):
+        return values
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
+    outer = {name: values[name] for name in shared if values.get(name) is not None and text.get(name) is None}
+    if isinstance(quantization := get_quantization_config(values), Mapping):
+        outer["quantization"] = {(text_tensor_name(f"{k}.") or f"{k}.")[:-1]: v for k, v in quantization.items()}
+    return {**text, **outer}
+
+
+def text_tensor_name(name: str) -> str | None:
+    """The name of a tensor in the language model of a model with images; None for tensors of other parts."""
+    for prefix, replacement in _TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return None
 
 
 def get_quantization_config(values: HFConfig) -> Any:
@@ -261,7 +289,7 @@ def compatibility_warning(config: ModelConfig) -> str | None:
 
 def load_config(path: Path | str) -> ModelConfig:
     """Read a `config.json`, or the one in a model folder."""
-    return config_from_hf(read_json(path), source=str(path))
+    return config_from_hf(text_part(read_json(path)), source=str(path))
 
 
 def load_preset(name: str, **changes: Any) -> ModelConfig:

@@ -7,7 +7,6 @@ from pathlib import Path
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_from_hf, load_config, load_preset, preset_names
 from mlxlm.utils.errors import ConfigError
-from mlxlm.utils.json_files import read_json
 from mlxlm.utils.resources import resource
 
 
@@ -42,7 +41,7 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
     run = path.absolute().parents[1] if checkpoint_step(path) >= 0 else path
     root = run if is_run_folder(run) else path  # one of its checkpoints has no config.json
     if (root / "config.json").is_file():
-        return config_from_hf(read_json(root), source=str(root / "config.json"))
+        return load_config(root / "config.json")
     from mlxlm.checkpoint import hub
     from mlxlm.checkpoint.download import find, find_catalog_entry, no_such_model
     from mlxlm.checkpoint.open import open_decoder_checkpoint

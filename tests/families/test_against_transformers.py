@@ -345,3 +345,32 @@ def test_gemma_3_with_the_defaults_left_out(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     model, _ = load_checkpoint(open_checkpoint(tmp_path))
     np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), logits_of(oracle, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("model.", "model."), ("language_model.model.", "model.language_model.")], ids=str
+)
+def test_the_language_model_of_a_model_with_images(tmp_path, prefixes):
+    """With transformers' default sizes left out, and tensors by the names of transformers 4 and 5."""
+    sizes = CASES["gemma3"][1] | {"num_attention_heads": 8, "num_key_value_heads": 4}
+    text = {name: value for name, value in sizes.items() if "heads" not in name}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+              "image_size": 16, "patch_size": 4}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config={**sizes, "vocab_size": VOCABULARY}, vision_config=vision, mm_tokens_per_image=4
+    )
+    oracle = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    oracle.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["text_config"] = {"model_type": "gemma3_text", "vocab_size": VOCABULARY, **text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"), {name.replace(*prefixes): value for name, value in weights.items()}
+    )
+    checkpoint = open_checkpoint(tmp_path)
+    model, _ = load_checkpoint(checkpoint)
+    with torch.no_grad():
+        expected = oracle(input_ids=torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(np.array(model(mx.array(TOKENS))), expected, atol=1e-4)
+    assert checkpoint.hf_config["model_type"] == "gemma3_text" and "vision_config" not in checkpoint.hf_config

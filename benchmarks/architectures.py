@@ -1,0 +1,123 @@
+"""Models that mlx_lm runs, by the kinds of their caches: 1 to 16 texts at once, and the second turn of a conversation.
+
+The weights are random, and both programs use the same ones and the same BLAS, in one process and in turn.
+
+python benchmarks/architectures.py [--kinds mixture hybrid] [--clients 1 4 16] [--tokens 48] [--turn 4000] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from common import in_turn, median, report, spread
+
+VOCABULARY = 8192
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1536, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 384,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full attention, dense": ("helium", {"attention_bias": False, "mlp_bias": False}),
+    "full attention, mixture": ("qwen3_moe", EXPERTS),
+    "windows, mixture": (
+        "gpt_oss",
+        {**EXPERTS, "intermediate_size": 384, "sliding_window": 128,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+         "layer_types": ["sliding_attention", "full_attention"] * 4},
+    ),
+    "recurrent, hybrid": (
+        "qwen3_5_text",
+        {"full_attention_interval": 4, "linear_num_value_heads": 8, "linear_num_key_heads": 4,
+         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--turn", type=int, default=4000, help="tokens of the conversation before the second turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rows, result = [], {}
+    for kind in options.kinds:
+        measured = measure(*KINDS[kind], options)
+        single = measured.pop("mlx_lm")
+        again, turn = measured.pop("again"), measured.pop("turn")
+        rows.append((f"{kind}: mlx_lm, one text", f"{spread(single)} tokens/s"))
+        ratios = {}
+        for count, speeds in measured.items():
+            ratios[count] = median([speed / base for speed, base in zip(speeds, single, strict=True)])
+            rows.append((f"{kind}: {count} at once", f"{spread(speeds)} tokens/s, {ratios[count]:.2f} x"))
+        shares = [second / whole for second, whole in zip(turn, again, strict=True)]
+        rows.append((f"{kind}: second turn", f"{spread(shares)} of the time of reading {options.turn} tokens again"))
+        result[kind] = {"ratio": {n: round(r, 2) for n, r in ratios.items()}, "second_turn": round(median(shares), 3)}
+    report("Models of mlx_lm's classes", rows, {"benchmark": "architectures", "kinds": result})
+
+
+def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace) -> dict[Any, list[float]]:
+    """Tokens per second by the number of texts and of mlx_lm; seconds to the first token of a second turn, and anew."""
+    from mlx_lm.generate import generate_step
+
+    import mlxlm
+    from mlxlm.backend.mlx import mx
+    from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+    from mlxlm.checkpoint.mlx_lm.model import build_model
+    from mlxlm.generation import Engine, GenerationOptions, LoadedModel, Request, run_batch
+
+    mx.random.seed(1)
+    model, _ = build_model({"model_type": model_type, **SIZES, **values})
+    model.eval()
+    mx.eval(model.parameters())
+    tokenizer = mlxlm.load("small-world").tokenizer
+    lm = LoadedModel(model, tokenizer, MlxLmConfig(model_type, VOCABULARY, 8192, frozenset()), "random")
+    prompts = [[(7 * i * j + j) % 1000 for j in range(1, 65)] for i in range(max(options.clients))]
+
+    def request(prompt: list[int], tokens: int, snapshot_at: int | None = None) -> Request:
+        settings = GenerationOptions(temperature=0, max_tokens=tokens)
+        return Request(prompt, settings, frozenset(), snapshot_at)
+
+    def together(count: int) -> float:
+        engine = Engine(lm, prefix_cache_bytes=0)
+        start = time.perf_counter()
+        for _ in run_batch(engine, [request(prompt, options.tokens) for prompt in prompts[:count]]):
+            pass
+        return count * options.tokens / (time.perf_counter() - start)
+
+    def peer() -> float:
+        start = time.perf_counter()
+        for _ in generate_step(mx.array(prompts[0]), model, max_tokens=options.tokens):
+            pass
+        return options.tokens / (time.perf_counter() - start)
+
+    history = [(13 * j) % 1000 for j in range(options.turn)]
+    last = [(31 * j) % 1000 for j in range(32)]
+    engine = Engine(lm)
+    engine.submit(request(history, 1, len(history) - 1)).result()
+
+    def second_turn() -> float:
+        start = time.perf_counter()
+        assert engine.submit(request([*history, *last], 1)).result().cached_tokens >= options.turn - 1
+        return time.perf_counter() - start
+
+    def read_again() -> float:
+        start = time.perf_counter()
+        Engine(lm, prefix_cache_bytes=0).submit(request([*history, *last], 1)).result()
+        return time.perf_counter() - start
+
+    together(1), peer()  # warm-up
+    runs = {str(count): lambda count=count: together(count) for count in options.clients}
+    return in_turn(options.rounds, **runs, mlx_lm=peer, turn=second_turn, again=read_again)
+
+
+if __name__ == "__main__":
+    main()
