@@ -71,6 +71,7 @@ def apply_overrides(
     - `biases`: all or none. `head`: tied or untied.
     - `kv_heads`, `window` and `softcap` (of attention scores).
     - `layer_types`: all or alternating, the layers with the window.
+    - `rope_layers`: all; a number n, which leaves each n-th layer without rotary positions; or a JSON list.
     - `rope_scaling`: TYPE:FACTOR or TYPE:FACTOR:LENGTH. TYPE is linear, ntk, dynamic, yarn or llama3; LENGTH is the
       original context (default: `max_position_embeddings`). ntk is a larger base, rope_theta · factor^(D / (D - 2)).
 
@@ -222,6 +223,15 @@ def _parse_layer_types(text: str, values: Values) -> Changes:
     return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, or a JSON list")}
 
 
+def _parse_rope_layers(text: str, values: Values) -> Changes:
+    """A number n: each n-th layer has no rotary positions, as in SmolLM 3 with 4."""
+    if text in ("none", "all"):
+        return {"rope_layers": None}
+    if text.isdecimal() and len(text) < 6 and (interval := int(text)) > 0:
+        return {"rope_layers": tuple((layer + 1) % interval != 0 for layer in range(values["num_hidden_layers"]))}
+    return {"rope_layers": _parse_json("rope_layers", text, list, "all, a number, or a JSON list")}
+
+
 def _parse_rope_scaling(text: str, values: Values) -> Changes:
     if text == "none":
         return {"rope_scaling": None}
@@ -264,5 +274,6 @@ def _parse_json(name: str, text: str, json_type: type, expected: str) -> Any:
 _DEPENDENT: dict[str, Callable[[str, Values], Changes]] = {
     "attention": _parse_attention,
     "layer_types": _parse_layer_types,
+    "rope_layers": _parse_rope_layers,
     "rope_scaling": _parse_rope_scaling,
 }

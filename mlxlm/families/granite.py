@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.numbers import is_positive
+from mlxlm.config.numbers import is_count, is_positive
 from mlxlm.families.family import LLAMA_FIELDS, Family, HFConfig, inverse, same_names
 
 
 def _read(values: HFConfig) -> dict[str, Any]:
+    """Scores are multiplied by `attention_multiplier`, in other models by head_dim^-0.5."""
     multiplier = values.get("attention_multiplier", 1.0)
-    return {"query_pre_attn_scalar": inverse(multiplier**2) if is_positive(multiplier) else multiplier}
+    if not is_positive(multiplier):
+        return {"query_pre_attn_scalar": multiplier}
+    scalar, hidden, heads = inverse(multiplier**2), values.get("hidden_size"), values.get("num_attention_heads")
+    is_usual = is_count(hidden) and is_count(heads) and scalar == hidden // heads
+    return {} if is_usual else {"query_pre_attn_scalar": scalar}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

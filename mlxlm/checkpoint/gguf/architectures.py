@@ -266,11 +266,12 @@ def _read_granite(keys: MetadataReader) -> dict[str, Any]:
 
 
 def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
+    scalar = config.query_pre_attn_scalar
     return {
+        **({} if scalar is None else {"attention.scale": float(scalar**-0.5)}),
         "logit_scale": float(config.logits_scaling),
         "residual_scale": float(config.residual_multiplier),
         "embedding_scale": float(config.embedding_multiplier),
-        "attention.scale": float((config.query_pre_attn_scalar or config.head_dim) ** -0.5),
     }
 
 
