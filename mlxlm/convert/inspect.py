@@ -158,6 +158,8 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
     biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias}
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
+    multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
+    multipliers["logits"] = 1 / c.logits_scaling
     windows = sum(c.window(i) is not None for i in range(c.num_hidden_layers))
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
@@ -169,6 +171,7 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
         "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
         "biases": " and ".join(name for name, value in biases.items() if value),
         "window": f"{c.sliding_window} tokens in {windows} of {c.num_hidden_layers} layers" if windows else "",
+        "multipliers": ", ".join(f"{name} {value:g}" for name, value in multipliers.items() if value != 1),
         "soft caps": ", ".join(f"{name} at {cap:g}" for name, cap in caps.items() if cap),
     }
     return {name: text for name, text in parts.items() if text}
@@ -191,4 +194,8 @@ def _positions(c: ModelConfig) -> str:
     if c.rope_scaling:
         factor = c.rope_scaling.get("factor")
         text += f", {c.rope_scaling['rope_type']} scaling" + (f" by {factor:g}" if factor else "")
+    if c.rope_local_base_freq:
+        text += f"; base {c.rope_local_base_freq:g} in layers with a window"
+    if c.rope_layers:
+        text += f"; in {sum(c.rope_layers)} of {c.num_hidden_layers} layers"
     return text
