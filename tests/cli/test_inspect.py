@@ -30,9 +30,9 @@ def test_control_characters_in_files_are_not_printed(model, capsys):
 
 def test_the_reason_for_mlx_lm(model, capsys):
     values = json.loads((model / "config.json").read_text())
-    write_json(model / "config.json", {**values, "model_type": "smollm3"})
+    write_json(model / "config.json", {**values, "model_type": "helium"})
     code, out, _ = run(capsys, "inspect", model)
-    assert code == 0 and "smollm3, run by mlx_lm: " in out
+    assert code == 0 and "helium, run by mlx_lm: " in out
 
 
 def test_equal_layers_are_grouped(model, capsys):

@@ -193,7 +193,7 @@ def test_pretrain_with_overrides(tmp_path, text_file, capsys):
     run = str(tmp_path / "run")
     command = ["pretrain", str(text_file), "--out", run, *TINY]
     assert _run([*command, "--set", "positions=sinusoidal", "--set", "norm_placement=post"]) == 0
-    nearest = "only mlxlm opens this model: the nearest family, llama, has no norm_placement 'post', no positions"
+    nearest = "only mlxlm opens this model: the nearest family, granite, has no norm_placement 'post', no positions"
     assert nearest in capsys.readouterr().err
     assert _run(["inspect", run]) == 0
     stdout, stderr = capsys.readouterr()
