@@ -192,6 +192,7 @@ def _remove_unused_window(changes: Changes, values: Values) -> None:
     """
     if values["sliding_window"] is None:
         changes.setdefault("layer_types", None)
+        changes.setdefault("rope_local_base_freq", None)
     window, types, context = changes.get("sliding_window"), values["layer_types"], values["max_position_embeddings"]
     all_full = types is not None and len(types) == values["num_hidden_layers"] and set(types) == {FULL}
     if window is not None and all_full:
@@ -199,7 +200,7 @@ def _remove_unused_window(changes: Changes, values: Values) -> None:
     if window is not None and context <= window:
         raise ConfigError(f"sliding_window {window} has no effect on {context} tokens of context", "a smaller one")
     if all_full:
-        changes |= {"sliding_window": None, "layer_types": None}
+        changes |= {"sliding_window": None, "layer_types": None, "rope_local_base_freq": None}
 
 
 def _parse_attention(text: str, values: Values) -> Changes:

@@ -196,7 +196,7 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
 def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
     """Return the model with each kind of attention."""
     heads, kv = config.num_attention_heads, config.num_key_value_heads
-    plain = config.with_changes(sliding_window=None, layer_types=None)
+    plain = config.with_changes(sliding_window=None, layer_types=None, rope_local_base_freq=None)
     kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads)}
     if 1 < kv < heads:
         kinds[f"grouped-query, {kv} key-value heads"] = plain

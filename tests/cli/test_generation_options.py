@@ -74,7 +74,7 @@ def test_unreadable_schemas(shell, tmp_path):
         (str(tmp_path / "none.json"), "cannot read"),
         (str(tmp_path), "is not a regular file"),
         (str(latin), "is not UTF-8"),
-        (str(large), "the limit is 262144"),
+        (str(large), "the limit is 262 kB"),
         ('{"type": ', "json_schema is not a JSON schema"),
     ):
         assert said in str(shell("--json-schema", given))

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
 
 from mlxlm.checkpoint import gguf
-from mlxlm.checkpoint.gguf.header import MetadataReader, read_header
+from mlxlm.checkpoint.gguf.header import read_header
 from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer, tokenizer_metadata
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.config import ModelConfig
@@ -41,7 +41,7 @@ def test_user_defined_pieces_of_sentencepiece(texts, tmp_path, open_llama_cpp):
     writer.add_add_space_prefix(False)
     writer.add_add_bos_token(False)
     finish(writer)
-    tokenizer = read_tokenizer(MetadataReader(read_header(tmp_path / "m.gguf")))
+    tokenizer = read_tokenizer(read_header(tmp_path / "m.gguf"))
     llama_cpp = open_llama_cpp(tmp_path / "m.gguf", vocab_only=True)
     encoder = sentencepiece.SentencePieceProcessor(model_proto=model)
     for text in ("a    b  c <table> x <table>y", "     the cat", "x\n   y   ", SAMPLE):
