@@ -66,8 +66,6 @@ def main() -> None:
 
 def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace) -> dict[Any, list[float]]:
     """Tokens per second by the number of texts and of mlx_lm; seconds to the first token of a second turn, and anew."""
-    from mlx_lm.generate import generate_step
-
     import mlxlm
     from mlxlm.backend.mlx import mx
     from mlxlm.checkpoint.mlx_lm import MlxLmConfig
@@ -94,6 +92,8 @@ def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace
         return count * options.tokens / (time.perf_counter() - start)
 
     def peer() -> float:
+        from mlx_lm.generate import generate_step  # after mlxlm has chosen the BLAS
+
         start = time.perf_counter()
         for _ in generate_step(mx.array(prompts[0]), model, max_tokens=options.tokens):
             pass
