@@ -81,7 +81,7 @@ serve([Check("a", "first", write), Check("a", "crash", crash, "case"), Check("b"
 
 
 def test_a_crash_and_a_hang_fail_alone():
-    progress = list(run_in_processes([sys.executable, "-c", SUITE], max_seconds=3))
+    progress = list(run_in_processes([sys.executable, "-c", SUITE], max_seconds=6))
     assert progress[0] == (None, 4) and {total for _, total in progress} == {4}
     first, crash, hang, last = (result for result, _ in progress[1:])
     assert first.status == last.status == "passed" and first.values["process"] != last.values["process"]
