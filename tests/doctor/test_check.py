@@ -88,7 +88,7 @@ def test_a_crash_and_a_hang_fail_alone():
     assert (crash.status, crash.title) == ("failed", "crash: case")
     assert crash.reason == "the process ended with SIGABRT: the driver has failed in ~/x"
     assert "the driver has failed in ~/x" in crash.traceback
-    assert (hang.status, hang.reason) == ("failed", "it took longer than 3 seconds")
+    assert (hang.status, hang.reason) == ("failed", "it took longer than 6 seconds")
     assert not Path(first.values["folder"]).exists()
 
 
