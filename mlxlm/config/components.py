@@ -1,4 +1,4 @@
-"""The norms, norm placements, position encodings and feed-forwards that a configuration can name, and sublayers.
+"""The norms, norm placements, position encodings and feed-forwards that a configuration can name.
 
 Each entry declares what validation, parameter counts and overrides need to know; `mlxlm.model` implements it.
 """
@@ -104,60 +104,6 @@ FEED_FORWARDS = {
     "geglu": {"mlp_gated": True, "hidden_act": "gelu"},
     "swiglu": {"mlp_gated": True, "hidden_act": "silu"},
 }
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix of a sublayer.
-
-    Attributes:
-        module: Its module in the layer, such as "self_attn.q_proj".
-        group: The group of parameters that it counts to, such as "query".
-        inputs: Input features.
-        outputs: Output features.
-        bias: Whether it has a bias.
-        copies: How many such matrices there are: one, or one per expert.
-        used: How many of them a token is multiplied by.
-    """
-
-    module: str
-    group: str
-    inputs: int
-    outputs: int
-    bias: bool = False
-    copies: int = 1
-    used: int = 1
-
-    @property
-    def parameters(self) -> int:
-        """Parameters without the bias, of all copies."""
-        return self.copies * self.inputs * self.outputs
-
-
-@dataclass(frozen=True)
-class Sublayer:
-    """What a sublayer of one layer takes.
-
-    Attributes:
-        matrices: Its matrices.
-        activations: Values per token that its operations produce.
-        norms: Parameters of its own norms.
-        biases: Other parameters that aren't matrices.
-        score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
-        state_flops: Operations of a token for a recurrent state.
-        kv_values: Values in the cache per token.
-        state_values: Values in the cache per text, of a recurrent state.
-    """
-
-    matrices: tuple[Matrix, ...]
-    activations: int
-    norms: int = 0
-    biases: int = 0
-    score_flops: tuple[int, int] = (0, 0)
-    state_flops: int = 0
-    kv_values: int = 0
-    state_values: int = 0
-
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from mlxlm.config.components import (
@@ -16,12 +18,11 @@ from mlxlm.config.components import (
     SHARED_NORM,
     SLIDING,
     NormPlacement,
-    Sublayer,
 )
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
-from mlxlm.config.sublayers import MIXERS, MLPS
+from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -172,6 +173,13 @@ class ModelConfig:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
         return "mlp"
 
+    @cached_property
+    def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
+        """The mixer and the feed-forward of each layer; layers of one kind share them."""
+        names = [(self.mixer(layer), self.mlp(layer)) for layer in range(self.num_hidden_layers)]
+        kinds = {(mixer, mlp): (MIXERS[mixer](self), MLPS[mlp](self)) for mixer, mlp in set(names)}
+        return [kinds[name] for name in names]
+
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
         return sum(count_parameters(self).values())
@@ -221,7 +229,7 @@ def validate_config(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
         yield from _validate_sizes(c, explicit_head_dim)
         if not field_errors:
             yield from _validate_combinations(c)
-            if c.parameter_count() > _MAX_PARAMETERS:
+            if c.num_hidden_layers <= MAX_LAYERS and c.parameter_count() > _MAX_PARAMETERS:
                 yield f"it has {c.parameter_count():.3g} parameters, check hidden_size and num_hidden_layers"
     if c.quantization is not None:
         yield from validate_quantization(c.quantization)
@@ -328,16 +336,9 @@ def _validate_token_ids(c: ModelConfig) -> Iterator[str]:
             yield f"{name} is {short_repr(value)}, it must be a token id below {limit} or null"
 
 
-def layer_kinds(c: ModelConfig) -> Counter[tuple[Sublayer, ...]]:
-    """How many layers there are of each kind, by its sublayers."""
-    names = Counter((c.mixer(layer), c.mlp(layer)) for layer in range(c.num_hidden_layers))
-    return Counter({(MIXERS[mixer](c), MLPS[mlp](c)): count for (mixer, mlp), count in names.items()})
-
-
-def sublayers(c: ModelConfig) -> Iterator[tuple[Sublayer, int]]:
-    """Yield each kind of sublayer, and how many layers have it."""
-    for kind, count in layer_kinds(c).items():
-        yield from ((sublayer, count) for sublayer in kind)
+def sublayers(c: ModelConfig) -> Iterable[tuple[Sublayer, int]]:
+    """Each kind of sublayer, and how many layers have it."""
+    return Counter(chain.from_iterable(c.layer_sublayers)).items()
 
 
 def count_parameters(c: ModelConfig) -> dict[str, int]:
@@ -348,10 +349,10 @@ def count_parameters(c: ModelConfig) -> dict[str, int]:
     counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
     counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=0)
     for sublayer, layers in sublayers(c):
-        counts.update(norms=layers * sublayer.norms, biases=layers * sublayer.biases)
+        counts["norms"] += layers * sublayer.norms
         for matrix in sublayer.matrices:
             counts[matrix.group] += layers * matrix.parameters
-            counts["biases"] += layers * matrix.copies * matrix.outputs * matrix.bias
+            counts["biases"] += layers * matrix.outputs * matrix.bias
     counts["head"] = 0 if c.tie_word_embeddings else c.vocab_size * hidden
     return dict(counts)
 
@@ -374,9 +375,7 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
     for sublayer, layers in sublayers(c):
         for matrix in sublayer.matrices:
             part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
-            flops[part] += 2 * layers * matrix.used * matrix.inputs * matrix.outputs
-        if sublayer.state_flops:
-            flops["state"] += layers * sublayer.state_flops
+            flops[part] += 2 * layers * matrix.parameters
     scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
     head = 2 * c.hidden_size * c.vocab_size
     return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}
@@ -402,22 +401,21 @@ def layer_activations(c: ModelConfig) -> int:
 
     The residual before either sublayer and its norms, and those of the sublayers.
     """
-    largest = max(sum(sublayer.activations for sublayer in kind) for kind in layer_kinds(c))
+    largest = max(sum(sublayer.activations for sublayer in kind) for kind in set(c.layer_sublayers))
     return (2 + len(c.layer_norms.names)) * c.hidden_size + largest
 
 
 def kv_cache_values(c: ModelConfig, context_length: int) -> int:
-    """Number of values in the cache of one sequence: keys and values, and recurrent states.
+    """Number of values in the key-value cache of one sequence.
 
     A layer with a window stores at most the window, its slack and its spare positions.
     """
-
-    def layer_values(layer: int) -> int:
-        mixer, window = MIXERS[c.mixer(layer)](c), c.window(layer)
+    total = 0
+    for layer, (mixer, _) in enumerate(c.layer_sublayers):
+        window = c.window(layer)
         limit = context_length if window is None else window + window_slack(window) + window_spare(window)
-        return mixer.kv_values * min(context_length, limit) + mixer.state_values
-
-    return sum(map(layer_values, range(c.num_hidden_layers)))
+        total += mixer.kv_values * min(context_length, limit)
+    return total
 
 
 def window_slack(window: int) -> int:
@@ -435,4 +433,4 @@ def window_spare(window: int) -> int:
 
 def _windows(c: ModelConfig) -> list[int | None]:
     """The window of each layer with attention."""
-    return [c.window(layer) for layer in range(c.num_hidden_layers) if any(MIXERS[c.mixer(layer)](c).score_flops)]
+    return [c.window(layer) for layer, (mixer, _) in enumerate(c.layer_sublayers) if any(mixer.score_flops)]

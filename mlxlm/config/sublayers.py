@@ -6,11 +6,53 @@ Each declares its matrices, activations and cache; `mlxlm.model` implements it u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from mlxlm.config.components import Matrix, Sublayer
-
 Config = Any  # a ModelConfig, whose module imports this one
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a sublayer.
+
+    Attributes:
+        module: Its module in the layer, such as "self_attn.q_proj".
+        group: The group of parameters that it counts to, such as "query".
+        inputs: Input features.
+        outputs: Output features.
+        bias: Whether it has a bias.
+    """
+
+    module: str
+    group: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without the bias."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Sublayer:
+    """What a sublayer of one layer takes.
+
+    Attributes:
+        matrices: Its matrices.
+        activations: Values per token that its operations produce.
+        norms: Parameters of its own norms.
+        score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
+        kv_values: Values in the cache per token.
+    """
+
+    matrices: tuple[Matrix, ...]
+    activations: int
+    norms: int = 0
+    score_flops: tuple[int, int] = (0, 0)
+    kv_values: int = 0
 
 
 def attention(c: Config) -> Sublayer:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.sublayers import MIXERS, MLPS
 from mlxlm.families.family import Family, same_names
 from mlxlm.families.registry import family_of
 
@@ -54,8 +53,8 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
     rows_of = {
         f"model.layers.{i}.{matrix.module}": matrix.outputs
-        for i in range(config.num_hidden_layers)
-        for sublayer in (MIXERS[config.mixer(i)](config), MLPS[config.mlp(i)](config))
+        for i, kind in enumerate(config.layer_sublayers)
+        for sublayer in kind
         for matrix in sublayer.matrices
     }
     for i in range(config.num_hidden_layers):

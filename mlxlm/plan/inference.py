@@ -10,7 +10,6 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import count_parameters, kv_cache_values
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
-from mlxlm.config.sublayers import MIXERS, MLPS
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
 from mlxlm.utils.errors import ConfigError
@@ -169,10 +168,9 @@ def _matrices(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
         yield "model.embed_positions", hidden, parameters["positions"]
     if parameters["head"]:
         yield "lm_head", hidden, parameters["head"]
-    for layer in range(config.num_hidden_layers):
-        for sublayer in (MIXERS[config.mixer(layer)](config), MLPS[config.mlp(layer)](config)):
-            for matrix in sublayer.matrices:
-                yield f"model.layers.{layer}.{matrix.module}", matrix.inputs, matrix.parameters
+    for layer, kind in enumerate(config.layer_sublayers):
+        for matrix in (matrix for sublayer in kind for matrix in sublayer.matrices):
+            yield f"model.layers.{layer}.{matrix.module}", matrix.inputs, matrix.parameters
 
 
 def cache_bytes(config: ModelConfig, serving: Serving) -> int:

@@ -31,7 +31,7 @@ def test_all_problems_are_reported_at_once():
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_size": -64}, "hidden_size is -64"),
         ({"hidden_size": 2**40}, "hidden_size is"),
-        ({"hidden_size": 2**30, "num_hidden_layers": 2**20}, "parameters"),
+        ({"hidden_size": 2**30, "num_hidden_layers": 2**13}, "parameters"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
