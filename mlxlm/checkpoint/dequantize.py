@@ -59,7 +59,7 @@ def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quant
     nn.quantize(module, class_predicate=predicate)
 
 
-def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
+def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, ...]:
     """Unpacked shape of a quantized matrix, after checking its parts against the configuration."""
     plan = module_quantization(quantization, layer)
     if plan is None:
@@ -69,25 +69,25 @@ def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str,
     parts = {
         part: tensors[f"{layer}.{part}"] for part in ("weight", "scales", "biases") if f"{layer}.{part}" in tensors
     }
-    if list(parts) != names or any(len(part.shape) != 2 for part in parts.values()):
+    if list(parts) != names or any(len(part.shape) not in (2, 3) for part in parts.values()):
         expected = ", ".join(names[:-1]) + f" and {names[-1]}"
-        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions")
+        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions or three")
     packed, *rest = parts.values()
-    rows, words = packed.shape
+    *rows, words = packed.shape
     width = words * 32 // bits
     dtype = rest[0].dtype
     matches = (
         packed.dtype == mx.uint32
         and words * 32 % bits == 0
         and width % group_size == 0
-        and all(part.dtype == dtype and part.shape == (rows, width // group_size) for part in rest)
+        and all(part.dtype == dtype and part.shape == (*rows, width // group_size) for part in rest)
         and (mx.issubdtype(dtype, mx.floating) if mode == "affine" else dtype == mx.uint8)
     )
     if not matches:
         raise CheckpointError(
             f"{source}: {layer} does not have {bits} bits in groups of {group_size} ({mode}), as config.json says"
         )
-    return rows, width
+    return *rows, width
 
 
 def _dequantized(
@@ -100,6 +100,6 @@ def _dequantized(
         parts = (part.read().astype(mx.float32) for part in (scales, biases))
         return mx.dequantize(packed.read(), *parts, **settings)
 
-    shape = (packed.shape[0], packed.shape[1] * 32 // settings["bits"])
+    shape = (*packed.shape[:-1], packed.shape[-1] * 32 // settings["bits"])
     nbytes = packed.nbytes + scales.nbytes + (biases.nbytes if biases else 0)
     return LazyTensor(shape, mx.float32, packed.stored_dtype, nbytes, read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,11 +23,17 @@ def to_decoder_weights(
     Raises:
         CheckpointError: Names `source` and a tensor whose number of rows is wrong.
     """
-    by_name = {mapping.name: mapping for mapping in weight_mappings}
+    by_name = {mapping.name: mapping for mapping in weight_mappings if not mapping.experts}
+    of_expert = {name: (m, expert) for m in weight_mappings for expert, name in enumerate(m.expert_names())}
+    stacks: dict[tuple[str, str], dict[int, LazyTensor]] = {}
     cache: dict[str, list[mx.array | None]] = {}  # the unread parts of one fused tensor
     result = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
+        if module in of_expert:
+            stacked, expert = of_expert[module]
+            stacks.setdefault((f"{stacked.name}.{parameter}", stacked.modules[0]), {})[expert] = tensor
+            continue
         mapping = by_name.get(module)
         if mapping is None:
             result[name] = tensor
@@ -49,6 +55,9 @@ def to_decoder_weights(
         for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
             read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[0]
             result[f"{part}.{parameter}"] = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
+    counts = {mapping.modules[0]: mapping.experts for mapping in weight_mappings if mapping.experts}
+    for (name, target), parts in stacks.items():
+        result[f"{target}.{name.rpartition('.')[2]}"] = _stack(name, parts, counts[target], source)
     return result
 
 
@@ -63,6 +72,13 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
             result[name] = tensor
             continue
         target = f"{mapping.name}.{parameter}"
+        if mapping.experts:
+            cache: dict[str, list[mx.array | None]] = {}  # until all experts are read
+            for expert, expert_name in enumerate(mapping.expert_names()):
+                read, nbytes = _part_reader(cache, name, expert, tensor.read, mapping), tensor.nbytes // mapping.experts
+                part = replace(tensor, shape=tensor.shape[1:], nbytes=nbytes, read=read)
+                result[f"{expert_name}.{parameter}"] = part
+            continue
         if target in result:
             continue
         parts = [tensors[f"{module}.{parameter}"] for module in mapping.modules]
@@ -96,7 +112,25 @@ def _part_reader(
     return part
 
 
+def _stack(name: str, parts: Mapping[int, LazyTensor], count: int, source: str) -> LazyTensor:
+    """The tensors of all experts as one."""
+    missing = [name.replace("*", str(expert)) for expert in range(count) if expert not in parts]
+    if missing:
+        raise CheckpointError(f"{source}: {missing[0]} is missing ({len(missing)} of {count} experts)")
+    tensors = [parts[expert] for expert in range(count)]
+    first = tensors[0]
+    for expert, tensor in enumerate(tensors):
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            other = name.replace("*", str(expert))
+            raise CheckpointError(f"{source}: {other} is {list(tensor.shape)}, that of expert 0 {list(first.shape)}")
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    read = lambda: mx.stack([tensor.read() for tensor in tensors])  # noqa: E731
+    return replace(first, shape=(count, *first.shape), nbytes=nbytes, read=read)
+
+
 def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array | None]:
+    if mapping.experts:
+        return list(whole)
     tail = whole.shape[1:]
     grouped = whole.reshape(mapping.groups, -1, *tail)
     ends, end = [], 0

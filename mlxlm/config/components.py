@@ -107,6 +107,8 @@ FEED_FORWARDS = {
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+DENSE, SPARSE = "dense", "sparse"  # values of `mlp_layer_types`
+ROUTERS = ("softmax", "sigmoid")
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "norm": tuple(NORMS),
@@ -114,4 +116,5 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "positions": tuple(POSITIONS),
     "qk_norm": (None, "head", "projection"),
     "hidden_act": ACTIVATIONS,
+    "router": ROUTERS,
 }

@@ -11,12 +11,14 @@ from typing import Any
 
 from mlxlm.config.components import (
     CHOICES,
+    DENSE,
     FULL,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,
     SHARED_NORM,
     SLIDING,
+    SPARSE,
     NormPlacement,
 )
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
@@ -63,6 +65,17 @@ class ModelConfig:
             (Gemma 3). None: as all layers.
         residual_multiplier: Factor on the output of each sublayer (Granite).
         logits_scaling: Divisor of the logits (Granite).
+        num_experts: Number of experts of a mixture (Shazeer et al. 2017); None: feed-forwards are dense.
+        num_experts_per_tok: How many of them a token goes to, those with the highest scores.
+        moe_intermediate_size: Width of an expert.
+        router: Scores of the experts: "softmax" of the router's outputs (Mixtral, Qwen), or "sigmoid", where a bias of
+            each expert is added for the choice (GLM 4.5).
+        norm_topk_prob: The scores of a token's experts are divided by their sum.
+        n_group: Number of groups of experts, of which the `topk_group` with the best ones are considered (DeepSeek V3).
+        routed_scaling_factor: Factor on the output of the experts.
+        shared_expert_intermediate_size: Width of an expert that all tokens go to as well; None: there is none.
+        shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
+        mlp_layer_types: "sparse" for layers with experts, "dense" for others. None: all have experts.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).
@@ -112,6 +125,17 @@ class ModelConfig:
     rope_local_base_freq: float | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    router: str = "softmax"
+    norm_topk_prob: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
+    mlp_layer_types: tuple[str, ...] | None = None
     mlp_gated: bool = True
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
@@ -123,7 +147,7 @@ class ModelConfig:
         explicit_head_dim = self.head_dim is not None
         if not explicit_head_dim and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        for name in ("layer_types", "rope_layers"):
+        for name in ("layer_types", "rope_layers", "mlp_layer_types"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         if problems := list(validate_config(self, explicit_head_dim)):
@@ -171,7 +195,9 @@ class ModelConfig:
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
-        return "mlp"
+        if self.num_experts is None or (self.mlp_layer_types is not None and self.mlp_layer_types[layer] == DENSE):
+            return "mlp"
+        return "experts"
 
     @cached_property
     def layer_sublayers(self) -> list[tuple[Sublayer, Sublayer]]:
@@ -183,6 +209,15 @@ class ModelConfig:
     def parameter_count(self) -> int:
         """Number of parameters; tied embedding and head count once."""
         return sum(count_parameters(self).values())
+
+    def active_parameter_count(self) -> int:
+        """Number of parameters that are used for a token: without the experts that it doesn't go to."""
+        unused = sum(
+            layers * (matrix.parameters - matrix.active_parameters)
+            for sublayer, layers in sublayers(self)
+            for matrix in sublayer.matrices
+        )
+        return self.parameter_count() - unused
 
     def flops_per_token(self, context_length: int, training: bool = False) -> int:
         """Floating-point operations for one token that attends to `context_length` keys, 2 per multiply-add.
@@ -199,6 +234,11 @@ class ModelConfig:
         return kv_cache_values(self, 1) * bytes_per_value
 
 
+EXPERT_FIELDS = (
+    "num_experts_per_tok", "moe_intermediate_size", "router", "norm_topk_prob", "n_group", "topk_group",
+    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_layer_types",
+)  # fmt: skip
+MAX_EXPERTS = 10_000
 MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list of names
 _MAX_TOKEN_ID = 1 << 24  # a larger id means that the file is damaged
 _MAX_PARAMETERS = 10**13
@@ -293,6 +333,38 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield from _validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
+    if c.num_experts is not None:
+        yield from _validate_experts(c)
+    elif set_fields := [name for name in EXPERT_FIELDS if getattr(c, name) != getattr(ModelConfig, name)]:
+        yield f"{', '.join(set_fields)} need a number of experts, but num_experts is null (8)"
+
+
+def _validate_experts(c: ModelConfig) -> Iterator[str]:
+    """Problems of a mixture of experts."""
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        value = getattr(c, name)
+        if not is_count(value) and (value is not None or name != "shared_expert_intermediate_size"):
+            yield f"{name} is {short_repr(value)}, it must be a positive whole number"
+            return
+    if c.num_experts_per_tok > c.num_experts:  # type: ignore[operator]
+        yield f"num_experts_per_tok is {c.num_experts_per_tok}, there are only {c.num_experts} experts"
+    if c.num_experts > MAX_EXPERTS:  # type: ignore[operator]
+        yield f"num_experts is {c.num_experts}, at most {MAX_EXPERTS} are possible"
+    if c.num_experts % c.n_group or c.topk_group > c.n_group:  # type: ignore[operator]
+        yield f"{c.num_experts} experts can't be in {c.n_group} groups of which {c.topk_group} are considered (1 and 1)"
+    elif c.num_experts_per_tok > c.topk_group * (c.num_experts // c.n_group):  # type: ignore[operator]
+        yield f"num_experts_per_tok is {c.num_experts_per_tok}, more than the experts of {c.topk_group} groups"
+    if c.n_group > 1 and c.router != "sigmoid":
+        yield f"n_group is {c.n_group}, groups need the sigmoid router"
+    if c.shared_expert_gate and c.shared_expert_intermediate_size is None:
+        yield "shared_expert_gate is true, but shared_expert_intermediate_size is null"
+    types = c.mlp_layer_types
+    if types is not None and not (isinstance(types, tuple) and all(kind in (DENSE, SPARSE) for kind in types)):
+        yield f"mlp_layer_types must be a list of {DENSE} and {SPARSE}"
+    elif types is not None and len(types) != c.num_hidden_layers:
+        yield f"mlp_layer_types has {len(types)} entries, one for each of {c.num_hidden_layers} layers is needed"
+    elif types is not None and SPARSE not in types:
+        yield "no layer has experts (num_experts=null)"
 
 
 def _validate_rope(c: ModelConfig) -> Iterator[str]:
@@ -350,9 +422,10 @@ def count_parameters(c: ModelConfig) -> dict[str, int]:
     counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=0)
     for sublayer, layers in sublayers(c):
         counts["norms"] += layers * sublayer.norms
+        counts["biases"] += layers * sublayer.biases
         for matrix in sublayer.matrices:
             counts[matrix.group] += layers * matrix.parameters
-            counts["biases"] += layers * matrix.outputs * matrix.bias
+            counts["biases"] += layers * matrix.experts * matrix.outputs * matrix.bias
     counts["head"] = 0 if c.tie_word_embeddings else c.vocab_size * hidden
     return dict(counts)
 
@@ -375,7 +448,7 @@ def forward_flops(c: ModelConfig, keys: float) -> dict[str, float]:
     for sublayer, layers in sublayers(c):
         for matrix in sublayer.matrices:
             part = "projections" if matrix.group in ("query", "key", "value") else matrix.group
-            flops[part] += 2 * layers * matrix.parameters
+            flops[part] += 2 * layers * matrix.active_parameters
     scores, values = max(sublayer.score_flops for sublayer, _ in sublayers(c))  # the same in all layers that have them
     head = 2 * c.hidden_size * c.vocab_size
     return {**flops, "scores": scores * keys, "scores_values": values * keys, "head": head}

@@ -26,7 +26,7 @@ def _adafactor_state(config: ModelConfig) -> int:
     """One number for each row and column of a matrix, and for each element of a vector."""
     groups, hidden = count_parameters(config), config.hidden_size
     matrices = sum(
-        layers * (matrix.inputs + matrix.outputs)
+        layers * matrix.experts * (matrix.inputs + matrix.outputs)
         for sublayer, layers in sublayers(config)
         for matrix in sublayer.matrices
     )

@@ -22,6 +22,8 @@ class Matrix:
         inputs: Input features.
         outputs: Output features.
         bias: Whether it has a bias.
+        experts: Number of such matrices, one for each expert.
+        experts_per_token: How many of them multiply a token.
     """
 
     module: str
@@ -29,11 +31,18 @@ class Matrix:
     inputs: int
     outputs: int
     bias: bool
+    experts: int = 1
+    experts_per_token: int = 1
 
     @property
     def parameters(self) -> int:
-        """Parameters without the bias."""
-        return self.inputs * self.outputs
+        """Parameters without the bias, of all experts."""
+        return self.experts * self.inputs * self.outputs
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that multiply a token."""
+        return self.experts_per_token * self.inputs * self.outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +53,7 @@ class Sublayer:
         matrices: Its matrices.
         activations: Values per token that its operations produce.
         norms: Parameters of its own norms.
+        biases: Parameters that belong to no matrix and no norm.
         score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
         kv_values: Values in the cache per token.
     """
@@ -51,6 +61,7 @@ class Sublayer:
     matrices: tuple[Matrix, ...]
     activations: int
     norms: int = 0
+    biases: int = 0
     score_flops: tuple[int, int] = (0, 0)
     kv_values: int = 0
 
@@ -76,17 +87,38 @@ def attention(c: Config) -> Sublayer:
 
 def mlp(c: Config) -> Sublayer:
     """The feed-forward."""
-    hidden, inner, bias = c.hidden_size, c.intermediate_size, c.mlp_bias
-    gate = (Matrix("mlp.gate_proj", "feed_forward", hidden, inner, bias),) if c.mlp_gated else ()
+    return Sublayer(
+        matrices=_feed_forward(c, "mlp", c.intermediate_size),
+        activations=(3 if c.mlp_gated else 2) * c.intermediate_size,  # gate, up and their product
+    )
+
+
+def experts(c: Config) -> Sublayer:
+    """A mixture of experts, with or without a shared expert for all tokens."""
+    hidden, inner, used = c.hidden_size, c.moe_intermediate_size, c.num_experts_per_tok
+    shared = c.shared_expert_intermediate_size or 0
+    gate = (Matrix("mlp.shared_expert_gate", "router", hidden, 1, False),) if c.shared_expert_gate else ()
+    values = 3 if c.mlp_gated else 2
     return Sublayer(
         matrices=(
+            Matrix("mlp.gate", "router", hidden, c.num_experts, False),
+            *_feed_forward(c, "mlp.switch_mlp", inner, c.num_experts, used),
+            *(_feed_forward(c, "mlp.shared_expert", shared) if shared else ()),
             *gate,
-            Matrix("mlp.up_proj", "feed_forward", hidden, inner, bias),
-            Matrix("mlp.down_proj", "feed_forward", inner, hidden, bias),
         ),
-        activations=(3 if c.mlp_gated else 2) * inner,  # gate, up and their product
+        activations=2 * c.num_experts + used * (2 * hidden + values * inner) + values * shared,
+        biases=c.num_experts if c.router == "sigmoid" else 0,
+    )
+
+
+def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_per_token: int = 1) -> tuple[Matrix, ...]:
+    gate = ((f"{name}.gate_proj", c.hidden_size, inner),) if c.mlp_gated else ()
+    up_and_down = (f"{name}.up_proj", c.hidden_size, inner), (f"{name}.down_proj", inner, c.hidden_size)
+    return tuple(
+        Matrix(module, "feed_forward", inputs, outputs, c.mlp_bias, experts, experts_per_token)
+        for module, inputs, outputs in (*gate, *up_and_down)
     )
 
 
 MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention}
-MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp}
+MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import FULL, SLIDING
+from mlxlm.config.components import DENSE, FULL, SLIDING, SPARSE
 from mlxlm.config.model_config import MAX_LAYERS
 
 HFConfig = Mapping[str, Any]  # a parsed config.json
@@ -32,12 +32,14 @@ class Family:
         head: Name of the output head.
         top_modules: Module in the file, after `prefix` -> module in the decoder, after "model.".
         layer_modules: The same inside one layer. Several modules of the decoder, separated by spaces, are fused into
-            one matrix of the file. Modules with the same name on both sides may be omitted.
+            one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
+            has its number at "*".
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         qkv_interleaved: The fused query, key and value are interleaved by key-value head.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.
+        has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
     """
@@ -61,6 +63,7 @@ class Family:
     has_local_rope: bool = False
     rope_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
+    has_mtp_layers: bool = False
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
@@ -68,6 +71,14 @@ class Family:
         """Hugging Face's names of a ModelConfig field, the preferred one first; empty if the family lacks the field."""
         names = self.fields.get(field, ())
         return (names,) if isinstance(names, str) else names
+
+    @property
+    def mlx_lm_layer_modules(self) -> dict[str, str]:
+        """`layer_modules` with the names of mlx_lm, where experts are stacked: ...switch_mlp.up_proj."""
+        return {
+            name.partition("experts.*")[0] + modules.removeprefix("mlp.") if "*" in name else name: modules
+            for name, modules in self.layer_modules.items()
+        }
 
 
 def same_names(*names: str) -> dict[str, str]:
@@ -92,6 +103,10 @@ LLAMA_FIELDS = COMMON_FIELDS | same_names("num_key_value_heads", "rms_norm_eps",
 
 # The three projections that many families fuse into one matrix.
 QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+
+# The experts of most mixtures, and their number, which transformers 5 saves by the second name.
+NUM_EXPERTS = "num_experts", "num_local_experts"
+EXPERTS = {f"mlp.experts.*.{name}": f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 
 # LayerNorm and a feed-forward without a gate, as in GPT-2 and its successors.
 GPT_VALUES = {"norm": "layer", "mlp_gated": False}
@@ -147,6 +162,20 @@ def read_sliding_window(
     if all(layer_type == SLIDING for layer_type in types):
         return {"sliding_window": window}
     return {"sliding_window": window, "layer_types": tuple(types)}
+
+
+def read_mlp_layer_types(values: HFConfig, is_dense: Callable[[int], bool]) -> dict[str, Any]:
+    """ModelConfig's `mlp_layer_types`, which is omitted if all layers have experts."""
+    layers = values.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        return {}
+    types = tuple(DENSE if is_dense(layer) else SPARSE for layer in range(layers))
+    return {"mlp_layer_types": types} if DENSE in types else {}
+
+
+def unsupported_layer_types(types: Mapping[str, Any]) -> str | None:
+    """Say that no layer has experts, if the result of `read_mlp_layer_types` is so."""
+    return "mixture in which all layers are dense" if set(types.get("mlp_layer_types", ())) == {DENSE} else None
 
 
 def read_sliding_window_pattern(values: HFConfig, default_window: int, default_pattern: int) -> dict[str, Any]:

@@ -1,6 +1,25 @@
-"""GLM-4 (`glm`, and `glm4` with norms on the outputs of sublayers, too): partial rotary positions, interleaved."""
+"""GLM-4 (`glm`, and `glm4` with norms on the outputs of sublayers, too): partial rotary positions, interleaved.
 
-from mlxlm.families.family import LLAMA_FIELDS, Family, same_names
+GLM-4.5 (`glm4_moe`) has experts, and rotary positions that are not interleaved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxlm.config import ModelConfig
+from mlxlm.config.components import DENSE
+from mlxlm.families.family import (
+    EXPERTS,
+    LLAMA_FIELDS,
+    Family,
+    HFConfig,
+    first_unexpected,
+    read_bool,
+    read_mlp_layer_types,
+    same_names,
+    unsupported_layer_types,
+)
 
 _FIELDS = LLAMA_FIELDS | same_names("head_dim", "attention_bias", "partial_rotary_factor")
 _DEFAULTS = {
@@ -37,3 +56,61 @@ GLM4 = Family(
     },
     rope_interleaved=True,
 )
+
+
+def _read_glm4_moe(values: HFConfig) -> dict[str, Any]:
+    width, shared = values.get("moe_intermediate_size", 1408), values.get("n_shared_experts", 1)
+    sizes = isinstance(width, int) and isinstance(shared, int)
+    return {
+        "qk_norm": "head" if read_bool(values, "use_qk_norm", False) else None,
+        "shared_expert_intermediate_size": (width * shared or None) if sizes else shared,
+        **_read_dense_layers(values),
+    }
+
+
+def _read_dense_layers(values: HFConfig) -> dict[str, Any]:
+    dense = values.get("first_k_dense_replace", 1)
+    return read_mlp_layer_types(values, lambda layer: isinstance(dense, int) and layer < dense)
+
+
+def _unsupported_experts(values: HFConfig) -> str | None:
+    return first_unexpected(values, topk_method="noaux_tc") or unsupported_layer_types(_read_dense_layers(values))
+
+
+def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    types, width = config.mlp_layer_types or (), config.moe_intermediate_size or 1
+    dense = next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))
+    return {
+        "use_qk_norm": config.qk_norm == "head",
+        "n_shared_experts": (config.shared_expert_intermediate_size or 0) // width,
+        "first_k_dense_replace": dense,
+    }
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    LLAMA_FIELDS
+    | same_names(
+        "head_dim", "attention_bias", "partial_rotary_factor", "num_experts_per_tok", "moe_intermediate_size",
+        "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor",
+    )
+    | {"num_experts": ("n_routed_experts", "num_local_experts")},
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+    },
+    fixed_values={"router": "sigmoid", "attention_out_bias": False},
+    read_extra=_read_glm4_moe,
+    write_extra=_write_glm4_moe,
+    find_unsupported=_unsupported_experts,
+    layer_modules={
+        **EXPERTS,
+        **{f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
+    },
+    has_mtp_layers=True,
+)  # fmt: skip

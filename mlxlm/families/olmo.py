@@ -1,7 +1,8 @@
-"""OLMo, OLMo 2 and OLMo 3.
+"""OLMo, OLMo 2, OLMo 3 and OLMoE.
 
 OLMo has LayerNorm without parameters. OLMo 2 has norms on the outputs of sublayers and on whole query and key
 projections; OLMo 3 also sliding windows.
+OLMoE has norms on the inputs of sublayers, on query and key projections, and experts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 
 from mlxlm.families.family import (
     COMMON_FIELDS,
+    EXPERTS,
     LLAMA_FIELDS,
+    NUM_EXPERTS,
     Family,
     HFConfig,
     first_unexpected,
@@ -47,4 +50,19 @@ OLMO3 = Family(
     has_local_rope=True,
     read_extra=_read_olmo3,
     write_extra=write_sliding_window,
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    {
+        **LLAMA_FIELDS,
+        "num_experts": NUM_EXPERTS,
+        **same_names("attention_bias", "num_experts_per_tok", "norm_topk_prob"),
+    },
+    defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    fixed_values={"qk_norm": "projection"},
+    read_extra=lambda values: {"moe_intermediate_size": values.get("intermediate_size")},
+    find_unsupported=lambda values: first_unexpected(values, clip_qkv=None),
+    layer_modules=EXPERTS,
 )

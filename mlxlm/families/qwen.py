@@ -1,18 +1,23 @@
-"""Qwen 2 (biased query, key and value projections) and Qwen 3 (query and key norms)."""
+"""Qwen 2 (biased query, key and value projections) and Qwen 3 (query and key norms), dense and with experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mlxlm.config import ModelConfig
+from mlxlm.config.components import DENSE
 from mlxlm.families.family import (
+    EXPERTS,
     LLAMA_FIELDS,
+    NUM_EXPERTS,
     Family,
     HFConfig,
     first_unexpected,
     read_bool,
+    read_mlp_layer_types,
     read_sliding_window,
     same_names,
+    unsupported_layer_types,
     write_sliding_window,
 )
 
@@ -51,4 +56,81 @@ QWEN3 = Family(
     fixed_values={"qk_norm": "head"},
     read_extra=_read_windows,
     write_extra=_write_windows,
+)
+
+_EXPERT_FIELDS = {
+    "num_experts": NUM_EXPERTS,
+    **same_names("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+}
+
+
+def _read_dense_layers(values: HFConfig) -> dict[str, Any]:
+    dense, step = values.get("mlp_only_layers") or [], values.get("decoder_sparse_step") or 1
+    return read_mlp_layer_types(values, lambda layer: layer in dense or (layer + 1) % step != 0)
+
+
+def _write_dense_layers(config: ModelConfig) -> dict[str, Any]:
+    types = config.mlp_layer_types or ()
+    dense = [layer for layer, layer_type in enumerate(types) if layer_type == DENSE]
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def _unsupported_experts(values: HFConfig) -> str | None:
+    """Layers that can't be read, or none with experts."""
+    dense, step = values.get("mlp_only_layers") or [], values.get("decoder_sparse_step") or 1
+    if not isinstance(dense, list) or not isinstance(step, int) or step < 1:
+        return f"such mlp_only_layers and decoder_sparse_step ({step!r})"
+    return unsupported_layer_types(_read_dense_layers(values))
+
+
+def _read_qwen2_moe(values: HFConfig) -> dict[str, Any]:
+    window = values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
+    last = values.get("max_window_layers", 28)
+    windows = read_sliding_window(values, window, lambda i: i % 2 == 0 and isinstance(last, int) and i < last)
+    return {**windows, **_read_dense_layers(values), "attention_bias": read_bool(values, "qkv_bias", True)}
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    {**QWEN2.fields, **_EXPERT_FIELDS} | same_names("shared_expert_intermediate_size"),
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+    },
+    fixed_values={"attention_out_bias": False, "shared_expert_gate": True},
+    read_extra=_read_qwen2_moe,
+    write_extra=lambda c: {**_write_windows(c), **_write_dense_layers(c), "qkv_bias": c.attention_bias},
+    find_unsupported=_unsupported_experts,
+    layer_modules=EXPERTS,
+)
+
+
+def _read_qwen3_moe(values: HFConfig) -> dict[str, Any]:
+    window = values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
+    return {"sliding_window": window, **_read_dense_layers(values)}
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    {**QWEN3.fields, **_EXPERT_FIELDS},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    fixed_values={"qk_norm": "head", "attention_out_bias": None},
+    read_extra=_read_qwen3_moe,
+    write_extra=lambda c: {**_write_dense_layers(c), "use_sliding_window": c.sliding_window is not None},
+    find_unsupported=_unsupported_experts,
+    layer_modules=EXPERTS,
 )

@@ -26,6 +26,8 @@ class WeightMapping:
         interleaved: With N heads, rotary pairs are neighboring rows in the file, but the two halves of a head in the
             decoder (llama.cpp and llama2.c). 0: not interleaved.
         rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
+        experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
+            decoder. 0: one module.
     """
 
     name: str
@@ -35,6 +37,11 @@ class WeightMapping:
     transposed: bool = False
     interleaved: int = 0
     rotary_dims: int = 0
+    experts: int = 0
+
+    def expert_names(self) -> list[str]:
+        """The modules of all experts."""
+        return [self.name.replace("*", str(expert)) for expert in range(self.experts)]
 
 
 def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMapping]:
@@ -48,7 +55,8 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
     family = family_of(config)
     modules_of: dict[str, tuple[str, ...]] = {family.head: ("lm_head",)}
     modules_of |= {family.prefix + name: (f"model.{module}",) for name, module in family.top_modules.items()}
-    layer_modules = {**family.layer_modules, **family.extra_layer_modules(config)}
+    layer_modules = family.mlx_lm_layer_modules if for_mlx else dict(family.layer_modules)
+    layer_modules |= family.extra_layer_modules(config)
     if family.rope_interleaved:
         layer_modules |= same_names("self_attn.q_proj", "self_attn.k_proj")
     rows_of = {
@@ -67,7 +75,9 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         transposed = not for_mlx and name.endswith(tuple(family.transposed))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         interleaved = heads.get(modules[0].rpartition(".")[2], 0) if family.rope_interleaved else 0
-        if len(modules) > 1:
+        if "*" in name:
+            mappings.append(WeightMapping(name, modules, experts=config.num_experts or 0))
+        elif len(modules) > 1:
             rows = tuple(rows_of[module] for module in modules)
             groups = config.num_key_value_heads if family.qkv_interleaved else 1
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
@@ -84,6 +94,9 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
     family = family_of(config)
     if name.endswith(family.ignored_suffixes):
         return None
+    layer = re.match(rf"{family.prefix}{family.layers}\.(\d{{1,9}})\.", name) if family.has_mtp_layers else None
+    if layer is not None and int(layer[1]) >= config.num_hidden_layers:
+        return None
     if family.head != "lm_head" and name.startswith("lm_head."):
         name = family.head + name.removeprefix("lm_head")
     if config.tie_word_embeddings and name.rpartition(".")[0] in (family.head, _mlx_lm_name(family, family.head)):
@@ -98,7 +111,8 @@ def normalize_tensor_name(config: ModelConfig, name: str) -> str | None:
 
 def is_mlx_layout(config: ModelConfig, names: Iterable[str]) -> bool:
     """Whether tensor names are mlx_lm's rather than Hugging Face's: `weight_mappings(config, for_mlx=True)`."""
-    return bool(family_of(config).mlx_lm_prefixes) and any(name.startswith("model.") for name in names)
+    own_names = bool(family_of(config).mlx_lm_prefixes)
+    return any(".switch_mlp." in name or (own_names and name.startswith("model.")) for name in names)
 
 
 def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
@@ -111,7 +125,7 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
         return ("lm_head",)
     rest = name.removeprefix(family.prefix)
     if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
-        fused = family.layer_modules.get(match[2], match[2])
+        fused = family.mlx_lm_layer_modules.get(match[2], match[2])
         return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
 

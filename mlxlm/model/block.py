@@ -6,15 +6,13 @@ With gradient checkpointing, the gradient recomputes the activations of a layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import gelu, gelu_tanh, swiglu, with_fused_gradients
 from mlxlm.model.attention import Attention
-from mlxlm.model.linear import FusedLinear, Linear
+from mlxlm.model.experts import MixtureOfExperts
+from mlxlm.model.feed_forward import FeedForward
 from mlxlm.model.norms import add_norm, make_norm
 
 
@@ -160,66 +158,6 @@ def checkpointed_layer(
     return out if len(out) == 2 else (out[0], None)
 
 
-ACTIVATIONS = {
-    "silu": nn.silu,
-    "gelu": gelu,
-    "gelu_new": gelu_tanh,  # GPT-2's name
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": nn.relu,
-    "relu2": nn.relu2,
-    "sigmoid": mx.sigmoid,
-}
-
-
-class FeedForward(nn.Module):
-    """Feed-forward: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        h, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gated, self.activation = config.mlp_gated, ACTIVATIONS[config.hidden_act]
-        if self.gated:
-            self.activation = swiglu if self.activation is nn.silu else _gated(self.activation)
-            self.gate_proj = Linear(h, inner, bias=bias)
-        self.up_proj = Linear(h, inner, bias=bias)
-        self.down_proj = Linear(inner, h, bias=bias)
-        self._project: Any = None  # FusedLinear, see `fuse`
-        self._project_down: Any = None
-
-    def fuse(self) -> None:
-        """Fuse the projections of the same input, for `decode`."""
-        inputs = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
-        self._project = FusedLinear.updated(self._project, *inputs)
-        self._project_down = FusedLinear.updated(self._project_down, self.down_proj)
-
-    def unfuse(self) -> None:
-        """Forget the fused projections, so that memory doesn't hold them and new weights."""
-        self._project = self._project_down = None
-
-    def decode(self, x: mx.array) -> mx.array:
-        """Apply the feed-forward to one position per row, `[B, hidden]`, after `fuse`."""
-        rows, x = x.shape[0], self._project(x)
-        if not self.gated:
-            return self._project_down(self.activation(x))
-        # Halves of one row would hand the stride of the whole row on, and MLX's product would copy its input first.
-        halves = x.reshape(rows, 2, -1)
-        return self._project_down(self.activation(halves[:, :1], halves[:, 1:]).reshape(rows, -1))
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the feed-forward to `x` `[B, T, hidden]`."""
-        if x.ndim == 2:
-            return self.decode(x)
-        inputs = [self.gate_proj(x), self.up_proj(x)] if self.gated else [self.up_proj(x)]
-        activation = with_fused_gradients(self.activation) if self.training else self.activation
-        return self.down_proj(activation(*inputs))
-
-
-@cache
-def _gated(activation: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
-    """Return the function of gate and up: act(gate) · up."""
-    return lambda gate, up: activation(gate) * up
-
-
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
 MIXERS = {"attention": ("self_attn", Attention)}
-MLPS = {"mlp": FeedForward}
+MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.model_config import count_parameters, kv_cache_values
+from mlxlm.config.model_config import count_parameters, kv_cache_values, sublayers
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
 from mlxlm.plan.machines import Machine
@@ -123,6 +123,10 @@ def inference_memory(config: ModelConfig, serving: Serving) -> InferenceMemory:
     weights = weight_bytes(config, serving)
     cache, count = cache_bytes(config, serving), config.parameter_count()
     unread = 0 if config.tie_word_embeddings else count_parameters(config)["embedding"]
+    for sublayer, layers in sublayers(config):
+        for matrix in sublayer.matrices:  # the experts that none of the sequences goes to, if all are as likely
+            missed = (1 - matrix.experts_per_token / matrix.experts) ** serving.num_sequences
+            unread += int(layers * matrix.parameters * missed)
     return InferenceMemory(
         weights=weights,
         bits_per_weight=8 * weights / count,

@@ -59,6 +59,8 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 200.0},
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
 CASES = {
     "llama": ("llama", LLAMA),
@@ -154,6 +156,40 @@ CASES = {
     "cohere2 without windows": ("cohere2", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
     "glm": ("glm", {**LLAMA, "head_dim": 16}),
     "glm4": ("glm4", {**LLAMA, "head_dim": 16, "attention_bias": True}),
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 6, "sliding_window": 12, "head_dim": 12}),
+    "qwen3_moe": ("qwen3_moe", {**LLAMA, "head_dim": 12, **EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, some layers": (
+        "qwen3_moe",
+        {
+            **WINDOWS,
+            **EXPERTS,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "attention_bias": True,
+        },
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**LLAMA, **EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 36},
+    ),
+    "olmoe": ("olmoe", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": ("glm4_moe", {**LLAMA, **GLM_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True}),
+    "glm4_moe, groups": (
+        "glm4_moe",
+        {
+            **LLAMA,
+            **GLM_EXPERTS,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
 }
@@ -243,6 +279,7 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
+SIZES["glm4_moe"] = SIZES["stablelm"]
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
@@ -277,6 +314,8 @@ def test_counts_are_those_of_the_arrays(case):
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
     matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith(tables)]
+    experts = [value.size // len(value) for value in arrays.values() if value.ndim == 3]
+    matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
     assert config.flops_per_token(0) == 2 * (sum(matrices) + head)
     cache = make_cache(model)

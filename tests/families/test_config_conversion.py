@@ -181,7 +181,7 @@ def test_bos_and_eos_beyond_the_vocabulary_are_dropped():
 @pytest.mark.parametrize(
     ("name", "change", "phrase"),
     [
-        ("gpt2", {"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ("gpt2", {"model_type": "mamba"}, "model_type 'mamba'"),
         ("gpt2", {"model_type": None}, "model_type None"),
         ("gpt2", {"model_type": ["gpt2"]}, "model_type ['gpt2']"),
         ("SmolLM2-135M", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
@@ -278,12 +278,19 @@ def configs(draw):
         "hidden_act": st.sampled_from(["silu", "gelu_pytorch_tanh", "relu"]),
         "final_logit_softcapping": st.none() | st.floats(1, 99), "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
         "parallel_residual": st.booleans(), "eos_token_id": st.none() | st.integers(0, 9) | st.just([1, 2]),
+        "num_experts": st.integers(3, 9), "num_experts_per_tok": st.integers(1, 3), "norm_topk_prob": st.booleans(),
+        "moe_intermediate_size": st.integers(1, 99), "routed_scaling_factor": st.floats(0.1, 9),
+        "shared_expert_intermediate_size": st.integers(1, 99),
     }  # fmt: skip
     values = {"model_type": family}
     for name, strategy in choices.items():
         names = FAMILIES[family].hf_names(name)
         if names:
             values[names[0]] = draw(strategy)
+    if family.endswith("_moe"):
+        values["num_hidden_layers"] = draw(st.integers(2, 4))
+        values |= {"mlp_only_layers": draw(st.sampled_from([[], [0]])), "decoder_sparse_step": draw(st.integers(1, 2))}
+        values |= {"first_k_dense_replace": draw(st.integers(0, 1)), "n_shared_experts": draw(st.integers(0, 2))}
     if family.startswith("qwen"):
         values |= {"use_sliding_window": draw(st.booleans()), "max_window_layers": draw(st.integers(0, 4))}
     if FAMILIES[family].hf_names("rope_theta") and family != "phi3":

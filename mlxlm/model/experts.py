@@ -1,0 +1,290 @@
+"""A mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al. 2017).
+
+Tokens are sorted by expert and padded to blocks of one expert, so that a product reads the weights of an expert once
+for many tokens. All shapes are fixed, so that nothing waits for the router's choice (Gale et al. 2022, "MegaBlocks").
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.config import ModelConfig
+from mlxlm.kernels import with_fused_gradients
+from mlxlm.kernels.eval_points import eval_point
+from mlxlm.model.feed_forward import FeedForward, make_activation
+from mlxlm.model.linear import Linear
+
+_SORT_FROM = 64  # pairs of a token and an expert; fewer are multiplied one by one, as in mlx_lm
+# Rows of a block on a CPU: for 8,192 rows and 8 experts of 256 x 512, blocks of 32 take a quarter of the time of
+# single rows, and as long as one dense product. A GPU's kernels take sorted single rows.
+_MAX_BLOCK = 64 if ON_CPU else 1
+
+
+class Groups(NamedTuple):
+    """Where the pairs of a token and one of its experts are in blocks of one expert.
+
+    Attributes:
+        size: Rows of a block.
+        experts: Expert of each block, ascending if `is_sorted`, int `[N]`.
+        pairs: Index of the pair in each row of the blocks, int `[N * size]`; 0 in padding.
+        used: Whether a row is no padding, bool `[N * size]`.
+        rows: Row of each pair, int `[T, K]`.
+        is_sorted: Whether the experts ascend.
+    """
+
+    size: int
+    experts: mx.array
+    pairs: mx.array
+    used: mx.array
+    rows: mx.array
+    is_sorted: bool
+
+
+def group_by_expert(chosen: mx.array, num_experts: int, sort: bool = False) -> Groups:
+    """Group pairs by expert.
+
+    Args:
+        chosen: The experts of each token, int `[T, K]`.
+        num_experts: Number of experts.
+        sort: Sort few pairs, too.
+    """
+    flat, count = chosen.flatten(), chosen.size
+    if count < _SORT_FROM and not sort:
+        pairs = mx.arange(count)
+        return Groups(1, flat, pairs, mx.ones(count, mx.bool_), pairs.reshape(chosen.shape), False)
+    size = 1
+    while size < _MAX_BLOCK and 2 * size * num_experts <= count:
+        size *= 2
+    order = mx.argsort(flat)
+    if size == 1:
+        rows = mx.argsort(order).reshape(chosen.shape)
+        return Groups(1, flat[order], order, mx.ones(count, mx.bool_), rows, True)
+    counts = expert_counts(chosen, num_experts)
+    blocks = (counts + size - 1) // size
+    last_blocks = mx.cumsum(blocks)
+    shift = size * (last_blocks - blocks) - (mx.cumsum(counts) - counts)
+    sorted_rows = mx.arange(count) + shift[flat[order]]
+    num_blocks = count // size + num_experts  # at most; those at the end may be padding only
+    experts = (mx.arange(num_blocks)[:, None] >= last_blocks).sum(axis=1)
+    experts = mx.minimum(experts, num_experts - 1)
+    pairs, used = mx.zeros(num_blocks * size, order.dtype), mx.zeros(num_blocks * size, mx.bool_)
+    pairs[sorted_rows], used[sorted_rows] = order, True
+    return Groups(size, experts, pairs, used, sorted_rows[mx.argsort(order)].reshape(chosen.shape), True)
+
+
+@mx.custom_function
+def _gather_tokens(x: mx.array, pairs: mx.array, rows: mx.array) -> mx.array:
+    """The token of each row of the blocks, from `x` `[T, hidden]`."""
+    return x[pairs // rows.shape[1]]
+
+
+@_gather_tokens.vjp
+def _gather_tokens_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, ...]:
+    _, pairs, rows = primals
+    return cotangent[rows].sum(axis=1), mx.zeros_like(pairs), mx.zeros_like(rows)  # without a scatter
+
+
+@mx.custom_function
+def _gather_pairs(y: mx.array, rows: mx.array, pairs: mx.array, used: mx.array) -> mx.array:
+    """The outputs of each token's experts, `[T, K, hidden]`, from the rows of the blocks."""
+    return y[rows]
+
+
+@_gather_pairs.vjp
+def _gather_pairs_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, ...]:
+    _, rows, pairs, used = primals
+    gradient = mx.where(used[:, None], cotangent.reshape(-1, cotangent.shape[-1])[pairs], 0)
+    return gradient, mx.zeros_like(rows), mx.zeros_like(pairs), mx.zeros_like(used)
+
+
+@mx.custom_function
+def _multiply_blocks(x: mx.array, weight: mx.array, experts: mx.array) -> mx.array:
+    """Multiply blocks `[N, size, input]` by the weights of their experts, of `[E, output, input]`, which ascend."""
+    return mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=experts, sorted_indices=True)
+
+
+@_multiply_blocks.vjp
+def _multiply_blocks_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, ...]:
+    x, weight, experts = primals
+    counts = mx.zeros(weight.shape[0], mx.uint32).at[experts].add(mx.array(x.shape[1], mx.uint32))
+    ends = mx.cumsum(counts)
+    segments = mx.stack([ends - counts, ends], axis=1)
+    rows = cotangent.reshape(-1, weight.shape[1])
+    weight_gradient = eval_point(mx.segmented_mm(rows.T, x.reshape(-1, weight.shape[2]), segments))
+    x_gradient = mx.gather_mm(cotangent, weight, rhs_indices=experts, sorted_indices=True)
+    return eval_point(x_gradient), weight_gradient, mx.zeros_like(experts)
+
+
+class SwitchLinear(nn.Module):
+    """A linear projection for each expert, with mlx_lm's name and weights `[E, output, input]`."""
+
+    def __init__(self, inputs: int, outputs: int, num_experts: int, bias: bool):
+        super().__init__()
+        self.weight = mx.zeros((num_experts, outputs, inputs))
+        if bias:
+            self.bias = mx.zeros((num_experts, outputs))
+
+    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
+        """Project blocks `[N, size, input]` by their experts: `[N, size, output]`."""
+        if self.training:
+            x = eval_point(_multiply_blocks(x, self.weight, groups.experts))
+        else:
+            x = mx.gather_mm(
+                x, self.weight.swapaxes(-1, -2), rhs_indices=groups.experts, sorted_indices=groups.is_sorted
+            )
+        return x + self.bias[groups.experts][:, None] if "bias" in self else x
+
+    def to_quantized(self, group_size: int, bits: int, mode: str = "affine", **_options: Any) -> QuantizedSwitchLinear:
+        """Quantize the weights of all experts."""
+        return QuantizedSwitchLinear(self, group_size, bits, mode)
+
+
+class QuantizedSwitchLinear(nn.Module):
+    """`SwitchLinear` with quantized weights."""
+
+    def __init__(self, layer: SwitchLinear, group_size: int, bits: int, mode: str):
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+        self.weight, self.scales, *biases = mx.quantize(layer.weight, group_size, bits, mode=mode)
+        if biases:
+            self.biases = biases[0]
+        if "bias" in layer:
+            self.bias = layer.bias
+
+    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
+        """Project blocks `[N, size, input]` by their experts: `[N, size, output]`."""
+        x = mx.gather_qmm(
+            x, self.weight, self.scales, self.get("biases"), rhs_indices=groups.experts, transpose=True,
+            group_size=self.group_size, bits=self.bits, mode=self.mode, sorted_indices=groups.is_sorted,
+        )  # fmt: skip
+        return x + self.bias[groups.experts][:, None] if "bias" in self else x
+
+
+class SwitchMLP(nn.Module):
+    """The feed-forwards of all experts."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden, bias = config.hidden_size, config.mlp_bias
+        inner: int = config.moe_intermediate_size  # type: ignore[assignment]
+        self.gated, self.activation = config.mlp_gated, make_activation(config)
+        experts: int = config.num_experts  # type: ignore[assignment]
+        if self.gated:
+            self.gate_proj = SwitchLinear(hidden, inner, experts, bias)
+        self.up_proj = SwitchLinear(hidden, inner, experts, bias)
+        self.down_proj = SwitchLinear(inner, hidden, experts, bias)
+
+    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
+        """Apply each token's experts to `x` `[T, hidden]`: `[T, K, hidden]`."""
+        pairs, rows = groups.pairs, groups.rows
+        x = _gather_tokens(x, pairs, rows) if self.training else x[pairs // rows.shape[1]]
+        x = x.reshape(-1, groups.size, x.shape[-1])
+        inputs = [self.gate_proj(x, groups), self.up_proj(x, groups)] if self.gated else [self.up_proj(x, groups)]
+        activation = with_fused_gradients(self.activation) if self.training else self.activation
+        x = self.down_proj(activation(*inputs), groups)
+        x = x.reshape(-1, x.shape[-1])
+        return _gather_pairs(x, rows, pairs, groups.used) if self.training else x[rows]
+
+
+class Router(Linear):
+    """Chooses the experts of each token. Its outputs are scores in float32."""
+
+    def __init__(self, config: ModelConfig):
+        experts: int = config.num_experts  # type: ignore[assignment]
+        super().__init__(config.hidden_size, experts, bias=False)
+        if config.router == "sigmoid":
+            self.e_score_correction_bias = mx.zeros(experts)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of which each token uses a few experts, weighted by the router's scores, and a shared expert.
+
+    Attributes:
+        router_aux_loss: Coefficient of the load-balancing loss, whose gradient is added in training: the number of
+            experts times the sum over experts of their share of tokens and their mean score, 1 if all have the same
+            (Fedus et al. 2021, "Switch Transformers", equation 4).
+        router_z_loss: Coefficient of the mean of the squared log of the sum of exp(router's outputs) (Zoph et al. 2022,
+            "ST-MoE", equation 5).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.k: int = config.num_experts_per_tok  # type: ignore[assignment]
+        self.router, self.normalized = config.router, config.norm_topk_prob
+        self.n_group, self.topk_group = config.n_group, config.topk_group
+        self.num_experts: int = config.num_experts  # type: ignore[assignment]
+        self.scale = float(config.routed_scaling_factor)
+        self.router_aux_loss = self.router_z_loss = 0.0
+        self.gate, self.switch_mlp = Router(config), SwitchMLP(config)
+        if config.shared_expert_intermediate_size is not None:
+            self.shared_expert = FeedForward(config, config.shared_expert_intermediate_size)
+        if config.shared_expert_gate:
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def fuse(self) -> None:
+        """Fuse the projections of the shared expert, for decoding steps."""
+        if "shared_expert" in self:
+            self.shared_expert.fuse()
+
+    def unfuse(self) -> None:
+        """Forget the fused projections."""
+        if "shared_expert" in self:
+            self.shared_expert.unfuse()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the experts to `x` `[B, T, hidden]`, or `[B, hidden]` in a decoding step."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.gate(tokens).astype(mx.float32)
+        scores = mx.softmax(logits, axis=-1) if self.router == "softmax" else mx.sigmoid(logits)
+        chosen = self.choose(mx.stop_gradient(scores))
+        weights = mx.take_along_axis(scores, chosen, axis=-1)
+        if self.normalized:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        outputs = self.switch_mlp(tokens, group_by_expert(chosen, self.num_experts, self.training))
+        out = (outputs * (weights * self.scale)[..., None].astype(outputs.dtype)).sum(axis=-2)
+        if self.training and (self.router_aux_loss or self.router_z_loss):
+            out = _with_loss(out, self._router_loss(logits, scores, chosen))
+        out = out.reshape(x.shape)
+        if "shared_expert" not in self:
+            return out
+        shared = self.shared_expert(x)
+        return out + (mx.sigmoid(self.shared_expert_gate(x)) * shared if "shared_expert_gate" in self else shared)
+
+    def choose(self, scores: mx.array) -> mx.array:
+        """The experts of each token, int `[T, K]`, from the scores `[T, E]`."""
+        if self.router == "sigmoid":
+            scores = scores + self.gate.e_score_correction_bias
+        if self.n_group > 1:  # the groups whose two best experts have the largest sum (DeepSeek V3)
+            groups = scores.reshape(-1, self.n_group, self.num_experts // self.n_group)
+            best = mx.topk(groups, min(2, groups.shape[-1]), axis=-1).sum(axis=-1)
+            considered = mx.argpartition(-best, self.topk_group - 1, axis=-1)[..., : self.topk_group]
+            mask = mx.zeros(best.shape, mx.bool_)
+            mask = mx.put_along_axis(mask, considered, mx.array(True), axis=-1)
+            scores = mx.where(mask[..., None], groups, -mx.inf).reshape(scores.shape)
+        return mx.argpartition(-scores, self.k - 1, axis=-1)[..., : self.k]
+
+    def _router_loss(self, logits: mx.array, scores: mx.array, chosen: mx.array) -> mx.array:
+        """The losses of the router, times the number of tokens, as the loss of the model is a sum over tokens."""
+        if self.router == "sigmoid":
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        share = expert_counts(chosen, self.num_experts) / chosen.size
+        balance = self.num_experts * (share * scores.mean(axis=0)).sum()
+        z = mx.logsumexp(logits, axis=-1).square().mean()
+        return (self.router_aux_loss * balance + self.router_z_loss * z) * logits.shape[0]
+
+
+def expert_counts(chosen: mx.array, num_experts: int) -> mx.array:
+    """How many tokens go to each expert, int32 `[E]`."""
+    return mx.zeros(num_experts, mx.int32).at[chosen.flatten()].add(1)
+
+
+@mx.custom_function
+def _with_loss(out: mx.array, loss: mx.array) -> mx.array:
+    """Return `out`, and add the gradient of `loss` in the backward pass, whatever the layers above do with `out`."""
+    return out
+
+
+@_with_loss.vjp
+def _with_loss_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array) -> tuple[mx.array, mx.array]:
+    return cotangent, mx.ones_like(primals[1])
