@@ -23,6 +23,8 @@ def print_plan(plan: Plan) -> None:
     render.result(_summary(plan))
     render.result("")
     counts = {**plan.parameters, "total": plan.parameter_count}
+    if plan.config.num_experts is not None:
+        counts["active"] = plan.config.active_parameter_count()
     percent = partial(_percent, whole=plan.parameter_count)
     _table("parameters", [(_spaced(name), human_count(n), percent(n)) for name, n in counts.items() if n])
     _table("FLOPs (forward, per token)", _flops(plan))

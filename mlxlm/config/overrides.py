@@ -10,8 +10,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from mlxlm.config.components import CHOICES, FEED_FORWARDS, FULL, POSITIONS, SLIDING
-from mlxlm.config.model_config import ModelConfig
+from mlxlm.config.components import CHOICES, DENSE, FEED_FORWARDS, FULL, POSITIONS, SLIDING, SPARSE
+from mlxlm.config.model_config import EXPERT_FIELDS, ModelConfig
 from mlxlm.utils.errors import ConfigError
 
 Changes = dict[str, Any]  # values by field
@@ -38,7 +38,7 @@ _PRESETS: dict[str, dict[str, Changes]] = {
 _ALIASES = {"softcap": "attn_logit_softcapping", "kv_heads": "num_key_value_heads", "window": "sliding_window"}
 _ATTENTION = ("multi-head", "grouped-query", "multi-query")
 _ROPE_SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
-OVERRIDE_NAMES = tuple(sorted({*_FIELDS, *_PRESETS, *_ALIASES, "attention"} - _RESERVED.keys()))
+OVERRIDE_NAMES = tuple(sorted({*_FIELDS, *_PRESETS, *_ALIASES, "attention", "experts"} - _RESERVED.keys()))
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, str]:
@@ -70,6 +70,9 @@ def apply_overrides(
     - `attention`: multi-head, grouped-query or multi-query.
     - `biases`: all or none. `head`: tied or untied.
     - `kv_heads`, `window` and `softcap` (of attention scores).
+    - `experts`: their number, of which each token uses 2 or `num_experts_per_tok`, as wide together as the feed-forward
+      was; or none.
+    - `mlp_layer_types`: all; a number n, which leaves the first n layers dense; or a JSON list.
     - `layer_types`: all or alternating, the layers with the window.
     - `rope_layers`: all; a number n, which leaves each n-th layer without rotary positions; or a JSON list.
     - `rope_scaling`: TYPE:FACTOR or TYPE:FACTOR:LENGTH. TYPE is linear, ntk, dynamic, yarn or llama3; LENGTH is the
@@ -153,8 +156,10 @@ def _check_names(overrides: Mapping[str, str], reserved: Mapping[str, str]) -> N
 
 
 def _add(changes: Changes, name: str, new: Changes) -> None:
+    # ntk scales the base that another override sets, and experts divide the width and repeat their number.
+    scaled = ("rope_theta", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
     for field in new:
-        if field in changes and field != "rope_theta":  # ntk scales the base that another override sets
+        if field in changes and field not in scaled:
             raise ConfigError(f"{name} and another override both set {field}", "one of them")
     changes.update(new)
 
@@ -224,6 +229,29 @@ def _parse_layer_types(text: str, values: Values) -> Changes:
     return {"layer_types": _parse_json("layer_types", text, list, "all, alternating, or a JSON list")}
 
 
+def _parse_experts(text: str, values: Values) -> Changes:
+    """Experts that have together, for a token, the width of the dense feed-forward."""
+    if text == "none":
+        return {"num_experts": None, **{name: _FIELDS[name].default for name in EXPERT_FIELDS}}
+    used = values["num_experts_per_tok"] or 2
+    dense = values["intermediate_size"]
+    width = values["moe_intermediate_size"] or (-(-dense // used) if isinstance(used, int) and used > 0 else dense)
+    number = {"num_experts": parse_value("experts", text, "int"), "num_experts_per_tok": used}
+    # Families in which all layers have experts call their width intermediate_size.
+    widths = {"moe_intermediate_size": width, "intermediate_size": dense if values["mlp_layer_types"] else width}
+    return {**number, **widths}
+
+
+def _parse_mlp_layer_types(text: str, values: Values) -> Changes:
+    """A number n: the first n layers are dense, as in DeepSeek V3 with 3."""
+    layers = values["num_hidden_layers"]
+    if text in ("none", "all"):
+        return {"mlp_layer_types": None}
+    if text.isdecimal() and len(text) < 6:
+        return {"mlp_layer_types": tuple(DENSE if layer < int(text) else SPARSE for layer in range(layers))}
+    return {"mlp_layer_types": _parse_json("mlp_layer_types", text, list, "all, a number, or a JSON list")}
+
+
 def _parse_rope_layers(text: str, values: Values) -> Changes:
     """A number n: each n-th layer has no rotary positions, as in SmolLM 3 with 4."""
     if text in ("none", "all"):
@@ -274,6 +302,8 @@ def _parse_json(name: str, text: str, json_type: type, expected: str) -> Any:
 # Overrides that depend on other fields, in the order in which they are applied.
 _DEPENDENT: dict[str, Callable[[str, Values], Changes]] = {
     "attention": _parse_attention,
+    "mlp_layer_types": _parse_mlp_layer_types,
+    "experts": _parse_experts,
     "layer_types": _parse_layer_types,
     "rope_layers": _parse_rope_layers,
     "rope_scaling": _parse_rope_scaling,

@@ -58,7 +58,7 @@ QWEN3 = Family(
     write_extra=_write_windows,
 )
 
-_EXPERT_FIELDS = {
+_EXPERT_FIELDS: dict[str, str | tuple[str, ...]] = {
     "num_experts": NUM_EXPERTS,
     **same_names("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
 }
@@ -93,7 +93,7 @@ def _read_qwen2_moe(values: HFConfig) -> dict[str, Any]:
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    {**QWEN2.fields, **_EXPERT_FIELDS} | same_names("shared_expert_intermediate_size"),
+    {**QWEN2.fields, **_EXPERT_FIELDS, **same_names("shared_expert_intermediate_size")},
     defaults={
         **_DEFAULTS,
         "num_key_value_heads": 16,

@@ -114,7 +114,7 @@ class Plan:
         memory: Memory of mlxlm's training step, on each device.
         inference: Memory for inference.
         tokens: Tokens to train on.
-        optimal_tokens: The compute-optimal number of tokens, 20 per parameter.
+        optimal_tokens: The compute-optimal number of tokens, 20 per active parameter.
         corpus: The training text, if one was given.
         duration: Planned training time.
         disk: Disk space of the run and its data.
@@ -186,7 +186,11 @@ class Plan:
         flops, times = self.flops, ("seconds", "tokens_per_second")
         return {
             "config": config_to_hf(self.config),
-            "parameters": {**self.parameters, "total": self.parameter_count},
+            "parameters": {
+                **self.parameters,
+                "total": self.parameter_count,
+                "active": self.config.active_parameter_count(),
+            },
             "training": asdict(self.training),
             "flops": {
                 **_as_dict(flops, "forward_total", "attention", "backward", "per_token", "per_step"),
@@ -265,7 +269,7 @@ def plan(
     training = replace(training, **{name: value for name, value in changes.items() if name in training_fields})
     count = config.parameter_count()
     corpus = count_corpus(data, config.vocab_size, text_column) if data else None
-    optimal = textbook.compute_optimal_tokens(count)
+    optimal = textbook.compute_optimal_tokens(config.active_parameter_count())
     tokens = optimal if tokens is None else tokens
     if not (isinstance(tokens, int | float) and 0 < tokens < float("inf")):
         raise ConfigError(f"tokens is {tokens!r}, it must be a positive number")

@@ -110,7 +110,7 @@ def num_rows(tokens_per_step: float, length: int) -> int:
 def batch_settings(config: ModelConfig, tokens: float, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with a sequence length and a batch size, if they have none, for training on `tokens`."""
     values = dict(values)
-    length, parameters = _LONG if tokens >= _TARGET_STEPS * 2 * _LONG else _SHORT, config.parameter_count()
+    length, parameters = _LONG if tokens >= _TARGET_STEPS * 2 * _LONG else _SHORT, config.active_parameter_count()
     length = next((short for most, short in _SMALL_MODELS if parameters <= most), length)
     values.setdefault("max_seq_length", min(length, config.max_position_embeddings))
     row = values["max_seq_length"] * values.get("grad_accumulation_steps", 1)

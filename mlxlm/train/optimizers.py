@@ -47,7 +47,12 @@ class Muon(optim.Muon):
         self.decoupled_decay = weight_decay
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]) -> mx.array:
-        """Return the updated `parameter`, a matrix `[r, c]`."""
+        """Return the updated `parameter`, a matrix `[r, c]`, or those of experts, `[E, r, c]`."""
+        if parameter.ndim == 3:
+            states = [{"v": momentum} for momentum in state["v"]]
+            experts = [self.apply_single(g, p, s) for g, p, s in zip(gradient, parameter, states, strict=True)]
+            state["v"] = mx.stack([s["v"] for s in states])
+            return mx.stack(experts)
         rows, columns = parameter.shape
         update = super().apply_single(gradient, mx.zeros_like(parameter), state)
         scale = _MUON_UPDATE_RMS * max(rows, columns) ** 0.5 / max(1, rows / columns) ** 0.5
@@ -76,7 +81,7 @@ def default_learning_rate(config: ModelConfig, optimizer: str = "adamw") -> floa
     (pre-norm: 3.55), 12 layers 4.65 (4.03), 24 layers 5.39. The warmup matters as much: 3 layers at the whole rate stay
     at 5.40 with 50 warmup steps and reach 3.68 with 100.
     """
-    rate = learning_rate_by_size(config.parameter_count(), optimizer)
+    rate = learning_rate_by_size(config.active_parameter_count(), optimizer)
     return rate / 3 if config.layer_norms.after_addition else rate
 
 

@@ -85,6 +85,10 @@ class TrainSettings:
     )
     beta1: float | None = _beta(None, "Decay rate of the average gradient; with muon, AdamW's.")
     beta2: float | None = _beta(None, "Decay rate of the average squared gradient, or lion's momentum.")
+    router_aux_loss: float = _optimizer(
+        0.01, "With experts: coefficient of the load-balancing loss of a router.", low=0
+    )
+    router_z_loss: float = _optimizer(0.001, "With experts: coefficient of the z-loss of a router.", low=0)
     grad_clip: float = _optimizer(1.0, "Clip the gradient to this global norm; 0 disables it.", low=0)
     dropout: float = _optimizer(0.0, "Dropout rate of embeddings and sublayer outputs.", low=0, below=1)
     ema_decay: float = _optimizer(

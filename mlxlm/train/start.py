@@ -259,7 +259,7 @@ def finalize_settings(
 
 def steps_for(tokens: float | None, config: ModelConfig, settings: TrainSettings) -> int:
     """Return the steps that see `tokens`; by default as many as are compute-optimal for the model."""
-    total = compute_optimal_tokens(config.parameter_count()) if tokens is None else tokens
+    total = compute_optimal_tokens(config.active_parameter_count()) if tokens is None else tokens
     return max(1, -(-int(total) // settings.tokens_per_step))
 
 

@@ -16,6 +16,7 @@ from mlxlm.backend.mlx import mx, tree_flatten, tree_map, tree_unflatten
 from mlxlm.data import Batch
 from mlxlm.kernels import linear_cross_entropy
 from mlxlm.model import Decoder
+from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.train.cpu_data_parallel import CPUDataParallel
 from mlxlm.train.distributed import ProcessGroup
 from mlxlm.train.optimizers import make_optimizer
@@ -84,6 +85,8 @@ class TrainStep:
         self._dtype = getattr(mx, settings.dtype)
         self.micro_batches = 1
         model.model.grad_checkpoint = settings.grad_checkpoint
+        for experts in (layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)):
+            experts.router_aux_loss, experts.router_z_loss = settings.router_aux_loss, settings.router_z_loss
         self._optimizer = make_optimizer(settings)
         self._optimizer.init(model.trainable_parameters())
         self._ema = (
