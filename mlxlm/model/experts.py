@@ -237,7 +237,7 @@ class MixtureOfExperts(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.gate(tokens).astype(mx.float32)
         scores = mx.softmax(logits, axis=-1) if self.router == "softmax" else mx.sigmoid(logits)
-        chosen = self.choose(mx.stop_gradient(scores))
+        chosen = mx.stop_gradient(self.choose(scores))
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.normalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
