@@ -6,9 +6,10 @@ from typing import Any
 
 from mlxlm.backend.mlx import ON_CPU, nn
 from mlxlm.cache.kv_buffer import group_size
-from mlxlm.cache.kv_cache import KVCache, RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.mlx_lm_caches import make_caches
 from mlxlm.cache.options import KVOptions
+from mlxlm.cache.policies import cache_policies
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError
 
@@ -38,23 +39,14 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
 
 
 def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache:
-    window, size = model.config.window(layer), options.size
     if options.key_bits or options.value_bits:
         group_size(model.config.head_dim)  # raises for head dims that can't be quantized
-    rotation = None
-    if size is not None and (window is None or size <= window):
-        rope = model.layers[layer].self_attn.rope
-        if options.keep and rope is not None and not rope.can_shift_keys:
-            raise GenerationError(
-                f'rope type "{rope.rope_type}" can\'t keep the first tokens: its positions depend on the text length',
-                "`keep=0`",
-                is_operator_hint=True,
-            )
-        rotation = RotationPolicy(size, options.keep, None if rope is None else rope.shift_keys)
-        window = None
-    return KVCache(
-        rotation=rotation,
-        window=None if window is None else SlidingWindow.of(window),
-        key_bits=options.key_bits,
-        value_bits=options.value_bits,
-    )
+    rope = model.layers[layer].self_attn.rope
+    rotation, window = cache_policies(options, model.config.window(layer), None if rope is None else rope.shift_keys)
+    if rotation is not None and options.keep and rope is not None and not rope.can_shift_keys:
+        raise GenerationError(
+            f'rope type "{rope.rope_type}" can\'t keep the first tokens: its positions depend on the text length',
+            "`keep=0`",
+            is_operator_hint=True,
+        )
+    return KVCache(rotation=rotation, window=window, key_bits=options.key_bits, value_bits=options.value_bits)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
-from mlxlm.cache.kv_cache import KVCache, RotationPolicy, SlidingWindow
+from mlxlm.cache.kv_cache import KVCache
 from mlxlm.cache.options import KVOptions
+from mlxlm.cache.policies import cache_policies
 from mlxlm.cache.recurrent_cache import RecurrentCache
 from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.mask import causal_mask, relative_positions
@@ -73,10 +74,9 @@ def make_caches(model: nn.Module, options: KVOptions) -> list[Any]:
             CacheList, and `options` are not the defaults.
     """
     quantized = options.key_bits is not None and options.key_bits == options.value_bits
-    caches = _translated(model, options, MlxLmKVCache)
+    takes_quantized = quantized and _multiplies_quantized(model, options)
+    caches = _translated(model, options, _QuantizedMlxLmKVCache if takes_quantized else MlxLmKVCache)
     if None not in caches:
-        if quantized and _multiplies_quantized(model, options):
-            caches = _translated(model, options, _QuantizedMlxLmKVCache)
         return caches
     if options != KVOptions():
         raise GenerationError(
@@ -98,15 +98,16 @@ def can_batch(model: Any) -> bool:
     Not with caches of other types (Llama 4's chunks), nor if a model needs its position as a Python number.
     """
     try:
-        rows = []
-        for count in (2, 1):
-            rows.append(make_caches(model, KVOptions()))
-            model(mx.zeros((1, count), mx.int32), cache=rows[-1])
+        rows = [make_caches(model, KVOptions()) for _ in range(2)]
+        if not all(isinstance(cache, KVCache | RecurrentCache) for cache in rows[0]):
+            return False
+        for count, caches in zip((2, 1), rows, strict=True):
+            model(mx.zeros((1, count), mx.int32), cache=caches)
         merged = [type(one).merge([one, other]) for one, other in zip(*rows, strict=True)]
         model(mx.zeros((2, 1), mx.int32), cache=merged)
     except Exception:  # whatever its code raises
         return False
-    return all(isinstance(cache, KVCache | RecurrentCache) for cache in rows[0])
+    return True
 
 
 def _flat(caches: Iterable[Any]) -> Iterable[Any]:
@@ -125,13 +126,8 @@ def _translate(cache: Any, options: KVOptions, cache_type: type[MlxLmKVCache]) -
     if kind not in ("KVCache", "RotatingKVCache") or getattr(cache, "keep", False):
         return None
     window = cache.max_size if kind == "RotatingKVCache" else None
-    rotates = options.size is not None and (window is None or options.size <= window)
-    return cache_type(
-        rotation=RotationPolicy(options.size, options.keep) if rotates and options.size is not None else None,
-        window=None if window is None or rotates else SlidingWindow.of(window),
-        key_bits=options.key_bits,
-        value_bits=options.value_bits,
-    )
+    rotation, sliding = cache_policies(options, window)
+    return cache_type(rotation=rotation, window=sliding, key_bits=options.key_bits, value_bits=options.value_bits)
 
 
 def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
@@ -139,6 +135,8 @@ def _multiplies_quantized(model: Any, options: KVOptions) -> bool:
     if (known := getattr(model, "_multiplies_quantized", None)) is None:
         caches = _translated(model, options, _QuantizedMlxLmKVCache)
         try:
+            if None in caches:
+                raise TypeError("caches of other types")
             for count in (2, 1):
                 model(mx.zeros((1, count), mx.int32), cache=caches)
             known = True

@@ -11,6 +11,8 @@ from typing import Any
 
 from mlxlm.cli.running_server import Endpoint
 
+_TIMEOUT_MS = 3_600_000  # a prompt may take longer to read than the defaults of clients, 5 to 15 minutes
+
 
 @dataclass(frozen=True)
 class Client:
@@ -58,9 +60,6 @@ class Client:
         file = folder / self.file.name
         file.write_text(self.settings(endpoint), encoding="utf-8")
         return self.start(endpoint, file), {}
-
-
-_TIMEOUT_MS = 3_600_000  # a prompt may take longer to read than the defaults of clients, 5 to 15 minutes
 
 
 def to_json(settings: Any) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import PREFILL_STEP_SIZE, KVCache, KVOptions, make_cache
-from mlxlm.cache.kv_cache import RotationPolicy, round_length
+from mlxlm.cache.kv_cache import round_length
+from mlxlm.cache.policies import RotationPolicy
 from mlxlm.cache.recurrent_cache import MAX_UNDO, RecurrentCache
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import kv_cache_values, layer_activations
@@ -119,8 +120,7 @@ class KVMemory:
             sizes = (per_token * min(tokens, limit or tokens) for per_token, limit in self._layers)
             return num_rows * (self._state_bytes + sum(sizes))
         if self._kv.size is not None:
-            policy = RotationPolicy(self._kv.size, self._kv.keep)
-            tokens = min(tokens, policy.num_retained + policy.extra_capacity + policy.keep)
+            tokens = min(tokens, RotationPolicy(self._kv.size, self._kv.keep).max_positions)
         values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
         sides = (values * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16)
                  for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
@@ -132,7 +132,7 @@ class KVMemory:
 
     def max_tokens(self, max_bytes: int) -> int:
         """How many tokens a text may have."""
-        if max_bytes not in self._max_tokens:  # of the last limits: it is asked for each request
+        if max_bytes not in self._max_tokens:  # of the last limit: it is asked for each request
             low, high = 0, 1 << 32
             while low < high:
                 middle = (low + high + 1) // 2
@@ -154,9 +154,8 @@ def _measure_caches(model: Any, kv: KVOptions) -> tuple[list[tuple[int, int | No
         if isinstance(cache, RecurrentCache):
             state_bytes += (1 + MAX_UNDO) * cache.nbytes
         elif isinstance(cache, KVCache):
-            bound = cache.rotation or cache.window
-            limit = None if bound is None else bound.num_retained + bound.extra_capacity
-            layers.append((cache.nbytes // cache.capacity, limit))
+            policy = cache.rotation or cache.window
+            layers.append((cache.nbytes // cache.capacity, None if policy is None else policy.max_positions))
         else:
             layers.append((cache.nbytes // _MLX_LM_STEP, None))
     return layers, state_bytes

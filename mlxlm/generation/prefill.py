@@ -113,8 +113,9 @@ class Prefill:
         context.set(self._prefix_cache.restore(ids, n, group, running=self._is_kept_at_end), ids[:n])
         context.long_factors = group
         row.set_num_cached(n)
-        for stop in sorted({snapshot_at or 0, *range(0, len(ids), SNAPSHOT_INTERVAL)}):
-            if context.drops_tokens and len(context) < stop < len(ids):
+        stops = [] if self._is_kept_at_end else sorted({snapshot_at or 0, *range(0, len(ids), SNAPSHOT_INTERVAL)})
+        for stop in stops:
+            if len(context) < stop < len(ids):
                 yield from self._read_chunks(context, ids[len(context) : stop], row, isolated)
                 self._prefix_cache.insert(context.ids, context.caches, group)
                 yield None

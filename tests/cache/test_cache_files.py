@@ -19,7 +19,7 @@ from mlxlm.cache import (
     save_prompt_cache,
 )
 from mlxlm.cache import prompt_cache_file as cache_file
-from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
+from mlxlm.cache.policies import RotationPolicy, SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import CheckpointError, GenerationError

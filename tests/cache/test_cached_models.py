@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, KVOptions, make_cache
-from mlxlm.cache.kv_cache import SlidingWindow
+from mlxlm.cache.policies import SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.model import Decoder
 from mlxlm.utils.errors import GenerationError

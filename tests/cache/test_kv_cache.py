@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions
 from mlxlm.cache.kv_buffer import KVBuffer
-from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
+from mlxlm.cache.policies import RotationPolicy, SlidingWindow
 from mlxlm.kernels import QuantizedKV
 from mlxlm.utils.errors import GenerationError
 from tests.graphs import operations

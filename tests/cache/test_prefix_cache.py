@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.cache import KVCache, KVOptions, PrefixCache, make_cache
-from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
+from mlxlm.cache.policies import RotationPolicy, SlidingWindow
 from mlxlm.config import ModelConfig
 from mlxlm.kernels import QuantizedKV
 from mlxlm.model import Decoder

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlxlm.backend.mlx import mx
 from mlxlm.cache import KVCache, PrefixCache, PrefixCacheFolder, save_prompt_cache
-from mlxlm.cache.kv_cache import RotationPolicy, SlidingWindow
+from mlxlm.cache.policies import RotationPolicy, SlidingWindow
 from mlxlm.utils.errors import GenerationError
 from tests.paths import ROOT
 

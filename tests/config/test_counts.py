@@ -116,7 +116,7 @@ def test_a_window_bounds_the_cache():
 def test_a_cache_with_a_window_is_as_large_as_planned(window):
     from mlxlm.backend.mlx import mx
     from mlxlm.cache import KVCache
-    from mlxlm.cache.kv_cache import SlidingWindow
+    from mlxlm.cache.policies import SlidingWindow
     from mlxlm.plan.inference import Serving, cache_bytes
 
     config = ModelConfig(8, 1, 1, 8, 8, sliding_window=window)
