@@ -23,7 +23,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import LAYER_PREFIX, LayerwiseModel, load_checkpoint
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check
-from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_activation_mismatch, resolve_model_type
+from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_mismatch, resolve_model_type
 from mlxlm.generation import decoding
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model.norms import add_norm
@@ -230,7 +230,7 @@ def cross_check_one(
     """Run one program; raises CheckpointError if its tokens differ, BackendRejected if it can't read the output."""
     if backend != "llama.cpp" and resolve_model_type(written.config).model_type == MLXLM_MODEL_TYPE:
         return Check(backend, "skipped", compatibility_warning(written.config) or "")
-    if backend == "mlx_lm" and (reason := mlx_lm_activation_mismatch(written.config)):
+    if backend == "mlx_lm" and (reason := mlx_lm_mismatch(written.config)):
         return Check(backend, "differs", reason)  # even if its greedy tokens happen to be equal
     try:
         output = run_backend(backend, written.path, ids, start)

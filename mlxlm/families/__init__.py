@@ -3,7 +3,7 @@
 A family has no code in the model: it is a configuration of the same parts. This package doesn't import MLX.
 """
 
-from mlxlm.families.activations import mlx_lm_activation_mismatch
+from mlxlm.families.activations import mlx_lm_mismatch
 from mlxlm.families.config_conversion import (
     compatibility_warning,
     config_from_hf,
@@ -35,7 +35,7 @@ __all__ = [
     "is_mlx_layout",
     "load_config",
     "load_preset",
-    "mlx_lm_activation_mismatch",
+    "mlx_lm_mismatch",
     "normalize_tensor_name",
     "preset_names",
     "resolve_model_type",

@@ -19,10 +19,14 @@ _GELU = (
     "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neox",
     "gptj", "phi", "phixtral", "recurrent_gemma", "starcoder2",
 )  # fmt: skip
+_SILU = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "granite", "cohere", "cohere2", "olmo3",
+    "exaone4", "seed_oss", "glm", "glm4", "stablelm", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe",
+)  # fmt: skip
 # The activation that a model of mlx_lm computes whatever config.json says, "gelu" in any of its forms; "silu" in
 # models that are not listed. Source: mlx_lm/models/*.py (0.32)
 MLX_LM_ACTIVATIONS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"), "silu"),
+    **dict.fromkeys(_SILU, "silu"),
     **dict.fromkeys(_GELU, "gelu"),
     **dict.fromkeys(("bitnet", "nanochat", "nemotron", "nemotron_h", "rwkv7"), "relu2"),
     "apertus": "xielu",
@@ -39,8 +43,10 @@ def same_activation(name: str, other: str) -> bool:
     return name.startswith(other) if other == "gelu" else normalize_activation(name) == other
 
 
-def mlx_lm_activation_mismatch(config: ModelConfig) -> str | None:
-    """Describe the activation that mlx_lm computes instead of the configured one; None if it computes the same."""
+def mlx_lm_mismatch(config: ModelConfig) -> str | None:
+    """Describe what mlx_lm computes instead of what is configured; None if it computes the same."""
+    if config.model_type == "glm" and config.partial_rotary_factor != 1:
+        return f"its glm rotates whole heads, this model {config.partial_rotary_factor:g} of them"
     computed = MLX_LM_ACTIVATIONS.get(config.model_type)
     if computed is None or same_activation(config.hidden_act, computed):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import ACTIVATIONS, SLIDING
 from mlxlm.config.model_config import is_unused_id
-from mlxlm.families.activations import mlx_lm_activation_mismatch, normalize_activation
+from mlxlm.families.activations import mlx_lm_mismatch, normalize_activation
 from mlxlm.families.family import Family, HFConfig
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES, family_of
@@ -275,7 +275,7 @@ def compatibility_warning(config: ModelConfig) -> str | None:
     """
     config = resolve_model_type(config)
     if config.model_type != MLXLM_MODEL_TYPE:
-        mismatch = mlx_lm_activation_mismatch(config)
+        mismatch = mlx_lm_mismatch(config)
         return mismatch and f"mlx_lm opens this model but computes something else: {mismatch}"
     unrepresentable: dict[str, list[str]] = {}
     for model_type in FAMILIES:

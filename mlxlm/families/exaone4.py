@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxlm.config import ModelConfig
+from mlxlm.config.components import SLIDING
 from mlxlm.families.family import (
     LLAMA_FIELDS,
     Family,
@@ -22,6 +24,14 @@ def _read(values: HFConfig) -> dict[str, Any]:
     return {**windows, "rope_layers": rope_in_windows(values, windows)}
 
 
+def _write(config: ModelConfig) -> dict[str, Any]:
+    """Also what mlx_lm requires: the pattern, a letter for each layer, and a null for no scaling."""
+    windows = write_sliding_window(config)
+    pattern = "".join("L" if layer_type == SLIDING else "G" for layer_type in windows["layer_types"])
+    scaling = {} if config.rope_scaling else {"rope_scaling": None}
+    return {**windows, **scaling, "sliding_window_pattern": pattern if config.sliding_window else None}
+
+
 EXAONE4 = Family(
     "exaone4",
     "Exaone4ForCausalLM",
@@ -29,5 +39,5 @@ EXAONE4 = Family(
     defaults={"num_key_value_heads": 32},
     fixed_values={"norm_placement": "output", "qk_norm": "head"},
     read_extra=_read,
-    write_extra=write_sliding_window,
+    write_extra=_write,
 )

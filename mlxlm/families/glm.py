@@ -84,6 +84,7 @@ def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
         "use_qk_norm": config.qk_norm == "head",
         "n_shared_experts": (config.shared_expert_intermediate_size or 0) // width,
         "first_k_dense_replace": dense,
+        **({} if config.rope_scaling else {"rope_scaling": None}),  # which mlx_lm requires
     }
 
 

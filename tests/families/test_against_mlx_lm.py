@@ -38,6 +38,18 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
+    "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
+    "gemma3_text",
+)  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+    "olmoe": {},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
+}
 FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
@@ -48,13 +60,19 @@ FAMILIES = {
     "gemma2": SIZES,
     "phi3": SIZES,
     "olmo2": SIZES,
+    **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
+    **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }
 TOKENS = np.random.default_rng(1).integers(3, 97, (2, 30))
 
 
-OTHER_GELU = {"gemma": "gelu", "gpt_neox": "gelu_new"}  # what mlx_lm computes whatever hidden_act says
+OTHER_GELU = {
+    "gemma": "gelu",
+    "gpt_neox": "gelu_new",
+    "starcoder2": "gelu",
+}  # what mlx_lm computes whatever hidden_act says
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -108,7 +126,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox"))
+    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox", *MIXTURES))
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
