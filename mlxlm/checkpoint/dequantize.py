@@ -100,6 +100,6 @@ def _dequantized(
         parts = (part.read().astype(mx.float32) for part in (scales, biases))
         return mx.dequantize(packed.read(), *parts, **settings)
 
-    shape = (packed.shape[0], packed.shape[1] * 32 // settings["bits"])
+    shape = (*packed.shape[:-1], packed.shape[-1] * 32 // settings["bits"])
     nbytes = packed.nbytes + scales.nbytes + (biases.nbytes if biases else 0)
     return LazyTensor(shape, mx.float32, packed.stored_dtype, nbytes, read)
