@@ -355,13 +355,11 @@ def _group(
         elif modules.setdefault(match[1], {}).setdefault(_PARTS[match[2]], (name, tensor))[0] != name:
             raise CheckpointError(f"{file}: {name} occurs twice, under different names")
     expected = ("a", "b", "magnitude") if is_dora else ("a", "b")
-    for module, parts in modules.items():
+    for parts in modules.values():
         if missing := [part for part in expected if part not in parts]:
-            name, what = (
-                next(iter(parts.values()))[0],
-                "the magnitude" if missing == ["magnitude"] else "the other half",
-            )
-            raise CheckpointError(f"{file}: {name} lacks {what}", "copy or download the adapter again")
+            name = next(iter(parts.values()))[0]
+            half = "magnitude" if missing == ["magnitude"] else "other half"
+            raise CheckpointError(f"{file}: the {half} of {name} is missing", "copy or download the adapter again")
         if len(parts) > len(expected):
             raise CheckpointError(f"{file}: {parts['magnitude'][0]} is of DoRA, {CONFIG_FILE} says LoRA")
     return modules, others

@@ -26,6 +26,7 @@ from mlxlm.cli.options import (
     MODEL,
     PATH,
     SectionedCommand,
+    adapter_option,
     given_flags,
     given_values,
     is_given,
@@ -86,12 +87,14 @@ _display = partial(option, "Display")
 @sampling_options(without=["logprobs", "max_tokens"])
 @kv_options
 @speculation_options
+@adapter_option("Other")
 def chat(
     model: str | None,
     prompt: str | None,
     options: GenerationOptions,
     kv: KVOptions,
     speculation: Speculation,
+    adapter: Path | None,
     **flags: Any,
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
@@ -150,7 +153,7 @@ def chat(
             model = choose_model(flags["yes"])
     message = read_stdin() if prompt == "-" else None
     tools = functions_of(flags["tools"])
-    lm = load_model(model)
+    lm = load_model(model, adapter)
     chat_arguments = given_options(options) | given_values(
         {
             "max_tokens": flags["max_tokens"],

@@ -24,7 +24,7 @@ from mlxlm.cli.generation_options import (
     sampling_options,
     speculation_options,
 )
-from mlxlm.cli.options import MODEL, SectionedCommand, flag, given_values, offline_option, option
+from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, flag, given_values, offline_option, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import GenerationError
@@ -64,10 +64,12 @@ _memory = partial(option, "Memory and speed")
 @kv_options
 @_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE", advanced=True)
 @speculation_options
+@adapter_option("Other")
 @_memory("--batch-size", click.IntRange(1), _BATCH_SIZE, advanced=True)
 def generate(
     model: str,
     *,
+    adapter: Path | None,
     prompt: str | None,
     jsonl: str | None,
     options: GenerationOptions,
@@ -98,10 +100,10 @@ def generate(
     if jsonl is not None:
         from mlxlm.cli.jsonl import run
 
-        run(jsonl, partial(load_model, model), make_encoder, options, kv, flags)
+        run(jsonl, partial(load_model, model, adapter), make_encoder, options, kv, flags)
         return
     text = _prompt_text(prompt)
-    lm = load_model(model)
+    lm = load_model(model, adapter)
     if prompt not in (None, "-"):
         text = prepend_stdin(text)
     if flags["chat"]:
