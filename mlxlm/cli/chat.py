@@ -66,6 +66,7 @@ _display = partial(option, "Display")
 @click.command(cls=SectionedCommand, context_settings={"allow_extra_args": True})
 @click.argument("model", required=False, type=MODEL)
 @offline_option
+@adapter_option("Model")
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads stdin.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
 @_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
@@ -87,7 +88,6 @@ _display = partial(option, "Display")
 @sampling_options(without=["logprobs", "max_tokens"])
 @kv_options
 @speculation_options
-@adapter_option("Other")
 def chat(
     model: str | None,
     prompt: str | None,
@@ -208,7 +208,7 @@ def _mcp_tools(commands: Sequence[str], servers: ExitStack) -> Iterator[Callable
 # What the server decides, or a single question doesn't need.
 _NOT_REMOTE = [
     *("chat_template", "context_overflow", "session", "continue_last", "sessions", "save_kv_cache", "private", "tools"),
-    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp"),
+    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp", "adapter"),
 ]
 
 

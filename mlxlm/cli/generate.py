@@ -49,6 +49,7 @@ _memory = partial(option, "Memory and speed")
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("model", type=MODEL)
 @offline_option
+@adapter_option("Model")
 @_input("-p --prompt", str, "Text to continue; - reads it from standard input.", metavar="TEXT")
 @_input("--jsonl", str, "Generate for each request, one JSON object per line; - for stdin.", metavar="FILE")
 @_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
@@ -64,7 +65,6 @@ _memory = partial(option, "Memory and speed")
 @kv_options
 @_memory("--prompt-cache-file", str, _PROMPT_CACHE, metavar="FILE", advanced=True)
 @speculation_options
-@adapter_option("Other")
 @_memory("--batch-size", click.IntRange(1), _BATCH_SIZE, advanced=True)
 def generate(
     model: str,

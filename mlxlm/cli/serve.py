@@ -52,8 +52,8 @@ _server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name))
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=MODEL)
 @offline_option
-@adapter_option("Models")
 @_server_options
+@adapter_option("Models")
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)

@@ -172,8 +172,8 @@ def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
         The model, its weights evaluated, for all other functions.
 
     Raises:
-        CheckpointError: For unreadable weights, for an adapter that doesn't fit the model, and for a tokenizer with more tokens than the model. Fewer are normal:
-            vocabularies are padded.
+        CheckpointError: For unreadable weights, for an adapter that doesn't fit the model, and for a tokenizer with
+            more tokens than the model. Fewer are normal: vocabularies are padded.
         ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
