@@ -192,7 +192,7 @@ class Adapter:
                 dtype = dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
                 for part in ("scales", "biases"):
                     result.pop(f"{module}.{part}", None)
-            if not mx.issubdtype(dtype, mx.floating):
+            if not mx.issubdtype(dtype, mx.floating) or f"{module}.global_scale" in tensors:
                 hint = "the unquantized model, or one quantized by MLX"
                 raise CheckpointError(f"{self.file} can't change {name}, which is of type {base.stored_dtype}", hint)
             if name in weights:

@@ -13,7 +13,7 @@ from mlxlm.checkpoint import load_model, open_checkpoint, save_weights
 from mlxlm.checkpoint.adapter import open_adapter
 from mlxlm.checkpoint.load import load_checkpoint
 from mlxlm.utils.errors import CheckpointError
-from tests.small_models import arrays_of, random_decoder, write_folder
+from tests.small_models import arrays_of, random_decoder, write_folder, write_peft
 
 VOCABULARY = 97
 TOKENS = np.random.default_rng(1).integers(3, VOCABULARY, (2, 20))
@@ -53,9 +53,7 @@ def peft_scale(config, module):
 
     def value(default, patterns):
         matches = [
-            v
-            for key, v in patterns.items()
-            if (module.startswith(key[1:]) if key[0] == "^" else module.endswith(key))
+            v for key, v in patterns.items() if (module.startswith(key[1:]) if key[0] == "^" else module.endswith(key))
         ]
         return matches[0] if matches else default
 
@@ -135,10 +133,10 @@ PEFT_CASES = {
     "cohere": ("cohere", {**LLAMA, "logit_scale": 0.3}, ["q_proj", "k_proj", "v_proj"], {"use_dora": True}),
     "glm": ("glm", {**LLAMA, "head_dim": 16}, ["q_proj", "k_proj", "gate_up_proj"], {}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, ["query_key_value", "dense"], {}),
-    "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, **ROPE}, ["q_proj", "o_proj", "embed_tokens"], {"use_rslora": True}),
+    "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, **ROPE}, ["q_proj", "embed_tokens"], {"use_rslora": True}),
     "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4},
               ["in_proj", "x_proj", "out_proj"], {}),
-    "deepseek_v3": ("deepseek_v3", {**LLAMA, **LATENT, **ROPE}, ["kv_b_proj", "q_b_proj", "o_proj"], {"use_dora": True}),
+    "deepseek_v3": ("deepseek_v3", {**LLAMA, **LATENT, **ROPE}, ["kv_b_proj", "q_b_proj"], {"use_dora": True}),
     "gpt_bigcode": ("gpt_bigcode", {"n_embd": 32, "n_layer": 2, "n_head": 4}, ["c_attn", "c_fc"], {}),
 }  # fmt: skip
 
@@ -258,6 +256,7 @@ def test_adapters_of_mlx_lm_compute_what_mlx_lm_does(name, write_mlx_lm):
 @pytest.mark.parametrize("quantization", [None, {"group_size": 32, "bits": 4, "mode": "affine"}])
 @pytest.mark.parametrize(("values", "count"), [(LLAMA_VALUES, 2), (QWEN3_MOE_VALUES, 5)])
 def test_only_what_changes_is_dequantized(values, count, quantization, write_mlx_lm):
+    values = {**values, "intermediate_size": 64, "moe_intermediate_size": 32}
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.switch_mlp.up_proj", "mlp.switch_mlp.down_proj", "mlp.gate"]
     folder, adapter, wanted = write_mlx_lm(values, keys=keys, quantize=True)
     config = json.loads((folder / "config.json").read_text())
@@ -267,3 +266,217 @@ def test_only_what_changes_is_dequantized(values, count, quantization, write_mlx
         checkpoint = open_checkpoint(folder, adapter)
         model = load_checkpoint(checkpoint)[0]
     assert np.abs(logits(model) - wanted).max() < 1e-3 * wanted.std()
+
+
+# Both
+
+
+QUERY = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture
+def halves():
+    """The two halves of an adapter of one matrix of `model_dir`."""
+    mx.random.seed(3)
+    shapes = {f"{QUERY}.lora_A.weight": (2, 32), f"{QUERY}.lora_B.weight": (32, 2)}
+    return {name: mx.random.normal(shape) for name, shape in shapes.items()}
+
+
+def change_of(halves, scale=2.0):
+    return scale * (halves[f"{QUERY}.lora_B.weight"] @ halves[f"{QUERY}.lora_A.weight"])
+
+
+def test_weights_keep_their_dtype_and_are_rounded_once(model_dir, tmp_path, halves):
+    weights = {name: value.astype(mx.bfloat16) for name, value in arrays_of(load_model(model_dir)[0]).items()}
+    save_weights(model_dir, weights)
+    adapter = write_peft(tmp_path / "adapter", {name: half.astype(mx.float16) for name, half in halves.items()})
+    tensors = open_checkpoint(model_dir, adapter).tensors
+    name = f"{QUERY}.weight"
+    tensor, plain = tensors[name], open_checkpoint(model_dir).tensors
+    exact = {half: value.astype(mx.float16).astype(mx.float32) for half, value in halves.items()}
+    expected = (weights[name].astype(mx.float32) + change_of(exact)).astype(mx.bfloat16)
+    assert (tensor.dtype, tensor.stored_dtype, tensor.nbytes) == (mx.bfloat16, "BF16", plain[name].nbytes)
+    assert mx.array_equal(tensor.read(), expected).item() and tensor.read().dtype == mx.bfloat16
+    for other in set(tensors) - {name}:
+        assert mx.array_equal(tensors[other].read(), plain[other].read()).item()
+
+
+def test_quantized_layers_beside_the_changed_one_stay_quantized_on_a_gpu(tmp_path, tiny_config, halves, monkeypatch):
+    monkeypatch.setattr("mlxlm.checkpoint.load.ON_CPU", False)
+    decoder = random_decoder(tiny_config)
+    nn.quantize(decoder, group_size=32, bits=4)
+    config = tiny_config.with_changes(quantization={"group_size": 32, "bits": 4})
+    folder = write_folder(tmp_path / "model", decoder, config)
+    adapter = write_peft(tmp_path / "adapter", halves)
+    with pytest.warns(UserWarning, match="1 quantized matrix is dequantized, because"):
+        model = load_model(folder, adapter)[0]
+    projections = [(name, module) for name, module in model.named_modules() if name.endswith("_proj")]
+    assert [name for name, module in projections if not isinstance(module, nn.QuantizedLinear)] == [QUERY]
+    layer = decoder.layers[1].self_attn.q_proj
+    plain = mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=32, bits=4)
+    assert mx.allclose(model.layers[1].self_attn.q_proj.weight, plain + change_of(halves), atol=1e-5).item()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_fully_trained_modules_of_peft_replace_those_of_the_model(is_tied, tmp_path, tiny_config, halves):
+    config = tiny_config.with_changes(tie_word_embeddings=is_tied)
+    folder = write_folder(tmp_path / "model", random_decoder(config), config)
+    head, norm = mx.random.normal((300, 32)), mx.random.normal((32,))
+    saved = {"lm_head.weight": head, "model.norm.modules_to_save.weight": norm, f"{QUERY}.base_layer.weight": head[:32]}
+    adapter = write_peft(tmp_path / "adapter", {**saved, **halves}, modules_to_save=["lm_head", "norm"])
+    plain, changed = (open_checkpoint(folder, path) for path in (None, adapter))
+    read = {name: tensor.read() for name, tensor in changed.tensors.items()}
+    assert mx.array_equal(read["lm_head.weight"], head).item() and not changed.config.tie_word_embeddings
+    assert mx.array_equal(read["model.norm.weight"], norm).item()
+    embedding = "model.embed_tokens.weight"
+    assert mx.array_equal(read[embedding], plain.tensors[embedding].read()).item()
+    assert mx.allclose(read[f"{QUERY}.weight"], head[:32] + change_of(halves), atol=1e-5).item()
+    load_checkpoint(changed)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model."])
+def test_adapters_of_a_model_with_images_fit_its_language_model(prefix, model_dir, tmp_path, halves):
+    renamed = {name.replace("model.", prefix): half for name, half in halves.items()}
+    found, wanted = (
+        logits(load_model(model_dir, write_peft(tmp_path / "adapter", tensors))[0]) for tensors in (renamed, halves)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_tied_mixture_refuses_an_adapter_of_one_of_both(write_mlx_lm, tmp_path):
+    folder, _, _ = write_mlx_lm(GRANITE_VALUES)
+    halves = {"lora_embedding_A": mx.ones((2, VOCABULARY)), "lora_embedding_B": mx.ones((32, 2))}
+    adapter = write_peft(tmp_path / "peft", {f"model.embed_tokens.{name}": half for name, half in halves.items()})
+    with pytest.raises(CheckpointError, match="changes model.embed_tokens, and the embedding of this model"):
+        load_model(folder, adapter)
+
+
+A, B = (f"{QUERY}.lora_{half}.weight" for half in "AB")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"peft_type": "ADALORA"}, "adapter_config.json: peft_type 'ADALORA' is not supported .*type LORA"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type 'PROMPT_TUNING' is not supported"),
+        ({"bias": "lora_only"}, "bias 'lora_only' is not supported .*bias none"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported .*path_initial_model"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters .* is not supported .*merge_and_unload"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices .* is not supported"),
+        ({"r": 0}, "r is 0, it must be a positive integer"),
+        ({"r": True}, "r is True, it must be a positive integer"),
+        ({"r": 3}, rf"{A} is \[2, 32\], and the rank is 3"),
+        ({"lora_alpha": None}, "lora_alpha is None, it must be a number"),
+        ({"lora_alpha": 1e39}, r"lora_alpha is 1e\+39, it must be a number"),
+        ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern.q_proj is '2', it must be a positive integer"),
+        ({"rank_pattern": [2]}, r"rank_pattern is \[2\], it must be an object"),
+        ({"rank_pattern": {"q_proj": 1}}, "and the rank is 1"),
+        ({"alpha_pattern": {"(a+)+$": 2}}, "alpha_pattern has the regular expression .* not supported .*names of"),
+        ({"use_dora": True}, rf"the magnitude of {QUERY}.lora_[AB].weight is missing"),
+    ],
+)
+def test_settings_that_are_wrong_or_not_supported(config, expected, model_dir, tmp_path, halves):
+    adapter = write_peft(tmp_path / "adapter", halves, **config)
+    with pytest.raises(CheckpointError, match=expected) as error:
+        open_checkpoint(model_dir, adapter)
+    assert str(adapter) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({B: None}, f"the other half of {A} is missing"),
+        ({B: mx.zeros((31, 2))}, rf"{A} is for shape \[31, 32\], the model has \[32, 32\]"),
+        ({B: mx.zeros((32, 3))}, rf"{B} is \[32, 3\], and the rank is 2"),
+        ({A: mx.zeros((2, 32, 1))}, rf"{A} is \[2, 32, 1\], and the rank is 2"),
+        ({A: mx.zeros((2, 32), mx.int32)}, f"{A} is of type I32, not floating-point"),
+        (
+            {f"{QUERY}.lora_magnitude_vector": mx.ones(32)},
+            "lora_magnitude_vector is of DoRA, adapter_config.json says",
+        ),
+        ({f"{QUERY}.ia3_l": mx.ones(32)}, f"{QUERY}.ia3_l is for {QUERY}, which the model doesn't have"),
+        ({"model.norm.weight": mx.ones(31)}, r"model.norm.weight is for shape \[31\], the model has \[32\]"),
+        (
+            {A.replace("1", "7"): mx.ones((2, 32)), B.replace("1", "7"): mx.ones((32, 2))},
+            "lora_A.weight is for model.layers.7.self_attn.q_proj, which the model doesn't have",
+        ),
+        (
+            {A.replace("model.", ""): mx.ones((2, 32)), B.replace("model.", ""): mx.ones((32, 2))},
+            "a module occurs twice, with and without a prefix",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(changes, expected, model_dir, tmp_path, halves):
+    tensors = {name: value for name, value in {**halves, **changes}.items() if value is not None}
+    adapter = write_peft(tmp_path / "adapter", tensors)
+    with pytest.raises(CheckpointError, match=expected) as error:
+        open_checkpoint(model_dir, adapter)
+    assert str(adapter / "adapter_model.safetensors") in str(error.value)
+
+
+def test_dora_has_a_magnitude_for_each_row(model_dir, tmp_path, halves):
+    tensors = {**halves, f"{QUERY}.lora_magnitude_vector": mx.ones(31)}
+    with pytest.raises(CheckpointError, match=rf"the magnitude next to {A} is for shape \[31\], the model has \[32\]"):
+        open_checkpoint(model_dir, write_peft(tmp_path / "adapter", tensors, use_dora=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "expected"),
+    [
+        ({}, {}, "adapter_config.json has neither peft_type nor fine_tune_type"),
+        ({"fine_tune_type": "prompt"}, {}, "fine_tune_type 'prompt' is not supported .*lora, dora or full"),
+        (
+            {"lora_parameters": {"rank": 2, "alpha": 16}},
+            {},
+            "lora_parameters is .*must have a positive rank and",
+        ),
+        ({"fine_tune_type": "lora"}, {}, "lora_parameters is None"),
+        ({"lora_parameters": {"rank": 2, "scale": 1}}, {"x.lora_a": (3, 2)}, "the other half of x.lora_a is missing"),
+        ({"lora_parameters": {"rank": 2, "scale": 1}}, {"x.weight": (3, 2)}, "x.weight is not part of a lora adapter"),
+        (
+            {"lora_parameters": {"rank": 2, "scale": 1}},
+            {"x.lora_a": (2, 32), "x.lora_b": (2, 32)},
+            r"x.lora_a is \[2, 32\], and the rank is 2",
+        ),
+        (
+            {"lora_parameters": {"rank": 2, "scale": 1}},
+            {"x.lora_a": (32, 2), "x.lora_b": (2, 32)},
+            "x.lora_a is for x, which the model doesn't have",
+        ),
+        ({"fine_tune_type": "full"}, {"y.weight": (2,)}, "y.weight is for y, which the model doesn't have"),
+    ],
+)
+def test_adapters_of_mlx_lm_that_are_wrong(config, tensors, expected, model_dir, tmp_path):
+    adapter = tmp_path / "adapter"
+    write_config(adapter, **config)
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {name: mx.zeros(s) for name, s in tensors.items()})
+    with pytest.raises(CheckpointError, match=expected):
+        open_checkpoint(model_dir, adapter)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no adapter '.*nothing' .*a folder that has"):
+        open_adapter(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="adapter_config.json does not exist"):
+        open_adapter(tmp_path)
+    write_config(tmp_path, peft_type="LORA", r=2, lora_alpha=2)
+    with pytest.raises(CheckpointError, match="cannot read .*adapter_model.safetensors"):
+        open_adapter(tmp_path)
+    with pytest.raises(CheckpointError, match="adapter_config.json is a file"):
+        open_adapter(tmp_path / "adapter_config.json")
+
+
+def test_an_adapter_of_the_hub(tmp_path, halves, monkeypatch):
+    patterns = []
+
+    def snapshot_download(repository, allow_patterns, **_):
+        patterns.append(allow_patterns)
+        return str(write_peft(tmp_path / repository.replace("/", "-"), halves))
+
+    monkeypatch.setattr("mlxlm.checkpoint.hub.is_reachable", lambda: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    for id in ("owner/adapter", "https://huggingface.co/owner/adapter"):
+        assert list(open_adapter(id).updates) == [QUERY]
+    assert patterns == [["adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"]] * 2
