@@ -261,6 +261,9 @@ def _open_peft(folder: Path, values: Mapping[str, Any]) -> Adapter:
         refuse("peft_type", "an adapter of type LORA")
     if values.get("bias", "none") != "none":
         refuse("bias", f"an adapter with bias none, or {_MERGED}")
+    for name in ("use_dora", "use_rslora"):
+        if values.get(name) not in (None, True, False):
+            refuse(name, "true or false")
     for name in filter(values.get, _UNSUPPORTED):
         refuse(name, _MERGED)
     if values.get("init_lora_weights") not in _INITIALIZATIONS:
@@ -299,7 +302,7 @@ def _by_pattern(
     if not isinstance(patterns, Mapping):
         raise CheckpointError(f"{file}: {patterns_name} is {short_repr(patterns)}, it must be an object")
     for pattern, value in (("", values.get(name)), *patterns.items()):
-        if not is_valid(value) or abs(value) > 3e38:
+        if not is_valid(value) or not abs(value) < 3e38:
             where = f"{patterns_name}.{pattern}" if pattern else name
             raise CheckpointError(f"{file}: {where} is {short_repr(value)}, it must be {expected}")
         if pattern and not _PLAIN_NAME.fullmatch(pattern):
@@ -325,7 +328,7 @@ def _open_mlx_lm(folder: Path, values: Mapping[str, Any]) -> Adapter:
         return Adapter(file, True, {}, _group(file, safetensors.file_tensors(file), None)[1])
     settings = values.get("lora_parameters")
     rank, scale = (settings.get(name) if isinstance(settings, Mapping) else None for name in ("rank", "scale"))
-    if not is_count(rank) or not is_number(scale) or abs(scale) > 3e38:
+    if not is_count(rank) or not is_number(scale) or not abs(scale) < 3e38:
         problem = f"lora_parameters is {short_repr(settings)}, it must have a positive rank and a scale"
         raise CheckpointError(f"{config}: {problem}")
     modules, others = _group(file, safetensors.file_tensors(file), _MLX_LM_NAME, kind == "dora")

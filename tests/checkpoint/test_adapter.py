@@ -12,6 +12,7 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
 from mlxlm.checkpoint import load_model, open_checkpoint, save_weights
 from mlxlm.checkpoint.adapter import open_adapter
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.convert.conversion import convert
 from mlxlm.utils.errors import CheckpointError
 from tests.small_models import arrays_of, random_decoder, write_folder, write_peft
 
@@ -343,6 +344,15 @@ def test_adapters_of_a_model_with_images_fit_its_language_model(prefix, model_di
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_an_adapter_of_a_gguf_file(model_dir, tmp_path, halves):
+    """Its queries are stored in another order."""
+    convert(model_dir, tmp_path / "model.gguf", outtype="F32", verify_output=False)
+    adapter = write_peft(tmp_path / "adapter", halves)
+    found, wanted = (logits(load_model(path, adapter)[0]) for path in (tmp_path / "model.gguf", model_dir))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(wanted - logits(load_model(model_dir)[0])).max() > 1e-3
+
+
 def test_a_tied_mixture_refuses_an_adapter_of_one_of_both(write_mlx_lm, tmp_path):
     folder, _, _ = write_mlx_lm(GRANITE_VALUES)
     halves = {"lora_embedding_A": mx.ones((2, VOCABULARY)), "lora_embedding_B": mx.ones((32, 2))}
@@ -360,6 +370,7 @@ A, B = (f"{QUERY}.lora_{half}.weight" for half in "AB")
         ({"peft_type": "ADALORA"}, "adapter_config.json: peft_type 'ADALORA' is not supported .*type LORA"),
         ({"peft_type": "PROMPT_TUNING"}, "peft_type 'PROMPT_TUNING' is not supported"),
         ({"bias": "lora_only"}, "bias 'lora_only' is not supported .*bias none"),
+        ({"use_rslora": "no"}, "use_rslora 'no' is not supported .*true or false"),
         ({"lora_bias": True}, "lora_bias True is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported .*path_initial_model"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters .* is not supported .*merge_and_unload"),
@@ -432,6 +443,7 @@ def test_dora_has_a_magnitude_for_each_row(model_dir, tmp_path, halves):
             "lora_parameters is .*must have a positive rank and",
         ),
         ({"fine_tune_type": "lora"}, {}, "lora_parameters is None"),
+        ({"lora_parameters": {"rank": 2, "scale": float("nan")}}, {}, "lora_parameters is .*must have a positive rank"),
         ({"lora_parameters": {"rank": 2, "scale": 1}}, {"x.lora_a": (3, 2)}, "the other half of x.lora_a is missing"),
         ({"lora_parameters": {"rank": 2, "scale": 1}}, {"x.weight": (3, 2)}, "x.weight is not part of a lora adapter"),
         (
