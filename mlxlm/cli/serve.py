@@ -53,7 +53,7 @@ _server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name))
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=MODEL)
 @offline_option
 @_server_options
-@adapter_option("Models")
+@adapter_option("Models", advanced=True)
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)
