@@ -68,7 +68,7 @@ _display = partial(option, "Display")
 @offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads stdin.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
-@adapter_option("Conversation")
+@adapter_option("Conversation", advanced=True)
 @_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
