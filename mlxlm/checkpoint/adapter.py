@@ -121,19 +121,17 @@ class Adapter:
             text_name = families.text_tensor_name(name) or name
             return families.normalize_tensor_name(untied, text_name) or name
 
-        updates = {_module(file_name(f"{name}.weight")): update for name, update in self.updates.items()}
-        weights = {file_name(name): tensor for name, tensor in self.weights.items()}
-        if len(updates) + len(weights) < len(self.updates) + len(self.weights):
-            raise CheckpointError(f"{self.file}: a module occurs twice, with and without a prefix")
+        updates, weights = self._renamed(file_name)
         rows = {f"{name}.b": update.b for name, update in updates.items()}  # split and reordered like those of weights
         rows |= {f"{name}.magnitude": u.magnitude for name, u in updates.items() if u.magnitude is not None}
-        parts = to_decoder_weights(mappings, {**rows, **weights}, str(self.file))
+        parts = to_decoder_weights(mappings, rows, str(self.file))
         part_updates = {
-            part: replace(update, b=parts.pop(f"{part}.b"), magnitude=parts.pop(f"{part}.magnitude", None))
+            part: replace(update, b=parts[f"{part}.b"], magnitude=parts.get(f"{part}.magnitude"))
             for name, update in updates.items()
             for part in fused.get(name, (name,))
         }
-        changed = {*part_updates, *map(_module, parts)}
+        part_weights = to_decoder_weights(mappings, weights, str(self.file))
+        changed = {*part_updates, *map(_module, part_weights)}
         if config.tie_word_embeddings and not self.from_mlx_lm and not changed.isdisjoint((_EMBEDDING, _HEAD)):
             copies = [name for name in tensors if _module(name) == _EMBEDDING]
             tensors = {**tensors, **{name.replace(_EMBEDDING, _HEAD): tensors[name] for name in copies}}
@@ -141,7 +139,7 @@ class Adapter:
             if quantization and _EMBEDDING in quantization:
                 quantization = {**quantization, _HEAD: quantization[_EMBEDDING]}
             config = untied.with_changes(quantization=quantization)
-        return config, self._merge(tensors, config.quantization, part_updates, parts)
+        return config, self._merge(tensors, config.quantization, part_updates, part_weights)
 
     def merge_by_name(
         self, tensors: LazyTensors, quantization: Mapping[str, Any] | None, is_tied: bool
@@ -161,14 +159,21 @@ class Adapter:
         def model_name(name: str) -> str:
             return name if name in tensors else by_text_name.get(families.text_tensor_name(name) or name, name)
 
-        updates = {_module(model_name(f"{name}.weight")): update for name, update in self.updates.items()}
-        weights = {model_name(name): tensor for name, tensor in self.weights.items()}
+        updates, weights = self._renamed(model_name)
         matrices = [*updates, *(name for name, tensor in weights.items() if len(tensor.shape) == 2)]
         outside = next((name for name in matrices if not re.search(r"\.\d+\.", name)), None)
         if is_tied and not self.from_mlx_lm and outside is not None:
             problem = f"it changes {outside}, and the embedding of this model is also its head"
             raise CheckpointError(f"{self.file}: {problem}", _MERGED)
         return self._merge(tensors, quantization, updates, weights)
+
+    def _renamed(self, rename: Callable[[str], str]) -> tuple[dict[str, LowRankUpdate], dict[str, LazyTensor]]:
+        """Return `updates` and `weights` with other names of the tensors."""
+        updates = {_module(rename(f"{name}.weight")): update for name, update in self.updates.items()}
+        weights = {rename(name): tensor for name, tensor in self.weights.items()}
+        if len(updates) + len(weights) < len(self.updates) + len(self.weights):
+            raise CheckpointError(f"{self.file}: a module occurs twice, with and without a prefix")
+        return updates, weights
 
     def _merge(
         self,
@@ -311,8 +316,7 @@ def _by_pattern(
 
     def value_of(module: str) -> Any:
         for pattern, value in patterns.items():
-            from_start = pattern.startswith("^") and module.startswith(pattern[1:])
-            if from_start or f".{module}".endswith(f".{pattern}"):
+            if f"^{module}" == pattern or f".{module}".endswith(f".{pattern}"):
                 return value
         return values[name]
 

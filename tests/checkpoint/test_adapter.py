@@ -32,7 +32,7 @@ LATENT = {
 }  # fmt: skip
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
-    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp": 5},
+    "rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp.up_proj": 5},
     "alpha_pattern": {"down_proj": 3},
 }
 
@@ -50,7 +50,7 @@ def write_config(folder, **values):
 
 
 def peft_scale(config, module):
-    """Rank and scale of a module; the patterns of the tests are ends of names, or beginnings after ^."""
+    """Rank and scale of a module; the patterns of the tests are ends of names, or whole names after ^."""
 
     def value(default, patterns):
         matches = [
