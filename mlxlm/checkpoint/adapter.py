@@ -122,14 +122,17 @@ class Adapter:
             return families.normalize_tensor_name(untied, text_name) or name
 
         updates, weights = self._renamed(file_name)
-        rows = {f"{name}.b": update.b for name, update in updates.items()}  # split and reordered like those of weights
+        half = "lora_b" if self.from_mlx_lm else "lora_B"
+        rows = {f"{name}.{half}": u.b for name, u in updates.items()}  # split and reordered like those of weights
         rows |= {f"{name}.magnitude": u.magnitude for name, u in updates.items() if u.magnitude is not None}
         parts = to_decoder_weights(mappings, rows, str(self.file))
+        targets = [(part, update) for name, update in updates.items() for part in fused.get(name, (name,))]
         part_updates = {
-            part: replace(update, b=parts[f"{part}.b"], magnitude=parts.get(f"{part}.magnitude"))
-            for name, update in updates.items()
-            for part in fused.get(name, (name,))
+            part: replace(update, b=parts[f"{part}.{half}"], magnitude=parts.get(f"{part}.magnitude"))
+            for part, update in targets
         }
+        if len(part_updates) < len(targets):
+            raise CheckpointError(f"{self.file}: a module occurs twice, fused with others and alone")
         part_weights = to_decoder_weights(mappings, weights, str(self.file))
         changed = {*part_updates, *map(_module, part_weights)}
         if config.tie_word_embeddings and not self.from_mlx_lm and not changed.isdisjoint((_EMBEDDING, _HEAD)):

@@ -53,9 +53,7 @@ def peft_scale(config, module):
     """Rank and scale of a module; the patterns of the tests are ends of names, or whole names after ^."""
 
     def value(default, patterns):
-        matches = [
-            v for key, v in patterns.items() if (module.startswith(key[1:]) if key[0] == "^" else module.endswith(key))
-        ]
+        matches = [v for key, v in patterns.items() if (module == key[1:] if key[0] == "^" else module.endswith(key))]
         return matches[0] if matches else default
 
     rank = value(config["r"], config.get("rank_pattern", {}))
@@ -344,6 +342,22 @@ def test_adapters_of_a_model_with_images_fit_its_language_model(prefix, model_di
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_peft_adapts_single_experts_of_a_mixture(tmp_path):
+    oracles = pytest.importorskip("tests.transformers_oracle", reason="needs PyTorch and transformers")
+    folder, name = tmp_path / "model", "model.layers.1.mlp.experts.2.up_proj"
+    oracle = oracles.make_oracle("qwen3_moe", {**LLAMA, **EXPERTS, **ROPE}, VOCABULARY, "eager")
+    oracle.save_pretrained(folder)
+    a, b = mx.random.normal((2, 32)), mx.random.normal((16, 2))
+    adapter = write_peft(tmp_path / "adapter", {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b})
+    before, found = (logits(load_model(folder, path)[0]) for path in (None, adapter))
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    save_weights(folder, {**weights, f"{name}.weight": weights[f"{name}.weight"] + 2 * (b @ a)})
+    wanted = logits(load_model(folder)[0])
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert np.abs(wanted - before).max() > 0.1
+
+
 def test_an_adapter_of_a_gguf_file(model_dir, tmp_path, halves):
     """Its queries are stored in another order."""
     convert(model_dir, tmp_path / "model.gguf", outtype="F32", verify_output=False)
@@ -424,6 +438,23 @@ def test_tensors_that_do_not_fit(changes, expected, model_dir, tmp_path, halves)
     with pytest.raises(CheckpointError, match=expected) as error:
         open_checkpoint(model_dir, adapter)
     assert str(adapter / "adapter_model.safetensors") in str(error.value)
+
+
+def test_the_parts_of_a_fused_module_occur_once(tmp_path, tiny_config, halves):
+    config = tiny_config.with_changes(model_type="phi3", num_key_value_heads=4, tie_word_embeddings=False)
+    folder = write_folder(tmp_path / "model", random_decoder(config), config)
+    fused = QUERY.replace("q_proj", "qkv_proj")
+    tensors = {**halves, f"{fused}.lora_A.weight": mx.ones((2, 32)), f"{fused}.lora_B.weight": mx.ones((96, 2))}
+    with pytest.raises(CheckpointError, match="a module occurs twice, fused with others and alone"):
+        open_checkpoint(folder, write_peft(tmp_path / "adapter", tensors))
+    short = {f"{fused}.lora_A.weight": mx.ones((2, 32)), f"{fused}.lora_B.weight": mx.ones((95, 2))}
+    with pytest.raises(CheckpointError, match=r"qkv_proj.lora_B is \[95, 2\], config.json says 96 rows"):
+        open_checkpoint(folder, write_peft(tmp_path / "adapter", short))
+
+
+def test_a_pattern_is_not_the_beginning_of_a_name(model_dir, tmp_path, halves):
+    adapter = write_peft(tmp_path / "adapter", halves, rank_pattern={"^model.layers.1": 7, "j": 7})
+    assert open_adapter(adapter).updates[QUERY].scale == 2
 
 
 def test_dora_has_a_magnitude_for_each_row(model_dir, tmp_path, halves):
