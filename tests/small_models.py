@@ -54,6 +54,16 @@ def write_folder(folder: Path, weights: nn.Module | dict[str, mx.array], config:
     return folder
 
 
+def write_peft(folder: Path, tensors: dict[str, mx.array], **config: Any) -> Path:
+    """Write an adapter as PEFT does; a name without "base_model.model." gets it."""
+    folder.mkdir(exist_ok=True)
+    prefix = "base_model.model."
+    named = {prefix + name.removeprefix(prefix): value for name, value in tensors.items()}
+    mx.save_safetensors(str(folder / "adapter_model.safetensors"), named)
+    write_json(folder / "adapter_config.json", {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", **config})
+    return folder
+
+
 def change_config(folder: Path, **values: Any) -> None:
     """Change fields of a folder's config.json."""
     import json

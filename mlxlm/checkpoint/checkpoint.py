@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxlm.checkpoint.adapter import Adapter
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.config import ModelConfig
@@ -46,10 +47,11 @@ class MlxLmCheckpoint(_CheckpointFiles):
     """A checkpoint of an architecture that only mlx_lm implements, with the tensors under the file's names.
 
     The attributes are those of `Checkpoint`, with `unsupported_reason` instead of `config`: the feature that mlxlm's
-    decoder lacks.
+    decoder lacks. `adapter` is merged into the weights when they are loaded.
     """
 
     unsupported_reason: str
+    adapter: Adapter | None = field(default=None, kw_only=True)
 
 
 AnyCheckpoint = Checkpoint | MlxLmCheckpoint

@@ -38,6 +38,7 @@ _ADDRESS = re.compile(  # of a page of a model, a branch or a file
 _OTHER_FILES = ["*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 _SAFETENSORS = [*_OTHER_FILES, "model*.safetensors"]  # not consolidated.safetensors, the same weights again
 _PYTORCH = [*_OTHER_FILES, "pytorch_model*.bin"]
+_ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"]
 _DEFAULT_QUANTIZATION = "Q4_K_M"  # of GGUF files, as in llama.cpp and ollama
 _TIMEOUT = 5.0  # seconds
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the ETag of large files, and their name in the cache
@@ -134,6 +135,20 @@ def choose_gguf(id: str, names: list[str]) -> list[str]:
     hint = ", ".join(f"{repository}:{kind}{suffix}" for kind in found) or "hf download, and the path of one file"
     problem = f"{len(chosen)} GGUF models" if chosen else "no GGUF model"
     raise CheckpointError(f"{repository} has {problem} with {wanted} in the name", hint)
+
+
+def download_adapter(id: str) -> Path:
+    """Download an adapter into the hub's cache, unless it is there, and return its folder.
+
+    Raises:
+        CheckpointError: As `download` does.
+    """
+    repository, _, branch = _split_id(id)
+    is_local = not is_reachable()
+    folder = _snapshot(repository, branch, _ADAPTER, is_local)
+    if any(folder.glob("adapter*.safetensors")):
+        return folder
+    return _snapshot(repository, branch, [*_ADAPTER, "adapter_model.bin"], is_local)
 
 
 def download_bytes(id: str) -> int | None:

@@ -27,13 +27,13 @@ LAYER_PREFIX = "model.layers"
 HiddenState = tuple[mx.array, mx.array | None]
 
 
-def load_model(source: Path | str) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
-    """Load a model in evaluation mode; see `open_checkpoint` for `source` and `load_checkpoint` for the dtypes.
+def load_model(source: Path | str, adapter: Path | str | None = None) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
+    """Load a model in evaluation mode; see `open_checkpoint` for the arguments and `load_checkpoint` for the dtypes.
 
     Raises:
         CheckpointError, ConfigError: Names the file and the field.
     """
-    return load_checkpoint(open_checkpoint(source))
+    return load_checkpoint(open_checkpoint(source, adapter))
 
 
 def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:

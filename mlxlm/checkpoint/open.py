@@ -11,12 +11,14 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorch, safetensors
+from mlxlm.checkpoint.adapter import CONFIG_FILE, open_adapter
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.download import resolve
@@ -58,11 +60,15 @@ def open_tokenizer(source: Path | str) -> Tokenizer:
     return open_checkpoint(source).load_tokenizer()
 
 
-def open_checkpoint(source: Path | str) -> AnyCheckpoint:
+def open_checkpoint(source: Path | str, adapter: Path | str | None = None) -> AnyCheckpoint:
     """Open a model folder, a run, a `.gguf` or llama2.c `.bin` file, a name of the catalog, or a hub id or its address.
 
     An existing path has priority, see `resolve`, and a name with the suffix of a file is a path. Only headers are read,
     within a second and 200 MB for any file, valid or not.
+
+    Args:
+        source: The model.
+        adapter: The folder or hub id of an adapter that is merged into its weights when they are read.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: Names the file and the field.
@@ -81,20 +87,27 @@ def open_checkpoint(source: Path | str) -> AnyCheckpoint:
     checkpoint = _open_folder(path) if is_folder else _open_file(path)
     if isinstance(checkpoint, Checkpoint):
         _check_shapes(checkpoint.config, checkpoint.tensors, checkpoint.path)
-    return checkpoint
+    if adapter is None:
+        return checkpoint
+    opened = open_adapter(adapter)
+    if not isinstance(checkpoint, Checkpoint):
+        return replace(checkpoint, adapter=opened)
+    config, tensors = opened.merge_into_decoder(checkpoint.config, checkpoint.tensors)
+    return replace(checkpoint, config=config, tensors=tensors)
 
 
-def open_decoder_checkpoint(source: Path | str, purpose: str = "used") -> Checkpoint:
+def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: Path | str | None = None) -> Checkpoint:
     """Open a checkpoint of an architecture that mlxlm's decoder implements.
 
     Args:
         source: As for `open_checkpoint`.
         purpose: What the checkpoint is for, in the error: "converted".
+        adapter: As for `open_checkpoint`.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: As `open_checkpoint`; or only mlx_lm implements the architecture.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, adapter)
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
     hint = None
@@ -170,16 +183,14 @@ def _has_no_head(values: Mapping[str, Any], tensors: LazyTensors, folder: Path) 
 
 def _refuse_adapter(path: Path) -> None:
     """Raise CheckpointError if a folder has a LoRA adapter of peft or mlx_lm, but no model."""
-    file = path / "adapter_config.json"
+    file = path / CONFIG_FILE
     if not file.is_file():
         return
     values = read_json(file, error_type=CheckpointError)
     values = values if isinstance(values, Mapping) else {}
     base = values.get("base_model_name_or_path") or values.get("model")
-    hint = "a folder with both: merge_and_unload() and save_pretrained() of peft make one"
-    if (path / "adapters.safetensors").exists():
-        hint = f"a folder with both: mlx_lm.fuse --model {base or 'BASE'} --adapter-path {path} --save-path NEW"
-    raise CheckpointError(f"{path} is a LoRA adapter, without the weights of {base or 'its base model'}", hint)
+    problem = f"{path} is a LoRA adapter, without the weights of {base or 'its base model'}"
+    raise CheckpointError(problem, f"{base or 'its base model'} with --adapter {path}")
 
 
 def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from mlxlm.cli.options import (
     MODEL,
     PATH,
     SectionedCommand,
+    adapter_option,
     given_flags,
     given_values,
     is_given,
@@ -67,6 +68,7 @@ _display = partial(option, "Display")
 @offline_option
 @_conversation("-p --prompt", str, "Answer one message and exit; - reads stdin.", metavar="TEXT")
 @_conversation("-f --file files", PATH, _FILE, metavar="FILE", multiple=True)
+@adapter_option("Conversation", advanced=True)
 @_conversation("--server", str, _SERVER, metavar="URL", envvar="MLXLM_SERVER", advanced=True)
 @_conversation("--yes", bool, _YES, advanced=True)
 @_conversation("--system --system-prompt system_prompt", str, _SYSTEM_PROMPT, metavar="TEXT")
@@ -92,6 +94,7 @@ def chat(
     options: GenerationOptions,
     kv: KVOptions,
     speculation: Speculation,
+    adapter: Path | None,
     **flags: Any,
 ) -> None:
     """Chat with MODEL: a name of mlxlm models, a folder, a run, a hub id, or a .gguf or llama2.c .bin file.
@@ -150,7 +153,7 @@ def chat(
             model = choose_model(flags["yes"])
     message = read_stdin() if prompt == "-" else None
     tools = functions_of(flags["tools"])
-    lm = load_model(model)
+    lm = load_model(model, adapter)
     chat_arguments = given_options(options) | given_values(
         {
             "max_tokens": flags["max_tokens"],
@@ -205,7 +208,7 @@ def _mcp_tools(commands: Sequence[str], servers: ExitStack) -> Iterator[Callable
 # What the server decides, or a single question doesn't need.
 _NOT_REMOTE = [
     *("chat_template", "context_overflow", "session", "continue_last", "sessions", "save_kv_cache", "private", "tools"),
-    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp"),
+    *("verbose", "yes", "size", "keep", "key_bits", "draft_model", "prompt_lookup", "mcp", "adapter"),
 ]
 
 

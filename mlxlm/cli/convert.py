@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from mlxlm.cli import render
-from mlxlm.cli.options import MODEL, SectionedCommand, json_option, offline_option, renamed
+from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, json_option, offline_option, renamed
 from mlxlm.utils.errors import one_line
 from mlxlm.utils.formatting import human_bytes, human_count
 
@@ -23,11 +25,20 @@ _CROSS_CHECK = "Also run the output with transformers and mlx_lm, or llama.cpp, 
 @click.option("--out", required=True, help="New folder, NAME.gguf or NAME.bin.")
 @click.option("--dtype", type=click.Choice(list(_OUTTYPES)), help=_DTYPE)
 @click.option("--outtype", type=click.Choice([*_OLD_NAMES, "q8_0", "q4_0"], case_sensitive=False), hidden=True)
+@adapter_option()
 @click.option("--no-verify", is_flag=True, help="Don't compare the output with SOURCE.")
 @click.option("--cross-check", is_flag=True, help=_CROSS_CHECK)
 @json_option
 def convert(
-    source: str, out: str, *, dtype: str | None, outtype: str | None, no_verify: bool, cross_check: bool, as_json: bool
+    source: str,
+    out: str,
+    *,
+    dtype: str | None,
+    outtype: str | None,
+    adapter: Path | None,
+    no_verify: bool,
+    cross_check: bool,
+    as_json: bool,
 ) -> None:
     """Convert SOURCE to another format, and verify the result.
 
@@ -52,6 +63,7 @@ def convert(
             out,
             dtype=None if is_gguf else dtype,
             outtype=_OUTTYPES.get(dtype or "") if is_gguf else None,
+            adapter=adapter,
             verify_output=not no_verify,
             cross_check=cross_check,
             progress=progress,

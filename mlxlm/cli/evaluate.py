@@ -18,6 +18,7 @@ from mlxlm.cli.options import (
     PATH,
     SOURCES_HELP,
     SectionedCommand,
+    adapter_option,
     data_option,
     given_values,
     json_option,
@@ -57,8 +58,16 @@ _STRIDE = "Tokens by which the window moves.  [default: half of --context-length
 @option("Small world", "--small-world", bool, "Ask held-out questions about the built-in corpus; see mlxlm prepare.")
 @option("Small world", "--num-questions", click.IntRange(1, 1000), "Questions of each kind.  [default: 20]")
 @option("Small world", "--temperature", click.FloatRange(0), "Sampling temperature.  [default: 0, greedy]")
+@adapter_option()
 @json_option
-def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, as_json: bool, **options: Any) -> None:
+def evaluate(
+    model: str,
+    texts: tuple[str, ...],
+    multiple_choice: Path | None,
+    adapter: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Evaluate MODEL on TEXT, on multiple-choice questions, or on the built-in corpus.
 
     TEXT gives loss, perplexity, bits per byte and bits per character; --multiple-choice gives the accuracy;
@@ -86,22 +95,24 @@ def evaluate(model: str, texts: tuple[str, ...], multiple_choice: Path | None, a
     )
     if small_world:
         limits = given_values({name: options[name] for name in _SMALL_WORLD_OPTIONS})
-        scores = small_world_scores(generation.load(model), "Asking", **limits)
+        scores = small_world_scores(generation.load(model, adapter), "Asking", **limits)
         if as_json:
             render.emit_json({"model": model, "scores": [asdict(score) for score in scores]})
         else:
             render.print_small_world(scores)
     elif multiple_choice:
-        _evaluate_multiple_choice(model, multiple_choice, options["out"], as_json)
+        _evaluate_multiple_choice(model, adapter, multiple_choice, options["out"], as_json)
     else:
-        _evaluate_texts(model, texts, options, as_json)
+        _evaluate_texts(model, adapter, texts, options, as_json)
 
 
-def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
+def _evaluate_texts(
+    model: str, adapter: Path | None, texts: tuple[str, ...], options: dict[str, Any], as_json: bool
+) -> None:
     from mlxlm.evaluate.loss import TextLoss, evaluate_text, window_lengths
 
     total = total_bytes(texts)
-    lm = generation.load(model)
+    lm = generation.load(model, adapter)
     given = options["context_length"], options["stride"]
     windows = window_lengths(lm.config.max_position_embeddings, *given)
     lengths = dict(zip(("context_length", "stride"), windows, strict=True))
@@ -131,12 +142,12 @@ def _evaluate_texts(model: str, texts: tuple[str, ...], options: dict[str, Any],
     render.say(f"{total_loss.tokens} tokens in {human_seconds(seconds)}, {total_loss.tokens / seconds:.0f} tokens/s")
 
 
-def _evaluate_multiple_choice(model: str, path: Path, out: Path | None, as_json: bool) -> None:
+def _evaluate_multiple_choice(model: str, adapter: Path | None, path: Path, out: Path | None, as_json: bool) -> None:
     from mlxlm.evaluate.multiple_choice import Accuracy, evaluate_multiple_choice, read_questions
 
     with os_errors_as(DataError, "read", path):
         size = path.stat().st_size
-    lm = generation.load(model)
+    lm = generation.load(model, adapter)
     answers = []
     with nullcontext() if out is None else atomic_new_file(out, DataError) as file:
         with render.bytes_progress("Answering", size) as advance:

@@ -24,7 +24,7 @@ from mlxlm.cli.generation_options import (
     sampling_options,
     speculation_options,
 )
-from mlxlm.cli.options import MODEL, SectionedCommand, flag, given_values, offline_option, option
+from mlxlm.cli.options import MODEL, SectionedCommand, adapter_option, flag, given_values, offline_option, option
 from mlxlm.cli.stdin import prepend_stdin, read_stdin
 from mlxlm.generation.options import GenerationOptions
 from mlxlm.utils.errors import GenerationError
@@ -49,6 +49,7 @@ _memory = partial(option, "Memory and speed")
 @click.command(cls=SectionedCommand, epilog=_EPILOG)
 @click.argument("model", type=MODEL)
 @offline_option
+@adapter_option("Model")
 @_input("-p --prompt", str, "Text to continue; - reads it from standard input.", metavar="TEXT")
 @_input("--jsonl", str, "Generate for each request, one JSON object per line; - for stdin.", metavar="FILE")
 @_input("--chat", bool, "Send the prompt as a message, in the model's chat template.")
@@ -68,6 +69,7 @@ _memory = partial(option, "Memory and speed")
 def generate(
     model: str,
     *,
+    adapter: Path | None,
     prompt: str | None,
     jsonl: str | None,
     options: GenerationOptions,
@@ -98,10 +100,10 @@ def generate(
     if jsonl is not None:
         from mlxlm.cli.jsonl import run
 
-        run(jsonl, partial(load_model, model), make_encoder, options, kv, flags)
+        run(jsonl, partial(load_model, model, adapter), make_encoder, options, kv, flags)
         return
     text = _prompt_text(prompt)
-    lm = load_model(model)
+    lm = load_model(model, adapter)
     if prompt not in (None, "-"):
         text = prepend_stdin(text)
     if flags["chat"]:

@@ -44,14 +44,14 @@ CONSTRAINT_HINTS: dict[str | None, str] = {
 }
 
 
-def load_model(model: str) -> generation.LoadedModel:
-    """Load a model by path, catalog name or hub id, with a spinner.
+def load_model(model: str, adapter: Path | None = None) -> generation.LoadedModel:
+    """Load a model by path, catalog name or hub id, with a spinner; `adapter`: see `load`.
 
     A path is made absolute, because sessions and caches store it and may be used from another folder.
     """
     fetch(model)  # before the spinner, since it has a progress bar
     with spinner(f"loading {one_line(model)}"):
-        return generation.load(os.path.abspath(model) if os.path.exists(model) else model)
+        return generation.load(os.path.abspath(model) if os.path.exists(model) else model, adapter)
 
 
 def sampling_options(without: Collection[str] = ()) -> Callable[..., Any]:

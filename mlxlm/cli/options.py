@@ -30,6 +30,7 @@ EXISTING_PATH = click.Path(exists=True, path_type=Path)
 SHOW_ALL = "mlxlm.help_all"  # in the meta of a context: whether the help has all options
 _IN_ALL_COMMANDS = ("debug", "offline", "allow_sleep")  # which `--help` omits, too, if it omits any
 DTYPES = ["float32", "float16", "bfloat16"]
+_ADAPTER = "Merge a LoRA adapter of PEFT or mlx_lm."
 SOURCES_HELP = (
     "Sources are text files, .jsonl, .json, .csv and .tsv files (all also as .gz or .zst), .parquet and .arrow files "
     "(pip install 'mlxlm[data]'), folders of them, folders written by Hugging Face's save_to_disk, or - for stdin."
@@ -222,6 +223,11 @@ def allow_sleep_option(section: str) -> Callable[..., Any]:
 def _stay_awake(context: click.Context, _parameter: click.Parameter, allow_sleep: bool) -> None:
     if not allow_sleep and not context.resilient_parsing:
         context.with_resource(prevent_sleep())
+
+
+def adapter_option(section: str = "Options", advanced: bool = False) -> Callable[..., Any]:
+    """`--adapter`, under a heading of this command."""
+    return option(section, "--adapter", PATH, _ADAPTER, metavar="FOLDER|ID", advanced=advanced)
 
 
 def data_option(name: str, section: str, **settings: Any) -> Callable[..., Any]:

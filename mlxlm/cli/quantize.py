@@ -16,6 +16,7 @@ from mlxlm.cli.options import (
     PATH,
     SIZE,
     SectionedCommand,
+    adapter_option,
     add_options,
     allow_sleep_option,
     field_option,
@@ -43,9 +44,10 @@ _setting_options = add_options(
 @offline_option
 @option("Output", "--out", PATH, "New folder for the model.", required=True)
 @_setting_options
+@adapter_option()
 @allow_sleep_option("Options")
 @json_option
-def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
+def quantize(source: str, out: Path, adapter: Path | None, as_json: bool, **options: Any) -> None:
     """Quantize SOURCE for mlxlm and mlx_lm, and report the loss of quality.
 
     SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
@@ -55,7 +57,8 @@ def quantize(source: str, out: Path, as_json: bool, **options: Any) -> None:
     from mlxlm.quantize import quantize as run_quantize
 
     with render.phases_progress() as progress:
-        report = run_quantize(source, out, QuantizationSettings(**given_values(options)), progress=progress)
+        settings = QuantizationSettings(**given_values(options))
+        report = run_quantize(source, out, settings, adapter=adapter, progress=progress)
     if as_json:
         render.emit_json(report.to_dict())
     else:

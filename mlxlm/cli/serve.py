@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +21,11 @@ from mlxlm.cli.options import (
     MODEL,
     SIZE,
     SectionedCommand,
+    adapter_option,
     add_options,
     allow_sleep_option,
     field_option,
+    flag,
     given_values,
     is_given,
     offline_option,
@@ -50,12 +53,14 @@ _server_options = add_options(*(field_option(field, kind=_KINDS.get(field.name))
 @click.argument("models", nargs=-1, metavar="[MODEL]...", type=MODEL)
 @offline_option
 @_server_options
+@adapter_option("Models", advanced=True)
 @kv_options
 @speculation_options
 @sampling_options(without=_PER_REQUEST)
 @allow_sleep_option("Other")
 def serve(
     models: Sequence[str],
+    adapter: Path | None,
     options: GenerationOptions,
     kv: KVOptions,
     speculation: Speculation,
@@ -85,8 +90,9 @@ def serve(
     keys = [*server.api_keys, *filter(None, [os.environ.get("MLXLM_API_KEY")])]
     if any(not key.strip() or not key.isascii() or key != key.strip() for key in keys):
         raise click.UsageError("an API key has characters that a header can't have (try: letters and digits)")
-    if len(paths) != 1 and is_given("draft_model"):
-        raise click.UsageError("--draft-model needs a single MODEL")
+    for name in ("draft_model", "adapter"):
+        if len(paths) != 1 and is_given(name):
+            raise click.UsageError(f"{flag(name)} needs a single MODEL")
     from mlxlm.checkpoint import hub, open_checkpoint
     from mlxlm.server import run
     from mlxlm.server.app import make_app
@@ -109,6 +115,7 @@ def serve(
             defaults=given_options(options),
             kv=kv,
             make_speculation=speculation,
+            adapter=adapter,
             process_bytes=limit_process(shared["max_memory"]),
         )
         for name, source in paths.items():

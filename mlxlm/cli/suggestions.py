@@ -42,6 +42,7 @@ _FOREIGN_OPTIONS = {
     "MODEL": "-m --model --model-path --model-name-or-path --checkpoint-dir --hf-path --hf-repo",
     "SOURCE": "-m --model --model-path --checkpoint-dir --hf-path",
     "DATA": "--data --train-data --dataset --train-file",
+    "--adapter": "--adapter-path --lora --lora-path",
     "--out": "-o --output --output-dir --out-dir --outfile --mlx-path --save-path --model-dir",
     "--prompt": "--message --text",
     "--system-prompt": "-s --system --sys",

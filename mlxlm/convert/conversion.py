@@ -189,6 +189,7 @@ def convert(
     *,
     dtype: str | None = None,
     outtype: str | None = None,
+    adapter: Path | str | None = None,
     verify_output: bool = True,
     cross_check: bool = False,
     progress: Progress = lambda phase, done, total: None,
@@ -204,6 +205,7 @@ def convert(
         dtype: Dtype of a folder's weights, one of `DTYPES`. By default each tensor keeps its own; weights from
             quantized models and GGUF files get the 16-bit dtype of most of their values or scales, else float16.
         outtype: Type of a GGUF file's matrices, one of `OUTTYPES`. By default the type of most of the source's weights.
+        adapter: Folder or hub id of an adapter that is merged into the weights.
         verify_output: Read the output again and compare it with the source, see `verify`.
         cross_check: Also run the output with the other programs that read its format (transformers and mlx_lm, or
             llama.cpp), which must predict the same tokens. Takes seconds to start each; a program that isn't installed
@@ -228,7 +230,7 @@ def convert(
     if cross_check and not verify_output:
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
-    source_checkpoint = open_decoder_checkpoint(source, "converted")
+    source_checkpoint = open_decoder_checkpoint(source, "converted", adapter)
     config = source_checkpoint.config.with_changes(quantization=None)
     tensors = with_read_progress(dequantized_tensors(source_checkpoint), partial(progress, "writing"))
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())

@@ -156,7 +156,7 @@ def eval_weights(model: Any) -> None:
         eval_arrays(model.state)
 
 
-def load(path: Path | str) -> LoadedModel:
+def load(path: Path | str, adapter: Path | str | None = None) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Weights in bfloat16 become float16 on M1 and M2, which compute bfloat16 in software, if its range is enough. Models
@@ -166,17 +166,18 @@ def load(path: Path | str) -> LoadedModel:
         path: A model folder, a run (its best checkpoint), a `.gguf` file, a llama2.c `.bin` file, a name of the catalog
             (`mlxlm models`) or a hub id ("owner/name"). What isn't on this machine is downloaded. An existing path has
             priority over a name.
+        adapter: The folder or hub id of a LoRA or DoRA adapter of PEFT or mlx_lm, which is merged into the weights.
 
     Returns:
         The model, its weights evaluated, for all other functions.
 
     Raises:
-        CheckpointError: For unreadable weights, and for a tokenizer with more tokens than the model. Fewer are normal:
-            vocabularies are padded.
+        CheckpointError: For unreadable weights, for an adapter that doesn't fit the model, and for a tokenizer with
+            more tokens than the model. Fewer are normal: vocabularies are padded.
         ConfigError: For an invalid configuration or generation_config.json.
         TokenizerError: For an invalid tokenizer.
     """
-    source = checkpoint.open_checkpoint(path)
+    source = checkpoint.open_checkpoint(path, adapter)
     model, config = checkpoint.load_checkpoint(source)
     text_tokenizer = source.load_tokenizer()
     if text_tokenizer.min_vocab_size > config.vocab_size:

@@ -48,6 +48,7 @@ def quantize(
     out: Path | str,
     settings: QuantizationSettings | None = None,
     *,
+    adapter: Path | str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizationReport:
@@ -61,6 +62,7 @@ def quantize(
         source: Whatever `open_checkpoint` opens, unless MLX quantized it already.
         out: New folder.
         settings: How to quantize.
+        adapter: Folder or hub id of an adapter that is merged into the weights.
         progress: Called as `progress(phase, done, total)`.
         **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
 
@@ -79,7 +81,7 @@ def quantize(
     hint = f"mlxlm convert SOURCE --out {out} --dtype q4_0" if gguf else f"{folder_name(out)}, for a folder"
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
-    model = open_source(source)
+    model = open_source(source, adapter)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
     job = Job(model, settings, texts, progress)

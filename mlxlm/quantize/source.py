@@ -39,14 +39,14 @@ class Source:
         return replace(self.checkpoint, config=config, tensors=tensors)
 
 
-def open_source(source: Path | str) -> Source:
-    """Open a checkpoint and choose its 16-bit dtype.
+def open_source(source: Path | str, adapter: Path | str | None = None) -> Source:
+    """Open a checkpoint, with an adapter or without, and choose its 16-bit dtype.
 
     Raises:
         CheckpointError: Only mlx_lm runs the architecture, or the model is already quantized by MLX.
         TokenizerError: It has a tokenizer that can't be read.
     """
-    checkpoint = open_decoder_checkpoint(source, "quantized")
+    checkpoint = open_decoder_checkpoint(source, "quantized", adapter)
     if checkpoint.config.quantization:
         raise CheckpointError(f"{source} is already quantized", "the unquantized model")
     check_tokenizer(checkpoint)  # before hours of work

@@ -47,12 +47,14 @@ class ModelSettings(ModelOptions):
         defaults: Fields of GenerationOptions, for what a request doesn't set; then the model's own defaults apply.
         kv: Options of the key-value caches.
         make_speculation: Returns the decoder for speculative decoding; None for no speculation.
+        adapter: An adapter that is merged into the weights.
         process_bytes: Bytes of `max_memory` that aren't left for models, see `limit_process`.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     kv: KVOptions = field(default_factory=KVOptions)
     make_speculation: Callable[[], SpeculativeDecoder] | None = None
+    adapter: Path | None = None
     process_bytes: int = 0
 
 
@@ -467,7 +469,7 @@ def _describe_loaded(description: ModelDescription, model: ServedModel) -> Model
 def load_model(name: str, path: str, settings: ModelSettings) -> ServedModel:
     """Load a model from a path, name of the catalog or hub id."""
     start = time.monotonic()
-    lm = load(path)
+    lm = load(path, settings.adapter)
     return ServedModel(name, lm, settings, time.monotonic() - start)
 
 

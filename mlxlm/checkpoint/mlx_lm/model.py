@@ -12,12 +12,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.backend.mlx import ON_CPU, mx, nn, tree_flatten
+from mlxlm.checkpoint.adapter import Adapter
 from mlxlm.checkpoint.checkpoint import MlxLmCheckpoint, token_id_list
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.mlx_lm.config_fields import (
     check_unread_fields,
     needs_multimodal_model,
@@ -111,6 +114,10 @@ def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
     from mlx_lm.utils import load_model
 
     quantization = get_quantization_config(checkpoint.hf_config)
+    if checkpoint.adapter is not None:
+        quantization = quantization and dict(quantization)
+        is_tied = not any("lm_head" in name for name, _ in tree_flatten(model.parameters()))
+        model.merge = partial(_merge, checkpoint.adapter, quantization, is_tied)
     model_args = SimpleNamespace(from_dict=lambda config: model)
     try:
         load_model(
@@ -125,6 +132,21 @@ def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
     except Exception as error:  # mlx_lm raises anything from KeyError to RuntimeError for a file it can't read
         unreadable = f"mlx_lm can't load this {checkpoint.hf_config.get('model_type')} model: {error}"
         raise CheckpointError(f"{checkpoint.path}: {_mismatch(str(error)) or unreadable}") from error
+
+
+def _merge(
+    adapter: Adapter, quantization: dict[str, Any] | None, is_tied: bool, from_mlx_lm: bool, weights: Weights
+) -> Weights:
+    """Merge an adapter into the weights, if they have its names; what it changes isn't quantized any more."""
+    if adapter.from_mlx_lm != from_mlx_lm:
+        return weights
+    tensors = {name: lazy_tensor(value) for name, value in weights.items()}
+    merged = adapter.merge_by_name(tensors, quantization, is_tied)
+    for name in weights:
+        module, _, part = name.rpartition(".")
+        if part == "scales" and name not in merged and quantization and module in quantization:
+            quantization[module] = False
+    return {name: tensor.read() for name, tensor in merged.items()}
 
 
 def _mismatch(text: str) -> str | None:
@@ -273,6 +295,7 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
         def __init__(self, args: Any):
             super().__init__(args)
             own = self.make_cache() if hasattr(self, "make_cache") else ()
+            self.merge: Callable[[bool, Weights], Weights] = lambda from_mlx_lm, weights: weights
             self._cache_counts = [len(cache.caches) if hasattr(cache, "caches") else 0 for cache in own]
 
         def __call__(self, inputs: mx.array, cache: Any = None, **options: Any) -> Any:
@@ -286,13 +309,14 @@ def patched_model_class(name: str, model_class: type[nn.Module], text_only: bool
             return super().__call__(inputs, cache=cache, **options)
 
         def sanitize(self, weights: Weights) -> Weights:
-            """Rename and reshape tensors before mlx_lm's own `sanitize`."""
+            """Rename and reshape tensors before mlx_lm's own `sanitize`; before and after it, merge an adapter."""
+            weights = self.merge(False, weights)
             if text_only:
                 prefix = "language_model."
                 weights = {prefix + name.removeprefix(prefix): value for name, value in weights.items()}
             if name in _CONVERT:
                 weights = _CONVERT[name](weights)
-            return super().sanitize(weights) if hasattr(model_class, "sanitize") else weights
+            return self.merge(True, super().sanitize(weights) if hasattr(model_class, "sanitize") else weights)
 
     return PatchedModel
 
