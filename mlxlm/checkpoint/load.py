@@ -49,25 +49,20 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
     """
     if not isinstance(checkpoint, Checkpoint):
         return load_with_mlx_lm(checkpoint)
-    fits_float32 = not ON_CPU or _fits_float32(checkpoint)
-    stored = _as_stored(checkpoint)
-    source = checkpoint if ON_CPU and fits_float32 else stored
+    stored = checkpoint.packed or checkpoint
+    in_float32 = ON_CPU and _fits_float32(stored)
+    source = checkpoint if in_float32 else stored
     model = Decoder(source.config)
-    load_submodule(model, source.tensors, "", source.config.quantization, fits_float32)
+    load_submodule(model, source.tensors, "", source.config.quantization, in_float32)
     return model, source.config
 
 
 def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
     """Bytes of the weights once they are loaded on this machine."""
-    config = checkpoint.config if isinstance(checkpoint, Checkpoint) else None
+    config, packed = (checkpoint.config, checkpoint.packed) if isinstance(checkpoint, Checkpoint) else (None, None)
     if ON_CPU and (config is None or fits_float32(config, platform.total_memory())):
         return 4 * parameters
-    return sum(tensor.nbytes for tensor in _as_stored(checkpoint).tensors.values())
-
-
-def _as_stored(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
-    """The checkpoint whose weights keep their quantization."""
-    return checkpoint.packed or checkpoint if isinstance(checkpoint, Checkpoint) else checkpoint
+    return sum(tensor.nbytes for tensor in (packed or checkpoint).tensors.values())
 
 
 def fits_float32(config: ModelConfig, memory: int) -> bool:

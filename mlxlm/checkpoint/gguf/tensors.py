@@ -15,7 +15,8 @@ from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 _FLOAT_TYPES = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
 _EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set in NaN and infinity, and only there
 _MAX_FLOAT16 = 65504
