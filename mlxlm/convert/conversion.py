@@ -268,28 +268,20 @@ def convert(
     )
 
 
-def _types(packed: Checkpoint) -> dict[str, str]:
-    """Quantized module -> type in the GGUF file."""
-    modules = (name.removesuffix(".scales") for name in packed.tensors if name.endswith(".scales"))
-    return {module: packed.tensors[f"{module}.weight"].stored_dtype for module in modules}
-
-
 def _bits(packed: Checkpoint) -> list[str]:
     """The bits of the quantized matrices, those with most scales first."""
-    sizes: Counter[str] = Counter()
-    for module, kind in _types(packed).items():
-        sizes[f"{affine.EXACT_BITS.get(kind, affine.ROUNDED_BITS)}-bit"] += packed.tensors[f"{module}.scales"].nbytes
-    return [bits for bits, _ in sizes.most_common()]
+    sizes: Counter[int] = Counter()
+    for module, kind in affine.packed_types(packed.tensors).items():
+        sizes[affine.EXACT_BITS.get(kind, affine.ROUNDED_BITS)] += packed.tensors[f"{module}.scales"].nbytes
+    return [f"{bits}-bit" for bits, _ in sizes.most_common()]
 
 
 def _packed_notes(packed: Checkpoint) -> list[str]:
     """That the output is quantized, and which matrices were rounded."""
-    rounded = {module: kind for module, kind in _types(packed).items() if kind not in affine.EXACT_BITS}
-    return [
-        "the matrices stay quantized, in MLX's format, which transformers doesn't read",
-        *(f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names} (MLX has no such format)"
-          for kind, names in group_layers_by_value(rounded).items()),
-    ]  # fmt: skip
+    kinds = affine.packed_types(packed.tensors)
+    rounded = group_layers_by_value({name: kind for name, kind in kinds.items() if kind not in affine.EXACT_BITS})
+    notes = ["the matrices stay quantized, in MLX's format, which transformers doesn't read"]
+    return notes + [f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names}" for kind, names in rounded.items()]
 
 
 def _backend_warnings(checks: list[Check]) -> list[str]:

@@ -51,13 +51,18 @@ def quantization_config(tensors: LazyTensors) -> dict[str, Any] | None:
 
     That is the most frequent format, and the modules with another one.
     """
-    modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
-    formats = {module: _format(tensors[f"{module}.weight"].stored_dtype) for module in modules}
+    formats = {module: _format(kind) for module, kind in packed_types(tensors).items()}
     if not formats:
         return None
     [(default, _)] = Counter(formats.values()).most_common(1)
     others = {module: chosen.to_dict() for module, chosen in formats.items() if chosen != default}
     return {**default.to_dict(), **others}
+
+
+def packed_types(tensors: LazyTensors) -> dict[str, str]:
+    """The modules of packed tensors, and the type that each has in the file ("Q4_K")."""
+    modules = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+    return {module: tensors[f"{module}.weight"].stored_dtype for module in modules}
 
 
 def _format(kind: str) -> Format:
