@@ -11,7 +11,7 @@ Norms of GGUF files are float32, and so are activations: MLX would convert 16-bi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,17 +29,24 @@ ROUNDED_BITS = 8
 _WITHOUT_MINIMUM = ("Q4_0", "Q5_0", "Q8_0")
 
 
-def packed_tensors(infos: Mapping[str, TensorInfo], tensors: LazyTensors) -> dict[str, LazyTensor]:
-    """Return the tensors of a file with each quantized matrix in MLX's format: `.weight`, `.scales` and `.biases`.
+def packed_tensors(
+    infos: Mapping[str, TensorInfo], tensors: LazyTensors, modules: Collection[str]
+) -> dict[str, LazyTensor]:
+    """Return the tensors of a file with its quantized matrices in MLX's format: `.weight`, `.scales` and `.biases`.
 
     A matrix is read once for its three parts: the others stay in memory until they are read, or until a part of another
     matrix is.
+
+    Args:
+        infos: Where the tensors are.
+        tensors: The same tensors, dequantized.
+        modules: The file's names of the modules whose matrices are packed.
     """
     unread: dict[str, mx.array] = {}
     result: dict[str, LazyTensor] = {}
     for name, info in infos.items():
         module, _, parameter = name.rpartition(".")
-        if parameter == "weight" and len(info.shape) == 2 and info.type.block_size > 1:
+        if module in modules and parameter == "weight" and len(info.shape) == 2 and info.type.block_size > 1:
             result |= _parts(module, info, unread)
         else:
             result[name] = tensors[name]
@@ -61,8 +68,8 @@ def quantization_config(tensors: LazyTensors) -> dict[str, Any] | None:
 
 def packed_types(tensors: LazyTensors) -> dict[str, str]:
     """The modules of packed tensors, and the type that each has in the file ("Q4_K")."""
-    modules = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
-    return {module: tensors[f"{module}.weight"].stored_dtype for module in modules}
+    matrices = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype == mx.uint32)
+    return {name.removesuffix(".weight"): tensor.stored_dtype for name, tensor in matrices}
 
 
 def _format(kind: str) -> Format:
@@ -145,10 +152,11 @@ def _unpack(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _to_bits(values: np.ndarray, bits: int) -> np.ndarray:
-    """The lowest `bits` of uint8 values `[N, 32]`, one after another from the lowest bit of the first byte on."""
+    """Pack the lowest `bits` of uint8 values `[N, 32]`, the first one lowest, in uint8 `[N, 4 · bits]`."""
     if bits == 8:
-        return np.ascontiguousarray(values)
-    if bits == 4:
-        return values[:, ::2] | values[:, 1::2] << 4
-    flags = np.unpackbits(values[..., None], axis=2, count=bits, bitorder="little")
-    return np.packbits(flags.reshape(len(values), -1), axis=1, bitorder="little")
+        return values
+    words = values
+    for size in (2, 4, 8):  # join the halves of words, up to 8 values in `bits` bytes
+        words, half, used = words.view(f"<u{size}"), 4 * size, bits * size // 2
+        words = words & (1 << used) - 1 | words >> half << used
+    return words.view(np.uint8).reshape(-1, 8)[:, :bits].reshape(len(values), -1)

@@ -51,7 +51,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
     values, tensors = family_config(config), decoder_weights(described)
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
-    packed = decoder_weights(affine.packed_tensors(infos, described))
+    packed = decoder_weights(affine.packed_tensors(infos, described, {mapping.name for mapping in mappings}))
     if (quantization := affine.quantization_config(packed)) is None:
         return opened
     return replace(opened, packed=opened.with_tensors(packed, config.with_changes(quantization=quantization)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf as gguf_package
@@ -49,8 +49,17 @@ def tensor_file(path: Path, kind: str, stored: np.ndarray) -> TensorInfo:
     return read_header(path).tensors["x.weight"]
 
 
-def model_file(path: Path, tokenizer, kind_of: Callable[[str], str | None], **fields) -> Decoder:
-    """Write a Llama whose matrices have the types `kind_of(name)`, F32 for None; return it without these matrices."""
+def model_file(
+    path: Path,
+    tokenizer,
+    kind_of: Callable[[str], str | None],
+    extra: Mapping[str, tuple[str, np.ndarray]] | None = None,
+    **fields,
+) -> Decoder:
+    """Write a Llama whose matrices have the types `kind_of(name)`, F32 for None; return it without these matrices.
+
+    `extra` has the type and the bytes of further tensors by name.
+    """
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = random_decoder(config_from_hf({**SIZES, **ids, **fields}))
     plain = path.with_name("plain.gguf")
@@ -65,6 +74,8 @@ def model_file(path: Path, tokenizer, kind_of: Callable[[str], str | None], **fi
         kind = kind_of(tensor.name) if len(tensor.shape) == 2 else None
         data = tensor.data if kind is None else random_blocks(kind, *tensor.data.shape, seed=i)
         writer.add_tensor(tensor.name, data, raw_dtype=gguf_package.GGMLQuantizationType[kind or "F32"])
+    for name, (kind, data) in (extra or {}).items():
+        writer.add_tensor(name, data, raw_dtype=gguf_package.GGMLQuantizationType[kind])
     finish(writer)
     plain.unlink()
     return model

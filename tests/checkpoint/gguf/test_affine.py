@@ -10,6 +10,8 @@ from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_
 from mlxlm.checkpoint.gguf import affine
 from mlxlm.checkpoint.gguf.header import ggml_types
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.plan import find_config
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.gguf.quantized_files import model_file, random_blocks, tensor_file
@@ -115,6 +117,9 @@ def test_mixed_types(tiny_tokenizer, tmp_path, monkeypatch):
     others = {"lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"}
     assert {name for name, n in bits.items() if n == 8} == others and len(bits) == 14
     assert not {"model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"} & bits.keys()
+    plain = load_checkpoint(checkpoint.with_tensors(checkpoint.tensors))[0]
+    ids, count = TOKENS[0].tolist(), 12  # in the fused products of decoding
+    assert list(greedy_tokens(DecodeStep(model), ids, count)) == list(greedy_tokens(DecodeStep(plain), ids, count))
     assert checkpoint.packed.config.quantization == {
         "group_size": 32, "bits": 4, "mode": "affine",
         **dict.fromkeys(others, {"group_size": 32, "bits": 8, "mode": "affine"}),
@@ -168,6 +173,14 @@ def test_other_tensors_leave_no_packed_ones(tiny_tokenizer, tmp_path):
 def test_file_without_quantized_matrices_has_no_packed_form(model, tensors, tiny_tokenizer, tmp_path):
     gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F16")
     assert open_checkpoint(tmp_path / "m.gguf").packed is None
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.scales", "bits.weight", "foo.scales", "foo.biases"])
+def test_tensors_that_are_named_like_packed_ones_are_errors(tiny_tokenizer, tmp_path, name):
+    info = ("Q8_0", random_blocks("Q8_0", 16, 64))
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed, extra={name: info})
+    with pytest.raises(CheckpointError, match=r"m.gguf: the weights don't match.*is not part of this model"):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_file_truncated_after_opening(tiny_tokenizer, tmp_path):
