@@ -44,7 +44,7 @@ class Checkpoint(_CheckpointFiles):
     packed: Checkpoint | None = field(default=None, repr=False)
 
     def with_tensors(self, tensors: LazyTensors, config: ModelConfig | None = None) -> Checkpoint:
-        """The checkpoint with other tensors, and their configuration if it differs."""
+        """The checkpoint with other tensors, without `packed`, and with their configuration if it differs."""
         return replace(self, tensors=tensors, config=config or self.config, packed=None)
 
 
