@@ -117,8 +117,6 @@ def pack(info: TensorInfo) -> tuple[mx.array, mx.array, mx.array]:
             for part, values in dequantized_rows(info, data):
                 parts = mx.quantize(mx.array(values), GROUP_SIZE, bits)
                 weight[part], scales[part], biases[part] = map(np.array, parts)
-                finite = np.isfinite(values).reshape(-1, width // GROUP_SIZE, GROUP_SIZE).all(-1)
-                scales[part][~finite] = np.nan  # so that a writer refuses it
     return mx.array(weight), mx.array(scales), mx.array(biases)
 
 
