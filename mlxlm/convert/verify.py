@@ -20,16 +20,16 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 NUM_GREEDY_TOKENS = 64  # tokens
 
+_AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
-MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, "8 bits": 0.05}
+MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, _AFFINE: 0.05}
 
 # llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
 # one: half a step of 1/127, or a whole one of 1/8 at the end of the range; 2^-11 is the scale's rounding.
 _STEP = {"Q8_0": 0.5 / 127 + 2**-11, "Q4_0": 1 / 8 + 2**-11}
 _SUBNORMAL = {"Q8_0": 128 * 2**-25, "Q4_0": 8 * 2**-25}  # for scales below float16's normal range
 _BLOCK = 32
-_AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 _NORMS_PLUS_ONE = "norms plus one in F32"  # llama.cpp's convention for Gemma
 
 Progress = Callable[[str, int, int], None]
