@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,16 @@ class Checkpoint(_CheckpointFiles):
             quantized module has MLX's packed `.weight`, `.scales` and in affine mode `.biases`.
         load_tokenizer: Raises TokenizerError if there is none or it can't be read.
         config: The decoder's configuration.
+        packed: The same model with the quantized matrices of a GGUF file in MLX's format, for devices that multiply
+            with them; None if there are none.
     """
 
     config: ModelConfig
+    packed: Checkpoint | None = field(default=None, repr=False)
+
+    def with_tensors(self, tensors: LazyTensors, config: ModelConfig | None = None) -> Checkpoint:
+        """The checkpoint with other tensors, without `packed`, and with their configuration if it differs."""
+        return replace(self, tensors=tensors, config=config or self.config, packed=None)
 
 
 @dataclass(frozen=True)

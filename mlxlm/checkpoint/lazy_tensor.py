@@ -26,9 +26,10 @@ class LazyTensor:
         shape: Shape of the array.
         dtype: Dtype of the array.
         stored_dtype: The file's name for its type ("BF16", "Q4_K").
-        nbytes: Bytes in the file.
+        nbytes: Bytes in the file; of a matrix that is packed in another format, those of the array.
         read: Returns the array, lazily where the format allows. Nothing is cached, so an array that is no longer
-            used is freed (except for the parts of a fused tensor, see `to_decoder_weights`).
+            used is freed (except for the parts of a fused tensor, see `to_decoder_weights`, and of a packed matrix,
+            see `gguf.affine.packed_tensors`).
     """
 
     shape: tuple[int, ...]

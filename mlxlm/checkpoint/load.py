@@ -39,19 +39,30 @@ def load_model(source: Path | str, adapter: Path | str | None = None) -> tuple[n
 def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig | MlxLmConfig]:
     """Load the model of an open checkpoint in evaluation mode.
 
-    On a GPU, weights keep their dtype and quantization and are read on first use. On a CPU, they are read immediately
-    and converted to float32, since MLX's half-precision and quantized products are 10 to 1000 times slower there. If
-    float32 doesn't fit in memory, weights keep their dtype, with a warning.
+    On a GPU, weights keep their dtype and quantization (that of a GGUF file in MLX's format, see `gguf.affine`) and are
+    read on first use. On a CPU, they are read immediately and converted to float32, since MLX's half-precision and
+    quantized products are 10 to 1000 times slower there. If float32 doesn't fit in memory, weights keep their dtype,
+    with a warning.
 
     Raises:
         CheckpointError: The weights don't fit in memory at all.
     """
     if not isinstance(checkpoint, Checkpoint):
         return load_with_mlx_lm(checkpoint)
-    config = checkpoint.config
-    model = Decoder(config)
-    load_submodule(model, checkpoint.tensors, "", config.quantization, not ON_CPU or _fits_float32(checkpoint))
-    return model, config
+    stored = checkpoint.packed or checkpoint
+    in_float32 = ON_CPU and _fits_float32(stored)
+    source = checkpoint if in_float32 else stored
+    model = Decoder(source.config)
+    load_submodule(model, source.tensors, "", source.config.quantization, in_float32)
+    return model, source.config
+
+
+def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
+    """Bytes of the weights once they are loaded on this machine."""
+    config, packed = (checkpoint.config, checkpoint.packed) if isinstance(checkpoint, Checkpoint) else (None, None)
+    if ON_CPU and (config is None or fits_float32(config, platform.total_memory())):
+        return 4 * parameters
+    return sum(tensor.nbytes for tensor in (packed or checkpoint).tensors.values())
 
 
 def fits_float32(config: ModelConfig, memory: int) -> bool:

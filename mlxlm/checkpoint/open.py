@@ -93,7 +93,7 @@ def open_checkpoint(source: Path | str, adapter: Path | str | None = None) -> An
     if not isinstance(checkpoint, Checkpoint):
         return replace(checkpoint, adapter=opened)
     config, tensors = opened.merge_into_decoder(checkpoint.config, checkpoint.tensors)
-    return replace(checkpoint, config=config, tensors=tensors)
+    return checkpoint.with_tensors(tensors, config)
 
 
 def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: Path | str | None = None) -> Checkpoint:

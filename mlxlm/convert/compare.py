@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -112,7 +112,7 @@ def dequantized_tensors(checkpoint: AnyCheckpoint) -> LazyTensors:
 def to_float32(checkpoint: Checkpoint) -> Checkpoint:
     """The same weights in float32, so that rounding of activations isn't mistaken for a change of the weights."""
     tensors = {name: tensor.astype(mx.float32) for name, tensor in dequantized_tensors(checkpoint).items()}
-    return replace(checkpoint, tensors=tensors, config=checkpoint.config.with_changes(quantization=None))
+    return checkpoint.with_tensors(tensors, checkpoint.config.with_changes(quantization=None))
 
 
 def relative_error(pairs: Iterable[tuple[mx.array, mx.array]]) -> float:

@@ -1,9 +1,10 @@
-"""Convert any checkpoint that mlxlm opens to another format, without quantization, and verify the result."""
+"""Convert any checkpoint that mlxlm opens to another format, and verify the result."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import gguf, huggingface, llama2c
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.gguf import affine
 from mlxlm.checkpoint.huggingface import check_tokenizer, copy_tokenizer
 from mlxlm.checkpoint.lazy_tensor import (
     UNQUANTIZED_DTYPES,
@@ -47,7 +49,8 @@ class OutputFormat:
     Attributes:
         name: Name of the format, as in `Checkpoint.format` or "huggingface".
         write: `write(source, config, tensors, path, out, type)` writes the model to `path`, a new folder or file that
-            becomes `out`. `config` is that of the tensors, which aren't quantized; `type` is the requested one, if any.
+            becomes `out`. `config` is that of the tensors, which are quantized only for a folder from a GGUF file;
+            `type` is the requested one, if any.
         backends: Other programs that read the format, names in `cross_check.REQUIRED_PACKAGES`.
         ignored: "dtype" or "outtype" -> why it has no effect.
     """
@@ -63,7 +66,8 @@ def _write_folder(
 ) -> gguf.WriteResult:
     """Write the model family's own Hugging Face layout."""
     check_tokenizer(source)  # before minutes of work
-    if type or source.config.quantization or source.format not in FOLDER_FORMATS:
+    keeps_dtypes = source.config.quantization is None and source.format in FOLDER_FORMATS
+    if config.quantization is None and (type or not keeps_dtypes):
         target = DTYPES[type or _main_dtype(source)]
         tensors = {name: _cast(name, tensor, target) for name, tensor in tensors.items()}
     huggingface.write(path, source.hf_config, config, tensors, None)
@@ -155,7 +159,8 @@ class ConversionReport:
         source_format: Its format.
         path: The output.
         format: Its format: "huggingface", "gguf" or "llama2.c".
-        dtype: Dtypes of the weights, the most frequent one first; for a GGUF file its outtype.
+        dtype: Dtypes of the weights, the most frequent one first; for a GGUF file its outtype, for a quantized folder
+            its bits ("4-bit, 8-bit").
         parameters: Number of parameters.
         bytes: Size of all written files.
         bits_per_weight: Average over all parameters.
@@ -202,8 +207,9 @@ def convert(
         source: Whatever `open_checkpoint` opens.
         out: `NAME.gguf` for llama.cpp, `NAME.bin` for llama2.c, or a folder in the Hugging Face layout of the model's
             family.
-        dtype: Dtype of a folder's weights, one of `DTYPES`. By default each tensor keeps its own; weights from
-            quantized models and GGUF files get the 16-bit dtype of most of their values or scales, else float16.
+        dtype: Dtype of a folder's weights, one of `DTYPES`. By default each tensor keeps its own, and the quantized
+            matrices of a GGUF file stay quantized, in MLX's format (see `mlxlm.checkpoint.gguf.affine`); weights from
+            other quantized models and GGUF files get the 16-bit dtype of most of their values or scales, else float16.
         outtype: Type of a GGUF file's matrices, one of `OUTTYPES`. By default the type of most of the source's weights.
         adapter: Folder or hub id of an adapter that is merged into the weights.
         verify_output: Read the output again and compare it with the source, see `verify`.
@@ -231,34 +237,53 @@ def convert(
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
     source_checkpoint = open_decoder_checkpoint(source, "converted", adapter)
-    config = source_checkpoint.config.with_changes(quantization=None)
-    tensors = with_read_progress(dequantized_tensors(source_checkpoint), partial(progress, "writing"))
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     is_folder = format is _FOLDER
+    packed = source_checkpoint.packed if is_folder and dtype is None else None
+    unpacked = dequantized_tensors(source_checkpoint)
+    parameters = sum(math.prod(tensor.shape) for tensor in unpacked.values())
+    config = packed.config if packed else source_checkpoint.config.with_changes(quantization=None)
+    tensors = with_read_progress(packed.tensors if packed else unpacked, partial(progress, "writing"))
     with atomic_new_folder(out) if is_folder else atomic_new_files(out) as folder:
         path = folder if is_folder else folder / out.name
         files = format.write(source_checkpoint, config, tensors, path, out, dtype or outtype)
         written = open_decoder_checkpoint(path)
         checks = []
         if verify_output:
-            backends = format.backends if cross_check else ()
+            backends = [name for name in format.backends if cross_check and not (packed and name == "transformers")]
             checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
+    notes = [f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()]
     return ConversionReport(
         source=str(source),
         source_format=source_checkpoint.format,
         path=str(out),
         format=format.name,
-        dtype=files.outtype or ", ".join(name for name, _ in sizes.most_common()),
+        dtype=files.outtype or ", ".join(_bits(packed) if packed else (name for name, _ in sizes.most_common())),
         parameters=parameters,
         bytes=size,
         bits_per_weight=8 * sizes.total() / parameters,
         seconds=time.monotonic() - started,
         checks=checks,
         warnings=[*files.warnings, *_backend_warnings(checks)],
-        notes=[f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()],
+        notes=[*notes, *_packed_notes(packed)] if packed else notes,
     )
+
+
+def _bits(packed: Checkpoint) -> list[str]:
+    """The bits of the quantized matrices, those with most scales first."""
+    sizes: Counter[int] = Counter()
+    for module, kind in affine.packed_types(packed.tensors).items():
+        sizes[affine.EXACT_BITS.get(kind, affine.ROUNDED_BITS)] += packed.tensors[f"{module}.scales"].nbytes
+    return [f"{bits}-bit" for bits, _ in sizes.most_common()]
+
+
+def _packed_notes(packed: Checkpoint) -> list[str]:
+    """That the output is quantized, and which matrices were rounded."""
+    kinds = affine.packed_types(packed.tensors)
+    rounded = group_layers_by_value({name: kind for name, kind in kinds.items() if kind not in affine.EXACT_BITS})
+    notes = ["the matrices stay quantized, in MLX's format, which transformers doesn't read"]
+    return notes + [f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names}" for kind, names in rounded.items()]
 
 
 def _backend_warnings(checks: list[Check]) -> list[str]:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint
-from mlxlm.checkpoint.load import fits_float32
+from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import NORMS
@@ -104,7 +103,6 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
     if config is not None and (own := compatibility_warning(config)):
         warnings.append(own)
     warnings += limits
-    widened = ON_CPU and (config is None or fits_float32(config, platform.total_memory()))
     unused = [name for name in layer_overrides if f"{name}.weight" not in checkpoint.tensors]
     if unused:
         warnings.append(f"the quantization names {unused[0]}, which has no weight (and {len(unused) - 1} more)")
@@ -122,7 +120,7 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
         types=_types(checkpoint),
         quantization=default or None,
         layer_overrides=layer_overrides,
-        memory=4 * parameters if widened else size,
+        memory=weights_memory(checkpoint, parameters),
         cache_per_token=None if config is None else config.kv_bytes_per_token(4 if ON_CPU else 2),
         tokenizer=tokenizer,
         warnings=warnings,

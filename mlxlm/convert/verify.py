@@ -10,6 +10,7 @@ import psutil
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.gguf.affine import EXACT_BITS, GROUP_SIZE
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, bitwise_equal
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import Comparison, compare, dequantized_tensors, to_float32
@@ -19,9 +20,10 @@ from mlxlm.utils.errors import CheckpointError, TokenizerError
 
 NUM_GREEDY_TOKENS = 64  # tokens
 
+_AFFINE = "8 bits"  # MLX's affine format, for types of GGUF files that it can't represent
 # The largest KL divergence (nats per token) that rounding to a type may cost. These bounds detect errors, not low
 # quality: a misplaced matrix or a wrong rotary base costs whole nats in a trained model.
-MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0}
+MAX_KL = {"F32": 1e-5, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 0.05, "Q4_0": 1.0, _AFFINE: 0.05}
 
 # llama.cpp's blocks of 32 weights with a scale in float16. A weight is off by at most this share of its block's largest
 # one: half a step of 1/127, or a whole one of 1/8 at the end of the range; 2^-11 is the scale's rounding.
@@ -142,8 +144,17 @@ def _changed(source: LazyTensor, written: LazyTensor) -> str | None:
         return written.stored_dtype if (error <= limit).all().item() else None
     if mx.array_equal(a.astype(b.dtype).astype(mx.float32), y).item():
         return written.stored_dtype
+    if written.stored_dtype == "U32" and source.stored_dtype not in EXACT_BITS:
+        return _AFFINE if _is_rounded_to_8_bits(x.reshape(-1, GROUP_SIZE), y.reshape(-1, GROUP_SIZE)) else None
     near = b.dtype == mx.float32 and x.ndim == 1 and (mx.abs(y - x) <= 2**-22 * mx.maximum(1, mx.abs(x))).all().item()
     return _NORMS_PLUS_ONE if near else None
+
+
+def _is_rounded_to_8_bits(groups: mx.array, rounded: mx.array) -> bool:
+    """Whether each value is off by at most a step, at the end of the range; `mx.quantize` has no steps below 1e-7."""
+    low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+    limit = (high - low) * (1.001 / 255) + 2**-22 * mx.maximum(mx.abs(low), mx.abs(high)) + 1e-7
+    return (mx.abs(rounded - groups) <= limit).all().item()
 
 
 def _check_logits(comparison: Comparison, rounded: set[str], label: str) -> Check:

@@ -56,4 +56,5 @@ def find_config(source: ModelConfig | Path | str) -> ModelConfig:
         raise ConfigError(error.message, f"{error.hint}; or one of {known}")
     if (found / "config.json").is_file():
         return load_config(found)
-    return open_decoder_checkpoint(found, "planned").config
+    checkpoint = open_decoder_checkpoint(found, "planned")
+    return (checkpoint.packed or checkpoint).config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +117,7 @@ def quantize_calibrated(
     if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None:
         head_moments = calibrate_blocks(None, source, windows[::_TIED_SHARE], None, progress).moments
     embeddings = quantizer.quantize_embeddings(head_moments)
-    calibrated = LayerwiseModel(replace(checkpoint, tensors={**checkpoint.tensors, **embeddings}))
+    calibrated = LayerwiseModel(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
     unquantized = source if method.runs_source else None
     head_inputs = calibrate_blocks(unquantized, calibrated, windows, quantizer.quantize_block, progress)
     if (head_format := plan.formats.get(HEAD)) is not None:

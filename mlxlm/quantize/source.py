@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.backend.mlx import mx
@@ -36,7 +36,7 @@ class Source:
     def with_tensors(self, plan: QuantizationPlan, tensors: LazyTensors) -> Checkpoint:
         """The checkpoint with tensors that were quantized by `plan`."""
         config = self.checkpoint.config.with_changes(quantization=plan.quantization_config())
-        return replace(self.checkpoint, config=config, tensors=tensors)
+        return self.checkpoint.with_tensors(tensors, config)
 
 
 def open_source(source: Path | str, adapter: Path | str | None = None) -> Source:
@@ -51,7 +51,7 @@ def open_source(source: Path | str, adapter: Path | str | None = None) -> Source
         raise CheckpointError(f"{source} is already quantized", "the unquantized model")
     check_tokenizer(checkpoint)  # before hours of work
     dtype = output_dtype(checkpoint.tensors)
-    checkpoint_16bit = replace(checkpoint, tensors=cast_to_16bit(checkpoint.tensors, dtype))
+    checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(checkpoint.tensors, dtype))
     parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     return Source(checkpoint, dtype, checkpoint_16bit, parameters)
 

@@ -19,7 +19,7 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.embedding_config import MODULES_FILE, EmbeddingConfig
-from mlxlm.checkpoint.load import fits_float32
+from mlxlm.checkpoint.load import weights_memory
 from mlxlm.checkpoint.local_models import LocalModel
 from mlxlm.checkpoint.locations import locate
 from mlxlm.convert.compare import dequantized_tensors
@@ -182,14 +182,12 @@ def _header_facts(path: Path, checkpoint: AnyCheckpoint) -> Facts:
     for tensor in checkpoint.tensors.values():
         sizes[tensor.stored_dtype] = sizes.get(tensor.stored_dtype, 0) + tensor.nbytes
     parameters = sum(math.prod(tensor.shape) for tensor in dequantized_tensors(checkpoint).values())
-    total_memory = platform.total_memory()
-    widened = ON_CPU and (not isinstance(checkpoint, Checkpoint) or fits_float32(checkpoint.config, total_memory))
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
     return {
         "format": checkpoint.format,
         "family": str(values.get("model_type", "unnamed")),
         "parameters": parameters,
-        "memory": 4 * parameters if widened else sum(sizes.values()),
+        "memory": weights_memory(checkpoint, parameters),
         "quantization": f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         "context_length": context if isinstance(context, int) else None,
         "example_prompt": GenerationConfig.read(path).example_prompt,

@@ -124,8 +124,9 @@ def test_quantized_gguf_is_within_its_rounding(write_model, tmp_path, outtype, b
     report = convert(write_model(), tmp_path / "out.gguf", outtype=outtype)
     assert results(report)["tensors"] == results(report)["logits"] == "within rounding"
     assert report.bits_per_weight < bits + 2 and report.dtype == outtype
-    back = convert(tmp_path / "out.gguf", tmp_path / "back")
-    assert back.dtype == "float16" and back.bits_per_weight == 16
+    back = convert(tmp_path / "out.gguf", tmp_path / "back", dtype="float16")
+    assert back.dtype == "float16" and back.bits_per_weight == 16 and back.notes == []
+    assert "quantization" not in json.loads((tmp_path / "back/config.json").read_text())
 
 
 def test_a_quantized_folder_becomes_plain(write_model, tmp_path):

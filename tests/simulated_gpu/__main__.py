@@ -20,6 +20,7 @@ GPU_TESTS = """
 ALL_TESTS = f"""
     {GPU_TESTS} model cache plan backend
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/test_mlx_lm.py
+    checkpoint/gguf/test_affine.py
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
     generation/test_deterministic.py generation/test_speculative_text.py generation/test_logit_filters.py
     generation/test_launches.py

@@ -8,11 +8,13 @@ from typing import Any
 
 from mlxlm.checkpoint.checkpoint import Checkpoint, FileFormat
 from mlxlm.checkpoint.embedding_config import from_gguf
+from mlxlm.checkpoint.gguf import affine
 from mlxlm.checkpoint.gguf.architectures import ARCHITECTURES, SIZES, Architecture
 from mlxlm.checkpoint.gguf.header import Header, MetadataReader, TensorInfo, read_header
 from mlxlm.checkpoint.gguf.rope_metadata import ROPE_TENSORS, read_rope_parameters
 from mlxlm.checkpoint.gguf.tensors import read_tensor
 from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
+from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.families import FAMILIES, config_from_hf, family_config
@@ -35,15 +37,24 @@ def open_gguf(path: Path | str) -> Checkpoint:
     architecture = _architecture(keys)
     values = _read_hf_config(keys, architecture)
     config = config_from_hf(values, source=str(header.path))
-    described = {name: read_tensor(info) for name, info in header.tensors.items() if name not in ROPE_TENSORS}
-    tensors = architecture.with_norm_offset(described, -1)
-    tensors = to_decoder_weights(architecture.weight_mappings(config), tensors, str(header.path))
+    infos = {name: info for name, info in header.tensors.items() if name not in ROPE_TENSORS}
+    mappings = architecture.weight_mappings(config)
+
+    def decoder_weights(tensors: LazyTensors) -> LazyTensors:
+        return to_decoder_weights(mappings, architecture.with_norm_offset(tensors, -1), str(header.path))
+
+    described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
 
     def tokenizer() -> Tokenizer:
         return read_tokenizer(header)
 
-    return Checkpoint(header.path, "gguf", family_config(config), tensors, tokenizer, config, embedding=embedding)
+    values, tensors = family_config(config), decoder_weights(described)
+    opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
+    packed = decoder_weights(affine.packed_tensors(infos, described, {mapping.name for mapping in mappings}))
+    if (quantization := affine.quantization_config(packed)) is None:
+        return opened
+    return replace(opened, packed=opened.with_tensors(packed, config.with_changes(quantization=quantization)))
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)

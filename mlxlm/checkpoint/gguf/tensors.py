@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
 from mlxlm.checkpoint.lazy_tensor import LazyTensor
 from mlxlm.utils.errors import CheckpointError
 
+T = TypeVar("T")
+R = TypeVar("R")
 _FLOAT_TYPES = {"F32": (np.float32, mx.float32), "F16": (np.uint16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
 _EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set in NaN and infinity, and only there
 _MAX_FLOAT16 = 65504
@@ -37,21 +40,31 @@ def read_tensor(info: TensorInfo) -> LazyTensor:
 
 
 def _dequantize(info: TensorInfo) -> mx.array:
+    result = np.empty(info.shape, np.float32)
+    flat = result.reshape(-1, info.shape[-1])
+    with mmap_tensor(info) as data:
+        for part, values in dequantized_rows(info, data):
+            flat[part] = values
+    return mx.array(result)
+
+
+def dequantized_rows(info: TensorInfo, data: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the rows of a quantized tensor in float32, a few at a time, and which they are.
+
+    Args:
+        info: The tensor.
+        data: Its bytes, as `mmap_tensor` maps them.
+    """
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType[info.type.name]
-    result = np.empty(info.shape, np.float32)
-    flat = result.reshape(-1, info.shape[-1])
-    with mmap_tensor(info) as rows:
 
-        def fill(part: slice) -> None:
-            with np.errstate(all="ignore"):  # random bytes can be scales that overflow
-                flat[part] = dequantize(rows[part], kind)
+    def rows(part: slice) -> tuple[slice, np.ndarray]:
+        with np.errstate(all="ignore"):  # random bytes can be scales that overflow
+            return part, dequantize(data[part], kind)
 
-        with _thread_pool() as pool:
-            list(pool.map(fill, _row_slices(*flat.shape)))  # raises the first error
-    return mx.array(result)
+    return map_in_threads(rows, row_slices(len(data), info.shape[-1]))
 
 
 def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | memoryview]:
@@ -62,7 +75,7 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
     """
     value = mx.contiguous(tensor.read())  # a transposed view has other strides
     rows = value.reshape(-1, value.shape[-1])
-    chunks = (rows[part] for part in _row_slices(*rows.shape))
+    chunks = (rows[part] for part in row_slices(*rows.shape))
     if kind in _EXPONENT_BITS and value.dtype == _FLOAT_TYPES[kind][1]:
         for chunk in chunks:
             bits = np.array(chunk.view(mx.uint16))
@@ -81,14 +94,15 @@ def encode_tensor(name: str, tensor: LazyTensor, kind: str) -> Iterator[bytes | 
         from gguf.quants import quantize
 
         ggml = GGMLQuantizationType[kind]
-        with _thread_pool() as pool:
-            while batch := list(itertools.islice(checked, 4 * _MAX_THREADS)):  # so that few are in memory
-                yield from pool.map(lambda chunk: quantize(chunk, ggml).data, batch)
+        yield from map_in_threads(lambda chunk: quantize(chunk, ggml).data, checked)
 
 
-def _thread_pool() -> ThreadPoolExecutor:
-    """NumPy releases the GIL while it computes."""
-    return ThreadPoolExecutor(min(platform.cpu_cores(), _MAX_THREADS), thread_name_prefix="gguf")
+def map_in_threads(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """As `map`, in threads and with few results in memory; NumPy releases the GIL while it computes."""
+    rest = iter(items)
+    with ThreadPoolExecutor(min(platform.cpu_cores(), _MAX_THREADS), thread_name_prefix="gguf") as pool:
+        while batch := list(itertools.islice(rest, 4 * _MAX_THREADS)):
+            yield from pool.map(function, batch)
 
 
 def _checked_float32(name: str, chunk: mx.array, kind: str) -> np.ndarray:
@@ -106,7 +120,8 @@ def _not_finite(name: str) -> CheckpointError:
     return CheckpointError(f"tensor {name} has values that are NaN or infinite", "an undamaged source")
 
 
-def _row_slices(rows: int, width: int) -> Iterator[slice]:
+def row_slices(rows: int, width: int) -> Iterator[slice]:
+    """Divide rows of `width` weights into slices of about a quarter of a million weights."""
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

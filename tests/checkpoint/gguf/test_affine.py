@@ -1,0 +1,194 @@
+"""Quantized matrices in MLX's format: the same weights, and models that compute the same with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import ON_CPU, mx, nn
+from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_weights
+from mlxlm.checkpoint.gguf import affine
+from mlxlm.checkpoint.gguf.header import ggml_types
+from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
+from mlxlm.generation import greedy_tokens
+from mlxlm.generation.decode_step import DecodeStep
+from mlxlm.plan import find_config
+from mlxlm.utils.errors import CheckpointError
+from tests.checkpoint.gguf.quantized_files import model_file, random_blocks, tensor_file
+from tests.small_models import arrays_of, tensors_of
+
+_NO_FLOAT16_SCALE = ("IQ1_M", "MXFP4")  # random bytes make scales of any size
+OTHERS = [
+    kind.name
+    for kind in ggml_types().values()
+    if kind.block_size > 1 and kind.name not in (*affine.EXACT_BITS, *_NO_FLOAT16_SCALE)
+]
+TOKENS = mx.array([[5, 17, 280, 33, 2, 9, 120, 44]])
+
+
+def both(info):
+    """The dequantized matrix, the one in MLX's format, and the bits of that."""
+    bits = affine.EXACT_BITS.get(info.type.name, 8)
+    packed = affine.pack(info)
+    assert [part.dtype for part in packed] == [mx.uint32, mx.float32, mx.float32]
+    value = mx.dequantize(*packed, group_size=32, bits=bits, stream=mx.cpu)
+    return np.array(read_tensor(info).read()), np.array(value), bits
+
+
+@pytest.mark.parametrize("kind", affine.EXACT_BITS)
+def test_exact_types_have_the_same_weights_to_the_bit(tmp_path, kind):
+    rng = np.random.default_rng(0)
+    ggml = next(one for one in ggml_types().values() if one.name == kind)
+    shape = (_CHUNK // 512 + 3, 512 // ggml.block_size * ggml.type_size)  # rows in more than one part
+    info = tensor_file(tmp_path / "m.gguf", kind, rng.integers(0, 256, shape, dtype=np.uint8))
+    expected, value, bits = both(info)
+    finite = np.isfinite(expected).reshape(-1, 32).all(-1)
+    assert finite.mean() > 0.9
+    a, b = (x.reshape(-1, 32)[finite] for x in (expected, value))
+    assert ((a.view(np.uint32) == b.view(np.uint32)) | ((a == 0) & (b == 0))).all()  # -0.0 may become 0.0
+    assert not np.isfinite(value.reshape(-1, 32)[~finite]).all(-1).any()
+    assert affine.pack(info)[0].shape == (shape[0], 512 * bits // 32)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_types_are_rounded_to_8_bits(tmp_path, kind):
+    rows = _CHUNK // 512 + 3
+    info = tensor_file(tmp_path / "m.gguf", kind, random_blocks(kind, rows, 512))
+    expected, value, bits = both(info)
+    groups = expected.reshape(-1, 32)
+    step = (groups.max(-1) - groups.min(-1)) / 255
+    assert bits == 8 and (np.abs(value.reshape(-1, 32) - groups).max(-1) <= 1.01 * step + 1e-7).all()
+    assert 0 < np.linalg.norm(value - expected) < 6e-3 * np.linalg.norm(expected)
+
+
+def logits_both_ways(checkpoint, monkeypatch):
+    """Logits of the model with quantized layers and of the dequantized one, and the first."""
+    monkeypatch.setattr(load, "ON_CPU", False)
+    quantized, config = load_checkpoint(checkpoint)
+    plain, plain_config = load_checkpoint(checkpoint.with_tensors(checkpoint.tensors))
+    assert config.quantization and plain_config.quantization is None
+    assert {value.dtype for value in arrays_of(plain).values()} <= {mx.float32, mx.float16}
+    return np.array(quantized(TOKENS)), np.array(plain(TOKENS)), quantized
+
+
+def assert_close(logits, expected, error=1e-5):
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=error * np.abs(expected).max())
+
+
+def formats(model):
+    """Module -> bits of the quantized layers."""
+    kinds = nn.QuantizedLinear | nn.QuantizedEmbedding
+    return {name: module.bits for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("kind", [*affine.EXACT_BITS, "Q2_K", "Q3_K", "Q6_K", "IQ4_XS"])
+def test_model_of_each_type_computes_the_same_both_ways(tiny_tokenizer, tmp_path, monkeypatch, kind):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, lambda name: kind, tie_word_embeddings=True)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    logits, expected, model = logits_both_ways(checkpoint, monkeypatch)
+    exact = kind in affine.EXACT_BITS
+    assert_close(logits, expected, 1e-5 if exact else 0.05)
+    assert set(formats(model).values()) == {affine.EXACT_BITS.get(kind, 8)} and len(formats(model)) == 15
+    bits = formats(model)["model.embed_tokens"]
+    assert checkpoint.packed.config.quantization == {"group_size": 32, "bits": bits, "mode": "affine"}
+    assert find_config(tmp_path / "m.gguf").quantization == checkpoint.packed.config.quantization
+
+
+def mixed(name):
+    """Types as in a Q4_K_M file, and matrices that aren't quantized."""
+    if "attn_v" in name or name == "output.weight":
+        return "Q8_0"
+    return None if "blk.1.ffn_up" in name else "F16" if "blk.1.ffn_gate" in name else "Q4_K"
+
+
+def test_mixed_types(tiny_tokenizer, tmp_path, monkeypatch):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    logits, expected, model = logits_both_ways(checkpoint, monkeypatch)
+    assert_close(logits, expected)
+    bits = formats(model)
+    others = {"lm_head", "model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"}
+    assert {name for name, n in bits.items() if n == 8} == others and len(bits) == 14
+    assert not {"model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"} & bits.keys()
+    plain = load_checkpoint(checkpoint.with_tensors(checkpoint.tensors))[0]
+    ids, count = TOKENS[0].tolist(), 12  # in the fused products of decoding
+    assert list(greedy_tokens(DecodeStep(model), ids, count)) == list(greedy_tokens(DecodeStep(plain), ids, count))
+    assert checkpoint.packed.config.quantization == {
+        "group_size": 32, "bits": 4, "mode": "affine",
+        **dict.fromkeys(others, {"group_size": 32, "bits": 8, "mode": "affine"}),
+    }  # fmt: skip
+
+
+def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, monkeypatch):
+    """Permuted, fused and grouped rows, biases, position embeddings and norms plus one."""
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "Q4_0")
+    logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
+    assert_close(logits, expected, 1e-4)
+    assert sorted(set(formats(quantized).values())) == [4, 8]
+    assert "model.layers.0.self_attn.q_proj" in formats(quantized)
+
+
+def test_default_is_as_the_device_computes(tiny_tokenizer, tmp_path, monkeypatch):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, lambda name: "Q4_K", tie_word_embeddings=True)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    model, config = load_checkpoint(checkpoint)
+    parameters = config.parameter_count()
+    packed = sum(tensor.nbytes for tensor in checkpoint.packed.tensors.values())
+    assert bool(formats(model)) == bool(config.quantization) == (not ON_CPU)
+    assert load.weights_memory(checkpoint, parameters) == (4 * parameters if ON_CPU else packed)
+    assert packed == sum(value.nbytes for value in arrays_of(load_checkpoint(checkpoint.packed)[0]).values()) or ON_CPU
+    monkeypatch.setattr(load, "ON_CPU", True)
+    monkeypatch.setattr(load.platform, "total_memory", lambda: 2 * packed)
+    with pytest.warns(UserWarning, match="it keeps its dtype, which is slow on a CPU .try: mlxlm quantize with fewer"):
+        assert formats(load_checkpoint(checkpoint)[0])
+
+
+def test_matrices_are_read_once(tiny_tokenizer, tmp_path, monkeypatch):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    packed, reads, pack = checkpoint.packed.tensors, [], affine.pack
+    monkeypatch.setattr(affine, "pack", lambda info: reads.append(info) or pack(info))
+    save_weights(tmp_path, {name: tensor.read() for name, tensor in packed.items()})
+    assert len(reads) == 14
+    for name, tensor in packed.items():
+        value = tensor.read()
+        assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), name
+
+
+def test_memory_is_that_of_one_matrix(tiny_tokenizer, tmp_path):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, lambda name: "Q5_0", num_hidden_layers=6)
+    packed = open_checkpoint(tmp_path / "m.gguf").packed.tensors
+    before, rest = mx.get_active_memory(), []
+    for name in (name for name in packed if name.endswith(".weight")):
+        packed[name].read()
+        rest.append(mx.get_active_memory() - before)
+    assert 0 < max(rest) <= 2 * packed["lm_head.scales"].nbytes
+
+
+def test_other_tensors_leave_no_packed_ones(tiny_tokenizer, tmp_path):
+    model = model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    other = checkpoint.with_tensors(tensors_of(model))
+    assert other.packed is None and checkpoint.packed.packed is None
+    assert not formats(load_checkpoint(other)[0])
+
+
+def test_file_without_quantized_matrices_has_no_packed_form(model, tensors, tiny_tokenizer, tmp_path):
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "F16")
+    assert open_checkpoint(tmp_path / "m.gguf").packed is None
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.scales", "bits.weight", "foo.scales", "foo.biases"])
+def test_tensors_that_are_named_like_packed_ones_are_errors(tiny_tokenizer, tmp_path, name):
+    info = ("Q8_0", random_blocks("Q8_0", 16, 64))
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed, extra={name: info})
+    with pytest.raises(CheckpointError, match=r"m.gguf: the weights don't match.*is not part of this model"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_file_truncated_after_opening(tiny_tokenizer, tmp_path):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="m.gguf has become shorter"):
+        checkpoint.packed.tensors["lm_head.scales"].read()
