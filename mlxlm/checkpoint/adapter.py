@@ -86,6 +86,27 @@ class LowRankUpdate:
 
 
 @dataclass(frozen=True)
+class ExpertUpdates:
+    """The changes of some of the matrices `[E, R, C]` of a mixture, where each expert has its own.
+
+    Attributes:
+        updates: By expert, at least one.
+    """
+
+    updates: dict[int, LowRankUpdate]
+
+    @property
+    def name(self) -> str:
+        """A tensor of the file, for errors."""
+        return next(iter(self.updates.values())).name
+
+    def apply(self, weight: mx.array) -> mx.array:
+        """The changed weight, in float32."""
+        weight = weight.astype(mx.float32)
+        return mx.stack([self.updates[e].apply(w) if e in self.updates else w for e, w in enumerate(weight)])
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter whose headers were read.
 
@@ -122,16 +143,22 @@ class Adapter:
             return families.normalize_tensor_name(untied, text_name) or name
 
         updates, weights = self._renamed(file_name)
+        part_updates: dict[str, LowRankUpdate | ExpertUpdates] = {}
+        for mapping in mappings:
+            names = {name: expert for expert, name in enumerate(mapping.expert_names()) if name in updates}
+            if experts := {expert: updates.pop(name) for name, expert in names.items()}:
+                part_updates[mapping.modules[0]] = ExpertUpdates(experts)
+        num_experts = len(part_updates)
         half = "lora_b" if self.from_mlx_lm else "lora_B"
         rows = {f"{name}.{half}": u.b for name, u in updates.items()}  # split and reordered like those of weights
         rows |= {f"{name}.magnitude": u.magnitude for name, u in updates.items() if u.magnitude is not None}
         parts = to_decoder_weights(mappings, rows, str(self.file))
         targets = [(part, update) for name, update in updates.items() for part in fused.get(name, (name,))]
-        part_updates = {
+        part_updates |= {
             part: replace(update, b=parts[f"{part}.{half}"], magnitude=parts.get(f"{part}.magnitude"))
             for part, update in targets
         }
-        if len(part_updates) < len(targets):
+        if len(part_updates) < len(targets) + num_experts:
             raise CheckpointError(f"{self.file}: a module occurs twice, fused with others and alone")
         part_weights = to_decoder_weights(mappings, weights, str(self.file))
         changed = {*part_updates, *map(_module, part_weights)}
@@ -182,7 +209,7 @@ class Adapter:
         self,
         tensors: LazyTensors,
         quantization: Mapping[str, Any] | None,
-        updates: Mapping[str, LowRankUpdate],
+        updates: Mapping[str, LowRankUpdate | ExpertUpdates],
         weights: LazyTensors,
     ) -> dict[str, LazyTensor]:
         dense = dequantize_tensors(tensors, quantization) if quantization else tensors
@@ -207,7 +234,11 @@ class Adapter:
                 self._check_shape(name, weights[name].shape, base.shape)
                 base = weights[name]
             if update is not None:
-                update = self._oriented(update, base.shape)
+                if isinstance(update, ExpertUpdates):
+                    for expert in update.updates.values():
+                        self._oriented(expert, base.shape[1:])
+                else:
+                    update = self._oriented(update, base.shape)
                 base = base.transform(update.apply)
             nbytes = math.prod(base.shape) * dtype.size
             merged = base.transform(partial(mx.array.astype, dtype=dtype), dtype=dtype)
