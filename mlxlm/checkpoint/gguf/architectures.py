@@ -44,6 +44,10 @@ _FUSED_QKV = {
 _QK_NORMS = {"attn_q_norm": ("self_attn.q_norm",), "attn_k_norm": ("self_attn.k_norm",)}
 _PLAIN_MLP = {"ffn_up": ("mlp.up_proj",), "ffn_down": ("mlp.down_proj",)}
 _GATED_MLP = {"ffn_gate": ("mlp.gate_proj",), **_PLAIN_MLP}
+_EXPERTS = {
+    "ffn_gate_inp": ("mlp.gate",),
+    **{f"ffn_{name}_exps": (f"mlp.switch_mlp.{name}_proj",) for name in ("gate", "up", "down")},
+}
 _LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
 _GEMMA2_LAYER = {
     **_SEPARATE_QKV,
@@ -71,6 +75,7 @@ class Architecture:
         interleaved: Rows of queries and keys are rotary pairs.
         biases: Which linear modules have one: "none", "qkv" (optional), "any" (optional) or "all".
         activations: Values of `hidden_act` that it computes.
+        experts: Its models can be mixtures of experts.
         free_head_dim: heads · head_dim need not be the hidden size.
         ties_head: A missing `output.weight` is the embedding; otherwise it is required.
         sliding_window: Reads `attention.sliding_window`.
@@ -89,6 +94,7 @@ class Architecture:
     interleaved: bool = False
     biases: str = "qkv"
     activations: tuple[str, ...] = ("silu",)
+    experts: bool = False
     free_head_dim: bool = False
     ties_head: bool = True
     sliding_window: bool = False
@@ -123,9 +129,10 @@ class Architecture:
         q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         rows = {"attn_qkv": (q, kv, kv), "ffn_up": (config.intermediate_size,) * 2}
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
         mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
         for i in range(config.num_hidden_layers):
-            for name, modules in {**self.layer, **self.extra_layer(config)}.items():
+            for name, modules in layer.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
                 interleaved = heads.get(name, 0) if self.interleaved else 0
                 fused_rows = rows[name] if len(modules) > 1 else ()
@@ -137,9 +144,38 @@ def _read_biases(keys: MetadataReader) -> dict[str, Any]:
     return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
+def _read_experts(keys: MetadataReader) -> dict[str, Any]:
+    count = keys.count("expert_count", 0)
+    return {"num_local_experts": count, "num_experts_per_tok": keys.count("expert_used_count")} if count else {}
+
+
+def _read_qwen3_moe(keys: MetadataReader) -> dict[str, Any]:
+    experts = _read_experts(keys)
+    width = keys.count("feed_forward_length") // max(1, experts.get("num_experts_per_tok", 1))
+    return {
+        **experts,
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", width),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
+    if not config.norm_topk_prob:
+        yield "norm_topk_prob is False"
+    if config.mlp_layer_types is not None:
+        yield "some layers are dense"
+
+
+def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
+    if config.norm_topk_prob:
+        yield "norm_topk_prob is True"
+
+
 def _read_llama(keys: MetadataReader) -> dict[str, Any]:
-    """A sliding window means Mistral; without one, Mistral and Llama are the same model."""
+    """A sliding window means Mistral; without one, Mistral and Llama are the same model. Experts mean Mixtral."""
     window = keys.count("attention.sliding_window", 0)
+    if experts := _read_experts(keys):
+        return {"model_type": "mixtral", "sliding_window": window or None, **experts}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
     return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
@@ -317,8 +353,9 @@ ARCHITECTURES = {
     for architecture in (
         Architecture(
             "llama",
-            ("llama", "mistral"),
+            ("llama", "mistral", "mixtral"),
             _LLAMA_LAYER,
+            experts=True,
             interleaved=True,
             biases="any",
             free_head_dim=True,
@@ -332,6 +369,27 @@ ARCHITECTURES = {
             {**_LLAMA_LAYER, **_QK_NORMS},
             free_head_dim=True,
             read_fields=lambda keys: {**_read_qwen2(keys), **_read_biases(keys)},
+        ),
+        Architecture(
+            "qwen3moe",
+            ("qwen3_moe",),
+            {**_LLAMA_LAYER, **_QK_NORMS},
+            experts=True,
+            biases="none",
+            free_head_dim=True,
+            read_fields=_read_qwen3_moe,
+            metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
+            problems=_qwen3_moe_problems,
+        ),
+        Architecture(
+            "olmoe",
+            ("olmoe",),
+            {**_LLAMA_LAYER, **_QK_NORMS},
+            experts=True,
+            biases="none",
+            ties_head=False,
+            read_fields=lambda keys: {**_read_experts(keys), "norm_topk_prob": False},
+            problems=_olmoe_problems,
         ),
         Architecture(
             "gemma3",

@@ -88,9 +88,10 @@ def _architecture(keys: MetadataReader) -> Architecture:
     """The architecture of a file. Raises CheckpointError for one that this decoder doesn't have."""
     problem = f"general.architecture is {keys.architecture!r}, which this decoder doesn't support"
     keys.check(keys.architecture in ARCHITECTURES, problem, "one of " + ", ".join(ARCHITECTURES))
-    is_mixture = keys.count("expert_count", 0) > 0
-    keys.check(not is_mixture, "this model is a mixture of experts, which this decoder doesn't support")
-    return ARCHITECTURES[keys.architecture]
+    architecture = ARCHITECTURES[keys.architecture]
+    unexpected = keys.count("expert_count", 0) > 0 and not architecture.experts
+    keys.check(not unexpected, f"{keys.architecture}.expert_count: this decoder's {keys.architecture} has no experts")
+    return architecture
 
 
 def _read_hf_config(keys: MetadataReader, architecture: Architecture) -> dict[str, Any]:

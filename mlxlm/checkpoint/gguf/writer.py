@@ -84,7 +84,7 @@ def write(
                 file.write(chunk)
             _write_padding(file)
             mx.clear_cache()  # otherwise MLX keeps up to a quarter of the memory in buffers of other sizes
-    matrices = [name for name, tensor in file_tensors.items() if len(tensor.shape) > 1 and name != _POSITIONS]
+    matrices = [name for name, tensor in file_tensors.items() if not _stays_float32(name, tensor)]
     other_types = {name: types[name] for name in matrices if types[name] != outtype}
     warnings = [*compatibility_notes(config, architecture), *tokenizer_notes]
     return WriteResult(warnings, other_types, outtype, tokens_may_differ=bool(tokenizer_notes))
@@ -108,8 +108,13 @@ def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: Lazy
     return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
 
 
+def _stays_float32(name: str, tensor: LazyTensor) -> bool:
+    """Whether llama.cpp's converter writes float32 whatever the type of the matrices: vectors, positions, routers."""
+    return len(tensor.shape) == 1 or name == _POSITIONS or name.endswith("ffn_gate_inp.weight")
+
+
 def _tensor_type(name: str, tensor: LazyTensor, outtype: str, config: ModelConfig) -> str:
-    if len(tensor.shape) == 1 or name == _POSITIONS:
+    if _stays_float32(name, tensor):
         return "F32"
     if tensor.shape[-1] % ggml_type(outtype).block_size:
         return "F16"
@@ -223,6 +228,8 @@ def config_metadata(config: ModelConfig, architecture: Architecture) -> dict[str
     }
     if architecture.free_head_dim:
         values |= {f"attention.{part}_length": config.head_dim for part in ("key", "value")}
+    if config.num_experts:
+        values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     if config.positions == "rope":
         values |= rope_metadata(config)
     if config.sliding_window:

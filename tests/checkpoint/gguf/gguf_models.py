@@ -28,6 +28,7 @@ _LONGROPE = {
     "rope_type": "longrope", "original_max_position_embeddings": 32,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
 }  # fmt: skip
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
@@ -54,6 +55,11 @@ MODELS = {
         **_COMMON, "model_type": "granite", "attention_multiplier": 0.3, "embedding_multiplier": 1.5,
         "residual_multiplier": 0.7, "logits_scaling": 3.0,
     },
+    "mixtral": {**_COMMON, "model_type": "mixtral", "num_local_experts": 4, "head_dim": 32},
+    "qwen3-moe": {
+        **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+    "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe"},
     "arcee": {**_COMMON, "model_type": "arcee"},
     "starcoder2": {**_COMMON, "model_type": "starcoder2"},
     "phi3": {**_COMMON, "model_type": "phi3"},
