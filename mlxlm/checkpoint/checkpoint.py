@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
@@ -39,6 +39,19 @@ class Checkpoint(_CheckpointFiles):
     """
 
     config: ModelConfig
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The settings of MLX's quantization; None if it isn't quantized."""
+        return self.config.quantization
+
+    def keeps_dtype(self, name: str) -> bool:
+        """Whether a tensor must keep its dtype when the others are converted."""
+        return False
+
+    def with_tensors(self, tensors: LazyTensors, quantization: Mapping[str, Any] | None = None) -> Self:
+        """The same model with other tensors, quantized by `quantization`."""
+        return replace(self, tensors=tensors, config=self.config.with_changes(quantization=quantization))
 
 
 @dataclass(frozen=True)

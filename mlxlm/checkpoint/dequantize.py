@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config.quantization import module_quantization
 from mlxlm.utils.errors import CheckpointError
@@ -36,6 +36,26 @@ def unpacked_shapes(
     return shapes
 
 
+def check_shapes(model: nn.Module, tensors: LazyTensors, quantization: Mapping[str, Any] | None, source: str) -> None:
+    """Check that the tensors are all parameters of a model and no others, with the shapes that they have in it.
+
+    Raises:
+        CheckpointError: Names `source` and the tensors that don't match.
+    """
+    shapes = unpacked_shapes(tensors, quantization, source)
+    expected = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    problems += [f"{name} is not part of this model" for name in shapes if name not in expected]
+    problems += [
+        f"{name} is {list(shape)}, the configuration says {list(expected[name])}"
+        for name, shape in shapes.items()
+        if name in expected and tuple(shape) != expected[name]
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError(f"{source}: the weights don't match the configuration: {'; '.join(problems[:3])}{more}")
+
+
 def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Return the tensors with every quantized matrix dequantized to float32, without intermediate rounding."""
     result = {}
@@ -59,8 +79,8 @@ def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quant
     nn.quantize(module, class_predicate=predicate)
 
 
-def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """Unpacked shape of a quantized matrix, after checking its parts against the configuration."""
+def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """Unpacked shape of a quantized matrix or stack of matrices, after checking its parts against the configuration."""
     plan = module_quantization(quantization, layer)
     if plan is None:
         raise CheckpointError(f"{source}: {layer} has scales, but config.json says that it is not quantized")
@@ -69,25 +89,25 @@ def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str,
     parts = {
         part: tensors[f"{layer}.{part}"] for part in ("weight", "scales", "biases") if f"{layer}.{part}" in tensors
     }
-    if list(parts) != names or any(len(part.shape) != 2 for part in parts.values()):
+    if list(parts) != names or any(len(part.shape) not in (2, 3) for part in parts.values()):
         expected = ", ".join(names[:-1]) + f" and {names[-1]}"
-        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions")
+        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two or three dimensions")
     packed, *rest = parts.values()
-    rows, words = packed.shape
+    *rows, words = packed.shape
     width = words * 32 // bits
     dtype = rest[0].dtype
     matches = (
         packed.dtype == mx.uint32
         and words * 32 % bits == 0
         and width % group_size == 0
-        and all(part.dtype == dtype and part.shape == (rows, width // group_size) for part in rest)
+        and all(part.dtype == dtype and part.shape == (*rows, width // group_size) for part in rest)
         and (mx.issubdtype(dtype, mx.floating) if mode == "affine" else dtype == mx.uint8)
     )
     if not matches:
         raise CheckpointError(
             f"{source}: {layer} does not have {bits} bits in groups of {group_size} ({mode}), as config.json says"
         )
-    return rows, width
+    return *rows, width
 
 
 def _dequantized(
@@ -100,6 +120,6 @@ def _dequantized(
         parts = (part.read().astype(mx.float32) for part in (scales, biases))
         return mx.dequantize(packed.read(), *parts, **settings)
 
-    shape = (packed.shape[0], packed.shape[1] * 32 // settings["bits"])
+    shape = (*packed.shape[:-1], packed.shape[-1] * 32 // settings["bits"])
     nbytes = packed.nbytes + scales.nbytes + (biases.nbytes if biases else 0)
     return LazyTensor(shape, mx.float32, packed.stored_dtype, nbytes, read)

@@ -15,13 +15,11 @@ import numpy as np
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import mx, nn, tree_unflatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.huggingface import copy_tokenizer
+from mlxlm.checkpoint.huggingface import config_values, copy_tokenizer, file_tensors
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.map_weights import to_file_weights
 from mlxlm.checkpoint.safetensors import SHARD_BYTES
 from mlxlm.config.quantization import BITS, Format
 from mlxlm.convert.verify import Progress
-from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.quantize.calibrate import get_submodule
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
@@ -373,14 +371,13 @@ def _other_tensor_bytes(source: Source, plan: QuantizationPlan) -> int:
 
 def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
     """An upper bound of the folder's bytes without the values of tensors and the tokenizer: headers, index, config."""
-    config = source.checkpoint.config.with_changes(quantization=plan.quantization_config())
-    tensors = lazy_quantize(source.checkpoint_16bit.tensors, plan)
-    stored = to_file_weights(weight_mappings(config, for_mlx=True), tensors)
+    quantized = source.with_tensors(plan, lazy_quantize(source.checkpoint_16bit.tensors, plan))
+    stored = file_tensors(quantized)
     total = sum(tensor.nbytes for tensor in stored.values())
     header = sum(
         len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [total, total]}}))
         for name, tensor in stored.items()
     )
     index = sum(len(name) + 60 for name in stored) if total > SHARD_BYTES else 0
-    values = json.dumps({**source.checkpoint.hf_config, **config_to_hf(config)}, indent=2, default=str)
+    values = json.dumps(config_values(quantized), indent=2, default=str)
     return header + index + len(values.encode("utf-8")) + _MARGIN

@@ -14,6 +14,7 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.load import LayerwiseModel
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
@@ -25,7 +26,7 @@ from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, weight_error
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import ArgumentError, CheckpointError
 
 # None rounds to nearest (rtn.py), which needs no calibration and streams.
 METHODS: dict[str, type[CalibratedMethod] | None] = {"rtn": None, "gptq": GPTQ, "awq": AWQ}
@@ -78,6 +79,9 @@ def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str
             errors[module] = weight_error(weight, packed, fmt)
 
         return QuantizedTensors(lazy_quantize(source.checkpoint_16bit.tensors, plan, on_matrix), errors)
+    if isinstance(source.checkpoint_16bit, ModuleCheckpoint):
+        kind = source.checkpoint_16bit.config.model_type
+        raise ArgumentError(f"`method` {job.settings.method} isn't possible for {kind} models", "rtn")
     config = source.checkpoint.config
     tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
     untied_head = plan.formats.get(HEAD) is not None

@@ -13,21 +13,20 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
-from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.huggingface import copy_tokenizer
+from mlxlm.checkpoint.huggingface import copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_of, with_read_progress
-from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
+from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
-from mlxlm.convert.cross_check import cross_check, greedy_tokens
+from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
-from mlxlm.convert.verify import Progress, comparison_tokens
+from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
-from mlxlm.quantize.quantization_plan import QuantizationPlan, recipe, uniform
+from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source
@@ -93,7 +92,7 @@ def quantize(
         checksums: dict[str, int] = {}
         warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
         shutil.rmtree(scratch)
-        written = open_decoder_checkpoint(folder)
+        written = open_module_checkpoint(folder)
         checks = verify(model.checkpoint, written, str(out), checksums, progress) if settings.verify else []
         if settings.cross_check:
             checks.append(cross_check_mlx_lm(model.checkpoint, written, str(out), progress))
@@ -132,11 +131,11 @@ def _initial_plan(source: Source, settings: QuantizationSettings) -> Quantizatio
     Raises:
         CheckpointError: No group size divides the width of any matrix.
     """
-    config, tensors = source.checkpoint.config, source.checkpoint.tensors
+    found = matrices(source.checkpoint)
     if settings.recipe is not None:
-        plan = recipe(config, tensors, settings.recipe, settings.format.group_size)
+        plan = recipe(found, settings.recipe, settings.format.group_size)
     else:
-        plan = uniform(config, tensors, settings.format)
+        plan = uniform(found, settings.format)
     if not any(plan.formats.values()):
         widths = ", ".join(map(str, sorted(set(plan.skipped.values()))))
         sizes = ", ".join(map(str, GROUP_SIZES if settings.format.affine else [settings.format.group_size]))
@@ -161,8 +160,7 @@ def _write(
             return value
 
         tensors = {name: tensor.transform(partial(record, name)) for name, tensor in tensors.items()}
-    config = source.with_tensors(plan, tensors).config
-    huggingface.write(folder, source.checkpoint.hf_config, config, tensors, None)
+    write_checkpoint(folder, source.with_tensors(plan, tensors))
     return copy_tokenizer(source.checkpoint, folder)
 
 
@@ -184,7 +182,11 @@ def checksum(value: mx.array) -> int:
 
 
 def verify(
-    source: Checkpoint, written: Checkpoint, label: str, checksums: Mapping[str, int], progress: Progress
+    source: WritableCheckpoint,
+    written: WritableCheckpoint,
+    label: str,
+    checksums: Mapping[str, int],
+    progress: Progress,
 ) -> list[Check]:
     """Compare a quantized folder with what was computed, and its tokenizer and configuration with the source's.
 
@@ -202,28 +204,28 @@ def verify(
         if checksum(tensor.read()) != checksums.get(name):
             raise CheckpointError(f"{label}: {name} is not what was written", "check the disk")
         progress("comparing tensors", done, len(written.tensors))
-    unquantized = replace(written, config=written.config.with_changes(quantization=None))
+    unquantized = written.with_tensors(written.tensors)
     return [
         Check("tensors", "equal", f"{len(checksums)} tensors, bit for bit"),
         *check_metadata(source, unquantized, label),
     ]
 
 
-def cross_check_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, progress: Progress) -> Check:
+def cross_check_mlx_lm(
+    source: WritableCheckpoint, written: WritableCheckpoint, label: str, progress: Progress
+) -> Check:
     """Compare our greedy tokens of a quantized folder with those of mlx_lm.
 
     Raises:
         CheckpointError: mlx_lm predicts other tokens, or can't read the folder although it reads the source.
     """
-    config, parameters = written.config, written.config.parameter_count()
+    parameters = parameter_count(source)
     if ON_CPU and parameters > _MAX_CPU_PARAMETERS:
         limit = f"{_MAX_CPU_PARAMETERS // 10**6}M"
         return Check("mlx_lm", "skipped", f"quantized products are slow on a CPU, the limit is {limit} parameters")
     if 4 * parameters > 0.6 * platform.total_memory():
         return Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB of memory in float32")
-    # mlx_lm runs some families without their sliding window.
-    limits = (config.max_position_embeddings, config.sliding_window, config.longrope_original_length)
-    room = min(limit for limit in limits if limit)
+    room = cross_check_length(written.config)
     if room < 2:
         return Check("mlx_lm", "skipped", "the model's context is one token")
     prompt = comparison_tokens(source)[: min(_PROMPT_TOKENS, room // 2)]
