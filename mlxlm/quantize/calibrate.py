@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
@@ -73,16 +75,17 @@ class CalibratedMethod:
 OnBlock = Callable[[str, nn.Module, Mapping[str, InputStats]], None]
 
 
-class _RecordingLinear(nn.Module):
-    """A linear layer that records its inputs."""
+def intercept(module: nn.Module, method: str, call: Callable[..., Any]) -> None:
+    """Replace a method of a module by `call(original, *arguments)`, without changing the tree of modules.
 
-    def __init__(self, name: str, layer: nn.Module, recorder: _InputRecorder):
-        super().__init__()
-        self._name, self._layer, self._recorder = name, layer, recorder  # underscores: not parameters
+    Until `module.__class__` is set back: models look at attributes and classes of their modules.
+    """
+    original = getattr(type(module), method)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        self._recorder.record(self._name, x)
-        return self._layer(x)
+    def intercepted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(partial(original, self), *args, **kwargs)
+
+    module.__class__ = type(type(module).__name__, (type(module),), {method: intercepted})
 
 
 class _InputRecorder:
@@ -134,12 +137,20 @@ def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
     """Record the inputs of all linear layers of `module`."""
     recorder = _InputRecorder()
     leaves = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
-    linear = [(name, leaf) for name, leaf in leaves if isinstance(leaf, nn.Linear)]
-    module.update_modules(tree_unflatten([(name, _RecordingLinear(name, leaf, recorder)) for name, leaf in linear]))
+    linear = {name: leaf for name, leaf in leaves if isinstance(leaf, nn.Linear)}
+    classes = {name: type(leaf) for name, leaf in linear.items()}
+
+    def call(name: str, layer: Callable[..., mx.array], x: mx.array) -> mx.array:
+        recorder.record(name, x)
+        return layer(x)
+
+    for name, leaf in linear.items():
+        intercept(leaf, "__call__", partial(call, name))
     try:
         yield recorder
     finally:
-        module.update_modules(tree_unflatten(linear))
+        for name, leaf in linear.items():
+            leaf.__class__ = classes[name]
 
 
 def _embed(model: LayerwiseModel, windows: np.ndarray) -> list[mx.array]:

@@ -73,3 +73,19 @@ def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
     )
     tokenizers = [load_tokenizer(folder) for folder in (source, tmp_path / "out")]
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_are_searched_for_a_size(kind, mixtures, tmp_path, texts):
+    report = quantize(
+        mixtures(kind), tmp_path / "out", target_bpw=5.6, group_size=32, calibration_text=texts[0], evaluate=False
+    )
+    assert 5.2 < report.bits_per_weight <= 5.6
+    assert len(set(report.bits.values())) > 2
+    assert_runs_alike(tmp_path / "out", 4)
+
+
+def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, texts):
+    report = quantize(mixtures("qwen3_moe"), tmp_path / "out", max_size=130_000, calibration_text=texts[0])
+    assert {report.bits[f"model.layers.{i}.mlp.gate"] for i in range(2)} == {8} and report.bytes <= 130_000
+    assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
