@@ -23,7 +23,8 @@ from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import SHARD_BYTES
 from mlxlm.config.quantization import BITS, Format
 from mlxlm.convert.verify import Progress, parameter_count
-from mlxlm.quantize.calibrate import get_submodule, intercept
+from mlxlm.quantize.calibrate import get_submodule
+from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.quantize.report import compare_with_source

@@ -25,7 +25,7 @@ from mlxlm.convert.metadata import Check, check_metadata
 from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
-from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, check_method, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
@@ -79,6 +79,7 @@ def quantize(
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source)
+    check_method(settings, model)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
     job = Job(model, settings, texts, progress)
@@ -113,6 +114,7 @@ def quantize(
             skipped=dict(plan.skipped),
             bits={module: fmt.bits for module, fmt in plan.formats.items() if fmt is not None},
             errors=quantized.errors,
+            rounded_experts=quantized.rounded_experts,
             error_of="weights" if settings.method == "rtn" else "outputs",
             calibration_text=texts.calibration.name or None,
             metrics=metrics,

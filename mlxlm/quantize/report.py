@@ -94,8 +94,10 @@ class QuantizationReport:
         skipped: Matrix -> its width, if no group size divides it.
         bits: Module -> bits.
         errors: Module -> relative error of `error_of`.
-        error_of: "outputs" on the calibration text, or "weights" for rtn. Embeddings have no outputs: the error of
-            their weights is given.
+        rounded_experts: Module -> the number of its experts that were rounded to nearest instead of calibrated,
+            because they read too little of the calibration text.
+        error_of: "outputs" on the calibration text, or "weights" for rtn. For embeddings and other matrices that aren't
+            calibrated, the error of the weights is given.
         calibration_text: Name of the text; None without calibration.
         metrics: The evaluation; None if it was left out.
         seconds: Duration.
@@ -117,6 +119,7 @@ class QuantizationReport:
     skipped: dict[str, int]
     bits: dict[str, int] = field(repr=False)
     errors: dict[str, float] = field(repr=False)
+    rounded_experts: dict[str, int] = field(repr=False)
     error_of: str
     calibration_text: str | None
     metrics: QuantizationMetrics | None

@@ -44,6 +44,11 @@ class PackedMatrix(NamedTuple):
         """Join the rows of several matrices."""
         return cls(*(None if parts[0] is None else mx.concatenate(parts) for parts in zip(*pieces, strict=True)))
 
+    @classmethod
+    def stack(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+        """Stack the matrices of several experts."""
+        return cls(*(None if parts[0] is None else mx.stack(parts) for parts in zip(*matrices, strict=True)))
+
 
 def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
     """Dequantize to float32 `[rows, width]`, without intermediate rounding."""

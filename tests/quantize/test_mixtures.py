@@ -89,3 +89,13 @@ def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, text
     report = quantize(mixtures("qwen3_moe"), tmp_path / "out", max_size=130_000, calibration_text=texts[0])
     assert {report.bits[f"model.layers.{i}.mlp.gate"] for i in range(2)} == {8} and report.bytes <= 130_000
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
+    settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
+    rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
+    report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
+    assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
+    assert set(report.errors) == set(report.bits)
+    assert_runs_alike(tmp_path / "gptq", 4)
