@@ -15,7 +15,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
 from mlxlm.checkpoint.huggingface import copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_of, with_read_progress
-from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32
@@ -80,6 +80,8 @@ def quantize(
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source)
     check_method(settings, model)
+    if settings.needs_eval_text and isinstance(model.checkpoint, ModuleCheckpoint):
+        _check_memory(model)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
     job = Job(model, settings, texts, progress)
@@ -125,6 +127,15 @@ def quantize(
         write_json(folder / REPORT_FILE, report.to_dict())
         plot_quantization(report, folder / PLOT_FILE)
     return report
+
+
+def _check_memory(source: Source) -> None:
+    """Raise CheckpointError if a model that runs only as a whole can't be compared with its source."""
+    nbytes = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values())
+    needed = 8 * source.parameters if ON_CPU else 2 * nbytes  # at most
+    if needed > 0.6 * platform.total_memory():
+        problem = f"the evaluation needs {needed / 1e9:.3g} GB of memory for the two models"
+        raise CheckpointError(problem, "no evaluation (--no-evaluate)")
 
 
 def _initial_plan(source: Source, settings: QuantizationSettings) -> QuantizationPlan:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx, tree_flatten
 from mlxlm.checkpoint import load_model, load_weights
+from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.convert import convert
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
-from mlxlm.quantize import quantize
+from mlxlm.quantize import methods, pipeline, quantize
+from mlxlm.quantize.calibrate import ExpertInputs
+from mlxlm.quantize.intercept import intercept
+from mlxlm.quantize.layers import layers_of
 from mlxlm.tokenizer import load as load_tokenizer
-from tests.mixtures import KINDS, write_mixture
+from mlxlm.utils.errors import ArgumentError, CheckpointError
+from tests.mixtures import KINDS, VOCABULARY, write_mixture
 
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="the oracle is mlx_lm")
 
@@ -99,3 +106,86 @@ def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
     assert set(report.errors) == set(report.bits)
     assert_runs_alike(tmp_path / "gptq", 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_one_after_another_are_the_model(kind, mixtures):
+    checkpoint = open_module_checkpoint(mixtures(kind))
+    tokens = mx.array(np.random.default_rng(0).integers(0, VOCABULARY, (2, 40)))
+    layers = layers_of(checkpoint)
+    [state] = layers.embed([tokens])
+    for index, _ in enumerate(layers.names):
+        state = layers.run(layers.load(index), index, 0, state)
+        mx.eval(state)
+    [(head, found)] = layers.head_inputs(0, state).items()
+    assert head.endswith("lm_head") or head == layers.tied_table
+    model, _ = load_checkpoint(checkpoint)
+    wanted = []
+    module = dict(model.named_modules())[head]
+    intercept(module, "as_linear" if layers.tied_table else "__call__", lambda original, x: wanted.append(x))
+    model(tokens)
+    np.testing.assert_array_equal(np.array(found), np.array(wanted[0]))
+
+
+def test_a_model_that_computes_something_between_its_layers_is_not_calibrated(mixtures, monkeypatch, tmp_path, texts):
+    mixtral = pytest.importorskip("mlx_lm.models.mixtral")
+
+    def call(self, inputs, cache=None, input_embeddings=None):
+        x = self.embed_tokens(inputs)
+        for layer in self.layers:
+            x = 2 * layer(x, "causal", None)
+        return self.norm(x)
+
+    source = mixtures("mixtral")
+    monkeypatch.setattr(mixtral.MixtralModel, "__call__", call)
+    with pytest.raises(ArgumentError, match="mixtral models can't be calibrated: .* between its layers .try: .*rtn"):
+        quantize(source, tmp_path / "out", method="gptq", calibration_text=texts[0], evaluate=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 1, 1, 8), (2, 5, 3, 1, 8), (30, 1, 8)], ids=str)
+def test_moments_of_each_expert(shape):
+    """Inputs of several experts, of one each, and sorted."""
+    rng = np.random.default_rng(0)
+    x, experts = rng.normal(size=shape).astype(np.float32), rng.integers(0, 4, (2, 5, 3))
+    experts = experts.reshape(-1) if len(shape) == 3 else experts
+    inputs = ExpertInputs()
+    for _ in range(2):
+        inputs.add(mx.array(x), mx.array(experts))
+    rows = np.broadcast_to(x[..., 0, :], (*experts.shape, 8))
+    for expert in range(5):
+        chosen = np.concatenate(2 * [rows[experts == expert]])
+        count, stats = inputs.of(expert)
+        assert count == len(chosen)
+        np.testing.assert_allclose(stats.moments, chosen.T @ chosen if count else 0, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypatch):
+    settings = {"group_size": 32, "evaluate": False}
+    quantize(mixtures("mixtral"), tmp_path / "rtn", **settings)
+    settings |= {"method": "gptq", "calibration_text": texts[0]}
+    reports = [quantize(mixtures("mixtral"), tmp_path / "gptq", **settings)]
+    monkeypatch.setattr(methods, "MIN_EXPERT_TOKENS", 10**6)
+    reports.append(quantize(mixtures("mixtral"), tmp_path / "few", **settings))
+    experts = "model.layers.{}.block_sparse_moe.switch_mlp.{}_proj"
+    names = [experts.format(i, part) for i in (0, 1) for part in ("gate", "up", "down")]
+    assert reports[0].rounded_experts == {} and reports[1].rounded_experts == dict.fromkeys(names, 4)
+    calibrated, few, rounded = (load_weights(tmp_path / name) for name in ("gptq", "few", "rtn"))
+    for name in (f"{name}.weight" for name in names):
+        assert mx.array_equal(few[name], rounded[name]) and not mx.array_equal(calibrated[name], rounded[name])
+
+
+def test_methods_that_are_not_possible(mixtures, tmp_path, texts, monkeypatch):
+    source = mixtures("mixtral")
+    with pytest.raises(ArgumentError, match="awq isn't possible for mixtral models, .* .try: gptq or rtn"):
+        quantize(source, tmp_path / "out", method="awq", calibration_text=texts[0])
+    monkeypatch.setattr(pipeline.platform, "total_memory", lambda: 10**6)
+    with pytest.raises(CheckpointError, match="needs .* GB of memory for the two models .try: .*evaluat"):
+        quantize(source, tmp_path / "out", eval_text=texts[1])
+
+
+def test_report_and_cross_check(mixtures, tmp_path, texts, plots):
+    report = quantize(mixtures("deepseek_v3"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
+    assert report.checks[-1].name == "mlx_lm" and report.checks[-1].result == "equal"
+    assert set(report.errors) == set(report.bits) and "model.layers.1.self_attn.embed_q" in report.errors
+    assert report.metrics.hidden_state_errors == {} and (tmp_path / "out/quantization.png").stat().st_size > 10_000
