@@ -84,6 +84,8 @@ def to_modules(checkpoint: MlxLmCheckpoint) -> ModuleCheckpoint:
     tensors = arrays.describe()
     check_shapes(modules, tensors, quantization, str(checkpoint.path))
     config = mlx_lm_config(values)
+    read = vars(getattr(modules, "args", modules))  # other names for a field are for other models
+    config = {name: value for name, value in config.items() if name in values or name in read or name == "text_config"}
     left_out = ("quantization", "quantization_config", *_OTHER_PARTS)
     return ModuleCheckpoint(
         path=checkpoint.path,
