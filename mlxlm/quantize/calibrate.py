@@ -39,9 +39,11 @@ class CalibratedMethod:
 
     Attributes:
         runs_source: Whether the unquantized model runs together with the quantized one, for `InputStats.dxxt`.
+        needs_decoder: Whether `change_block` is essential, which knows the blocks of mlxlm's decoder only.
     """
 
     runs_source = False
+    needs_decoder = False
 
     def change_block(
         self,

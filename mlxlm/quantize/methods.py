@@ -78,10 +78,11 @@ def check_method(settings: QuantizationSettings, source: Source) -> None:
     Raises:
         ArgumentError: It isn't; the hint names those that are.
     """
-    checkpoint = source.checkpoint
-    if settings.method == "awq" and isinstance(checkpoint, ModuleCheckpoint):
-        problem = f"`method` awq isn't possible for {checkpoint.config.model_type} models, which mlx_lm runs"
-        raise ArgumentError(problem, "gptq or rtn")
+    checkpoint, method = source.checkpoint, METHODS[settings.method]
+    if isinstance(checkpoint, ModuleCheckpoint) and method is not None and method.needs_decoder:
+        problem = f"`method` {settings.method} isn't possible for {checkpoint.config.model_type} models"
+        possible = [name for name, other in METHODS.items() if other is None or not other.needs_decoder]
+        raise ArgumentError(f"{problem}, which mlx_lm runs", " or ".join(possible))
 
 
 def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:

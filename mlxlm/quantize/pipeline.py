@@ -64,7 +64,7 @@ def quantize(
         **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
 
     Raises:
-        ArgumentError: Settings contradict each other, or one has no effect.
+        ArgumentError: Settings contradict each other, one has no effect, or the method isn't possible for this model.
         CheckpointError: `out` exists, or the weights can't be quantized.
         ConfigError: A value can't work, or a target can't be reached; the hint is the nearest one that can.
         DataError: A text is too short.
