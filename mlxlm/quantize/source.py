@@ -48,7 +48,9 @@ def open_source(source: Path | str) -> Source:
     """
     checkpoint = open_module_checkpoint(source)
     if checkpoint.quantization:
-        raise CheckpointError(f"{source} is already quantized", "the unquantized model")
+        raise CheckpointError(
+            f"{source} is already quantized", "the unquantized model; or mlxlm convert first, which dequantizes"
+        )
     check_tokenizer(checkpoint)  # before hours of work
     dtype = output_dtype(checkpoint.tensors)
     checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(checkpoint.tensors, dtype, checkpoint.keeps_dtype))
