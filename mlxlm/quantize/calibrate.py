@@ -122,9 +122,10 @@ class _InputRecorder:
 
     def end_batch(self) -> None:
         """Add the batch. An array that several layers read (query, key and value) is multiplied once."""
-        first: dict[int, str] = {}
-        for name, (x, *experts) in self._inputs.items():
-            leader = self._first_layer[name] = first.setdefault(id(x), name)
+        first: dict[tuple[int, ...], str] = {}
+        for name, inputs in self._inputs.items():
+            x, *experts = inputs
+            leader = self._first_layer[name] = first.setdefault(tuple(map(id, inputs)), name)
             if leader != name:
                 continue
             if experts:
@@ -161,12 +162,12 @@ def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
     recorded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Linear) or is_stack(leaf)}
     classes = {name: type(leaf) for name, leaf in recorded.items()}
 
-    def call(name: str, layer: Callable[..., mx.array], *inputs: mx.array, **options: Any) -> mx.array:
-        recorder.record(name, *inputs)
+    def call(name: str, count: int, layer: Callable[..., mx.array], *inputs: Any, **options: Any) -> mx.array:
+        recorder.record(name, *inputs[:count])
         return layer(*inputs, **options)
 
     for name, leaf in recorded.items():
-        intercept(leaf, "__call__", partial(call, name))
+        intercept(leaf, "__call__", partial(call, name, 2 if is_stack(leaf) else 1))
     try:
         yield recorder
     finally:
