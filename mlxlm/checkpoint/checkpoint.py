@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mlxlm.checkpoint.adapter import Adapter
 from mlxlm.checkpoint.embedding_config import EmbeddingConfig
@@ -44,9 +44,19 @@ class Checkpoint(_CheckpointFiles):
     config: ModelConfig
     packed: Checkpoint | None = field(default=None, repr=False)
 
-    def with_tensors(self, tensors: LazyTensors, config: ModelConfig | None = None) -> Checkpoint:
-        """The checkpoint with other tensors, without `packed`, and with their configuration if it differs."""
-        return replace(self, tensors=tensors, config=config or self.config, packed=None)
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The settings of MLX's quantization; None if it isn't quantized."""
+        return self.config.quantization
+
+    def keeps_dtype(self, name: str) -> bool:
+        """Whether a tensor must keep its dtype when the others are converted."""
+        return False
+
+    def with_tensors(self, tensors: LazyTensors, quantization: Mapping[str, Any] | None = None) -> Self:
+        """The same model with other tensors, quantized by `quantization`, and without `packed`."""
+        config = self.config.with_changes(quantization=quantization)
+        return replace(self, tensors=tensors, config=config, packed=None)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxlm.backend.mlx import mx, nn
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config.quantization import module_quantization
 from mlxlm.utils.errors import CheckpointError
@@ -36,6 +36,26 @@ def unpacked_shapes(
     return shapes
 
 
+def check_shapes(model: nn.Module, tensors: LazyTensors, quantization: Mapping[str, Any] | None, source: str) -> None:
+    """Check that the tensors are all parameters of a model and no others, with the shapes that they have in it.
+
+    Raises:
+        CheckpointError: Names `source` and the tensors that don't match.
+    """
+    shapes = unpacked_shapes(tensors, quantization, source)
+    expected = {name: tuple(value.shape) for name, value in tree_flatten(model.parameters())}
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    problems += [f"{name} is not part of this model" for name in shapes if name not in expected]
+    problems += [
+        f"{name} is {list(shape)}, the configuration says {list(expected[name])}"
+        for name, shape in shapes.items()
+        if name in expected and tuple(shape) != expected[name]
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise CheckpointError(f"{source}: the weights don't match the configuration: {'; '.join(problems[:3])}{more}")
+
+
 def dequantize_tensors(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Return the tensors with every quantized matrix dequantized to float32, without intermediate rounding."""
     result = {}
@@ -60,7 +80,7 @@ def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quant
 
 
 def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    """Unpacked shape of a quantized matrix, after checking its parts against the configuration."""
+    """Unpacked shape of a quantized matrix or stack of matrices, after checking its parts against the configuration."""
     plan = module_quantization(quantization, layer)
     if plan is None:
         raise CheckpointError(f"{source}: {layer} has scales, but config.json says that it is not quantized")
@@ -71,7 +91,7 @@ def _unpacked_shape(layer: str, tensors: LazyTensors, quantization: Mapping[str,
     }
     if list(parts) != names or any(len(part.shape) not in (2, 3) for part in parts.values()):
         expected = ", ".join(names[:-1]) + f" and {names[-1]}"
-        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two dimensions or three")
+        raise CheckpointError(f"{source}: {layer} ({mode}) needs {expected}, each with two or three dimensions")
     packed, *rest = parts.values()
     *rows, words = packed.shape
     width = words * 32 // bits

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm.checkpoint.checkpoint import AnyCheckpoint
+from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors, dtype_sizes
 from mlxlm.checkpoint.locations import FOLDER_FORMATS, locate
 from mlxlm.checkpoint.map_weights import to_file_weights
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.safetensors import SHARD_BYTES, write_shards
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf, resolve_model_type
@@ -20,10 +22,11 @@ from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
 from mlxlm.utils.json_files import write_json
 
 # Fields of the source's configuration about its files (code is not copied), RoPE and quantization.
-_REPLACED = {
+ABOUT_FILES = {
     "_name_or_path", "auto_map", "custom_pipelines", "model_file", "dtype", "torch_dtype", "quantization",
-    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "transformers_version",
+    "quantization_config", "transformers_version",
 }  # fmt: skip
+_REPLACED = ABOUT_FILES | {"rope_parameters", "rope_scaling", "rope_theta"}
 # Hugging Face's files of tokenizers, chat templates and generation settings.
 _FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -54,28 +57,74 @@ def write(
         CheckpointError: Names a tensor that can't be read or has values that are not finite, or a file that can't be
             written.
     """
-    config, quantized = resolve_model_type(config), config.quantization is not None
+    config = resolve_model_type(config)
     write_config(folder, values, config, _dtype(tensors))
     if tokenizer is not None:
         tokenizer.save(folder)
-    file_tensors = to_file_weights(families.weight_mappings(config, for_mlx=quantized), tensors)
-    write_shards(folder, file_tensors, shard_bytes, finite=True, format="mlx" if quantized else "pt")
+    format = "pt" if config.quantization is None else "mlx"
+    write_shards(folder, _decoder_file_tensors(config, tensors), shard_bytes, finite=True, format=format)
 
 
 def write_config(folder: Path, values: Mapping[str, Any], config: ModelConfig, dtype: str) -> None:
     """Write config.json and generation_config.json for weights in `dtype` ("float32"); see `write` for `values`."""
+    write_json(folder / "config.json", _decoder_config(values, config, dtype))
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    token_ids = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if token_ids:
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+
+
+def write_checkpoint(folder: Path, checkpoint: WritableCheckpoint) -> None:
+    """Write an open checkpoint without its tokenizer, one tensor in memory at a time; see `write`."""
+    if isinstance(checkpoint, Checkpoint):
+        write(folder, checkpoint.hf_config, checkpoint.config, checkpoint.tensors, None)
+        return
+    write_json(folder / "config.json", config_values(checkpoint))
+    write_shards(folder, checkpoint.tensors, finite=True)
+
+
+def config_values(checkpoint: WritableCheckpoint) -> dict[str, Any]:
+    """The config.json that `write_checkpoint` writes."""
+    dtype = _dtype(checkpoint.tensors)
+    if isinstance(checkpoint, Checkpoint):
+        return _decoder_config(checkpoint.hf_config, resolve_model_type(checkpoint.config), dtype)
+    values = {name: _finite(value) for name, value in checkpoint.hf_config.items() if name not in ABOUT_FILES}
+    quantization = checkpoint.quantization
+    # mlx_lm and the hub read either.
+    both = {} if quantization is None else {"quantization": quantization, "quantization_config": quantization}
+    return {**values, "torch_dtype": dtype, "dtype": dtype, **both}
+
+
+def file_tensors(checkpoint: WritableCheckpoint) -> LazyTensors:
+    """The tensors that `write_checkpoint` writes."""
+    if isinstance(checkpoint, Checkpoint):
+        return _decoder_file_tensors(resolve_model_type(checkpoint.config), checkpoint.tensors)
+    return checkpoint.tensors
+
+
+def _decoder_config(values: Mapping[str, Any], config: ModelConfig, dtype: str) -> dict[str, Any]:
     same_type = values.get("model_type") == config.model_type
-    content = {
+    return {
         **{name: value for name, value in (values if same_type else {}).items() if name not in _REPLACED},
         **config_to_hf(config),
         "torch_dtype": dtype,  # transformers 5 reads "dtype", others the older name
         "dtype": dtype,
     }
-    write_json(folder / "config.json", content)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    token_ids = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    if token_ids:
-        write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+
+
+def _decoder_file_tensors(config: ModelConfig, tensors: LazyTensors) -> LazyTensors:
+    return to_file_weights(families.weight_mappings(config, for_mlx=config.quantization is not None), tensors)
+
+
+def _finite(value: Any) -> Any:
+    """Write infinity, which JSON lacks, as transformers and mlx_lm do."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {"__float__": "Infinity" if value > 0 else "-Infinity"}
+    return value
 
 
 def _dtype(tensors: LazyTensors) -> str:

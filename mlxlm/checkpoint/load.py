@@ -12,7 +12,7 @@ from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
-from mlxlm.checkpoint.mlx_lm import MlxLmConfig, load_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
 from mlxlm.config import ModelConfig
@@ -47,6 +47,10 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
     Raises:
         CheckpointError: The weights don't fit in memory at all.
     """
+    if isinstance(checkpoint, ModuleCheckpoint):
+        model, _ = build_with_mlx_lm(checkpoint)
+        load_submodule(model, checkpoint.tensors, "", checkpoint.quantization)
+        return model, checkpoint.config
     if not isinstance(checkpoint, Checkpoint):
         return load_with_mlx_lm(checkpoint)
     stored = checkpoint.packed or checkpoint

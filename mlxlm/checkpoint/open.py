@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm.backend.mlx import tree_flatten
 from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorch, safetensors
 from mlxlm.checkpoint.adapter import CONFIG_FILE, open_adapter
 from mlxlm.checkpoint.catalog import model_names
@@ -26,7 +25,7 @@ from mlxlm.checkpoint.hub import without_address
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
 from mlxlm.checkpoint.map_weights import to_decoder_weights
-from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint, build_with_mlx_lm, to_modules
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
@@ -93,7 +92,7 @@ def open_checkpoint(source: Path | str, adapter: Path | str | None = None) -> An
     if not isinstance(checkpoint, Checkpoint):
         return replace(checkpoint, adapter=opened)
     config, tensors = opened.merge_into_decoder(checkpoint.config, checkpoint.tensors)
-    return checkpoint.with_tensors(tensors, config)
+    return replace(checkpoint, config=config, tensors=tensors, packed=None)
 
 
 def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: Path | str | None = None) -> Checkpoint:
@@ -101,7 +100,7 @@ def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: 
 
     Args:
         source: As for `open_checkpoint`.
-        purpose: What the checkpoint is for, in the error: "converted".
+        purpose: What the checkpoint is for, in the error: "fine-tuned".
         adapter: As for `open_checkpoint`.
 
     Raises:
@@ -116,6 +115,16 @@ def open_decoder_checkpoint(source: Path | str, purpose: str = "used", adapter: 
         hint = "mlxlm chat or mlxlm generate, which run this model as it is"
     reason = checkpoint.unsupported_reason
     raise CheckpointError(f"{source} can't be {purpose}: mlxlm's decoder has no {reason}", hint)
+
+
+def open_module_checkpoint(source: Path | str, adapter: Path | str | None = None) -> WritableCheckpoint:
+    """Open a checkpoint with the tensors of the modules that run it: those of mlxlm's decoder, or of mlx_lm's class.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: As `open_checkpoint`; or mlx_lm can't load the checkpoint.
+    """
+    checkpoint = open_checkpoint(source, adapter)
+    return checkpoint if isinstance(checkpoint, Checkpoint) else to_modules(checkpoint)
 
 
 def _open_file(path: Path) -> AnyCheckpoint:
@@ -233,15 +242,4 @@ def _check_shapes(config: ModelConfig, tensors: LazyTensors, path: Path) -> None
             f"{path}: the weights don't match the configuration: model.layers.{missing} is missing"
             f" (num_hidden_layers is {config.num_hidden_layers})"
         )
-    shapes = dequantize.unpacked_shapes(tensors, config.quantization, str(path))
-    expected = {name: tuple(value.shape) for name, value in tree_flatten(Decoder(config).parameters())}
-    problems = [f"{name} is missing" for name in expected if name not in shapes]
-    problems += [f"{name} is not part of this model" for name in shapes if name not in expected]
-    problems += [
-        f"{name} is {list(shape)}, the configuration says {list(expected[name])}"
-        for name, shape in shapes.items()
-        if name in expected and tuple(shape) != expected[name]
-    ]
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CheckpointError(f"{path}: the weights don't match the configuration: {'; '.join(problems[:3])}{more}")
+    dequantize.check_shapes(Decoder(config), tensors, config.quantization, str(path))

@@ -35,7 +35,7 @@ DTYPES = {
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
     "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8, "BOOL": mx.bool_,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("F8")}
 
 # A header has about 120 bytes per tensor and needs about 10 times that in memory. The largest files in use, 5 GB shards
 # of models with hundreds of experts, have a few thousand tensors.
@@ -180,10 +180,10 @@ def write_tensors(
     end = 0
     for name in order:
         tensor, start = tensors[name], end
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, which safetensors doesn't support")
         end += _nbytes(tensor)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     file.write(struct.pack("<Q", len(raw)) + raw)

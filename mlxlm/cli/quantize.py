@@ -107,6 +107,9 @@ def notes(report: QuantizationReport) -> Iterator[str]:
         yield f"groups of {size}, because the requested size doesn't divide the width: {layers}"
     for width, layers in group_layers_by_value(report.skipped).items():
         yield f"left in 16 bits, because no group size divides a width of {width}: {layers}"
+    if report.rounded_experts:
+        count = sum(report.rounded_experts.values())
+        yield f"rounded to nearest, because the calibration text has too few tokens for them: {count} experts' matrices"
     if report.calibration_text:
         yield f"calibrated on: {report.calibration_text}"
     if report.metrics:

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
+from mlxlm.checkpoint.huggingface import ABOUT_FILES
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel, load_checkpoint
-from mlxlm.checkpoint.mlx_lm import MlxLmConfig
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig, WritableCheckpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.data import Document
@@ -29,6 +30,7 @@ TOLERANCE = 1e-3  # relative error; summation order in float32 causes far less, 
 ROUNDING = 1e-5  # nats per token; float16 rounding of weights costs 1e-7 to 1e-6, 8-bit quantization 1e-4 to 1e-3
 _BATCH_TOKENS = 2048  # that go through a layer at once
 _MAX_LOGITS = 1 << 22  # of each model in memory at once; some ten arrays of their size are needed
+C = TypeVar("C", Checkpoint, WritableCheckpoint)
 LayerProgress = Callable[[int, int], None]
 _Batches = list[tuple[mx.array, mx.array]]  # inputs [B, T], targets of the last N positions [B, N]
 _LogitPairs = Iterator[tuple[mx.array, mx.array, mx.array]]  # logits of A and B [n, V], targets [n]
@@ -101,18 +103,19 @@ def dequantized_tensors(checkpoint: AnyCheckpoint) -> LazyTensors:
 
     If only mlx_lm runs the architecture and only mlx_lm has the quantization, tensors are as stored.
     """
-    if isinstance(checkpoint, Checkpoint):
-        return dequantize_tensors(checkpoint.tensors, checkpoint.config.quantization or {})
+    if isinstance(checkpoint, WritableCheckpoint):
+        quantization = checkpoint.quantization
+        return checkpoint.tensors if quantization is None else dequantize_tensors(checkpoint.tensors, quantization)
     quantization = get_quantization_config(checkpoint.hf_config)
     if quantization is None or any(validate_quantization(quantization)):
         return checkpoint.tensors
     return dequantize_tensors(checkpoint.tensors, quantization)
 
 
-def to_float32(checkpoint: Checkpoint) -> Checkpoint:
+def to_float32(checkpoint: C) -> C:
     """The same weights in float32, so that rounding of activations isn't mistaken for a change of the weights."""
     tensors = {name: tensor.astype(mx.float32) for name, tensor in dequantized_tensors(checkpoint).items()}
-    return checkpoint.with_tensors(tensors, checkpoint.config.with_changes(quantization=None))
+    return checkpoint.with_tensors(tensors)
 
 
 def relative_error(pairs: Iterable[tuple[mx.array, mx.array]]) -> float:
@@ -129,7 +132,7 @@ def relative_error(pairs: Iterable[tuple[mx.array, mx.array]]) -> float:
 def config_diff(a: AnyCheckpoint, b: AnyCheckpoint) -> dict[str, tuple[Any, Any]]:
     """Fields of the configurations that differ; fields of config.json if mlxlm doesn't support the architecture."""
     if not (isinstance(a, Checkpoint) and isinstance(b, Checkpoint)):
-        names = sorted({*a.hf_config, *b.hf_config} - {*_IGNORED, "quantization_config"})
+        names = sorted({*a.hf_config, *b.hf_config} - {*_IGNORED, *ABOUT_FILES})
         return {n: (a.hf_config.get(n), b.hf_config.get(n)) for n in names if a.hf_config.get(n) != b.hf_config.get(n)}
     pairs = {f.name: (getattr(a.config, f.name), getattr(b.config, f.name)) for f in fields(ModelConfig)}
     return {name: pair for name, pair in pairs.items() if name not in _IGNORED and pair[0] != pair[1]}

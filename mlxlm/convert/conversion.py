@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import gguf, huggingface, llama2c
+from mlxlm.checkpoint import gguf, llama2c
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.gguf import affine
-from mlxlm.checkpoint.huggingface import check_tokenizer, copy_tokenizer
+from mlxlm.checkpoint.huggingface import check_tokenizer, copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import (
     UNQUANTIZED_DTYPES,
     LazyTensor,
@@ -25,7 +25,8 @@ from mlxlm.checkpoint.lazy_tensor import (
     with_read_progress,
 )
 from mlxlm.checkpoint.locations import FOLDER_FORMATS
-from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
+from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.convert.metadata import Check
@@ -48,47 +49,60 @@ class OutputFormat:
 
     Attributes:
         name: Name of the format, as in `Checkpoint.format` or "huggingface".
-        write: `write(source, config, tensors, path, out, type)` writes the model to `path`, a new folder or file that
-            becomes `out`. `config` is that of the tensors, which are quantized only for a folder from a GGUF file;
-            `type` is the requested one, if any.
+        write: `write(source, tensors, path, out, type)` writes the model to `path`, a new folder or file that becomes
+            `out`. The tensors are quantized only if `source` is the packed form of a GGUF file; `type` is the requested
+            one, if any.
         backends: Other programs that read the format, names in `cross_check.REQUIRED_PACKAGES`.
         ignored: "dtype" or "outtype" -> why it has no effect.
     """
 
     name: str
-    write: Callable[[Checkpoint, ModelConfig, LazyTensors, Path, Path, str | None], gguf.WriteResult]
+    write: Callable[[WritableCheckpoint, LazyTensors, Path, Path, str | None], gguf.WriteResult]
     backends: tuple[str, ...]
     ignored: Mapping[str, str]
 
 
 def _write_folder(
-    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+    source: WritableCheckpoint, tensors: LazyTensors, path: Path, out: Path, type: str | None
 ) -> gguf.WriteResult:
-    """Write the model family's own Hugging Face layout."""
+    """Write the model family's own Hugging Face layout, or that of mlx_lm's class."""
     check_tokenizer(source)  # before minutes of work
-    keeps_dtypes = source.config.quantization is None and source.format in FOLDER_FORMATS
-    if config.quantization is None and (type or not keeps_dtypes):
+    is_packed = source.format == "gguf" and source.quantization is not None
+    if not is_packed and (type or source.quantization or source.format not in FOLDER_FORMATS):
         target = DTYPES[type or _main_dtype(source)]
-        tensors = {name: _cast(name, tensor, target) for name, tensor in tensors.items()}
-    huggingface.write(path, source.hf_config, config, tensors, None)
+        tensors = {n: t if source.keeps_dtype(n) else _cast(n, t, target) for n, t in tensors.items()}
+    write_checkpoint(path, source.with_tensors(tensors, source.quantization if is_packed else None))
     return gguf.WriteResult(copy_tokenizer(source, path))
 
 
 def _write_gguf(
-    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+    source: WritableCheckpoint, tensors: LazyTensors, path: Path, out: Path, type: str | None
 ) -> gguf.WriteResult:
     """Write a file for llama.cpp."""
+    config = _decoder_config(source)
     return gguf.write(path, config, tensors, source.load_tokenizer(), type or _OUTTYPE_OF[_main_dtype(source)])
 
 
 def _write_llama2c(
-    source: Checkpoint, config: ModelConfig, tensors: LazyTensors, path: Path, out: Path, type: str | None
+    source: WritableCheckpoint, tensors: LazyTensors, path: Path, out: Path, type: str | None
 ) -> gguf.WriteResult:
     """Write a llama2.c file with its tokenizer.bin."""
-    tokenizer = source.load_tokenizer()
+    config, tokenizer = _decoder_config(source), source.load_tokenizer()
     llama2c.check_output(out, config, tokenizer)
     llama2c.write(path, config, tensors, tokenizer)
     return gguf.WriteResult()
+
+
+def _decoder_config(source: WritableCheckpoint) -> ModelConfig:
+    """The configuration of a source's weights once they are dequantized.
+
+    Raises:
+        CheckpointError: mlxlm's decoder doesn't implement the architecture.
+    """
+    if isinstance(source, ModuleCheckpoint):
+        problem = f"a {source.config.model_type} model can only be written to a folder"
+        raise CheckpointError(problem, "--out with the name of a folder")
+    return source.config.with_changes(quantization=None)
 
 
 _OUTTYPE_IGNORED = {"outtype": "it is for .gguf files"}
@@ -124,7 +138,7 @@ def folder_name(out: Path) -> str:
     return out.stem.strip(".-") or "model"
 
 
-def _main_dtype(checkpoint: Checkpoint) -> str:
+def _main_dtype(checkpoint: WritableCheckpoint) -> str:
     """The dtype of most weights of a checkpoint; if it is quantized, of most of its scales, else float16."""
     tensors = checkpoint.tensors.values()
     unquantized = [tensor for tensor in tensors if tensor.stored_dtype in UNQUANTIZED_DTYPES]
@@ -220,8 +234,7 @@ def convert(
 
     Raises:
         ArgumentError: An argument has no effect on this format.
-        CheckpointError: `out` exists, only mlx_lm runs the architecture, the output can't represent a value, or the
-            verification fails.
+        CheckpointError: `out` exists, the output can't represent a value, or the verification fails.
         ConfigError: Unknown types, or a name of another format.
         TokenizerError: The format needs a tokenizer that the source doesn't have.
     """
@@ -236,20 +249,23 @@ def convert(
     if cross_check and not verify_output:
         raise ArgumentError("`cross_check` would have no effect: the output is not verified")
     check_not_exists(out, CheckpointError, "another name for the output")
-    source_checkpoint = open_decoder_checkpoint(source, "converted", adapter)
+    source_checkpoint = open_module_checkpoint(source, adapter)
     is_folder = format is _FOLDER
-    packed = source_checkpoint.packed if is_folder and dtype is None else None
+    packed = source_checkpoint.packed if isinstance(source_checkpoint, Checkpoint) else None
+    if not is_folder or dtype is not None:
+        packed = None
     unpacked = dequantized_tensors(source_checkpoint)
     parameters = sum(math.prod(tensor.shape) for tensor in unpacked.values())
-    config = packed.config if packed else source_checkpoint.config.with_changes(quantization=None)
     tensors = with_read_progress(packed.tensors if packed else unpacked, partial(progress, "writing"))
     with atomic_new_folder(out) if is_folder else atomic_new_files(out) as folder:
         path = folder if is_folder else folder / out.name
-        files = format.write(source_checkpoint, config, tensors, path, out, dtype or outtype)
-        written = open_decoder_checkpoint(path)
+        files = format.write(packed or source_checkpoint, tensors, path, out, dtype or outtype)
+        written = open_module_checkpoint(path)
         checks = []
         if verify_output:
             backends = [name for name in format.backends if cross_check and not (packed and name == "transformers")]
+            if isinstance(written, ModuleCheckpoint):  # whose tensors are those of mlx_lm's modules
+                backends = [name for name in backends if name == "mlx_lm"]
             checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)

@@ -21,6 +21,8 @@ import numpy as np
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import LAYER_PREFIX, LayerwiseModel, load_checkpoint
+from mlxlm.checkpoint.mlx_lm import MlxLmConfig, WritableCheckpoint
+from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.metadata import SAMPLE_TEXT, Check
 from mlxlm.families import MLXLM_MODEL_TYPE, compatibility_warning, mlx_lm_mismatch, resolve_model_type
@@ -170,9 +172,17 @@ def _llama_cpp(path: str, ids: list[int]) -> tuple[np.ndarray, dict[str, Any]]:
     return np.array(model.scores[: len(ids)]), {"text_ids": text_ids}
 
 
+def cross_check_length(config: ModelConfig | MlxLmConfig) -> int:
+    """The longest text that mlx_lm and llama.cpp compute as mlxlm does: they run some families without their window."""
+    if isinstance(config, MlxLmConfig):
+        return config.max_position_embeddings
+    limits = (config.max_position_embeddings, config.sliding_window, config.longrope_original_length)
+    return min(limit for limit in limits if limit)
+
+
 def cross_check(
-    source: Checkpoint,
-    written: Checkpoint,
+    source: WritableCheckpoint,
+    written: WritableCheckpoint,
     label: str,
     backends: Sequence[str],
     ids: list[int],
@@ -220,18 +230,16 @@ def cross_check(
 
 def cross_check_one(
     backend: str,
-    source: Checkpoint,
-    written: Checkpoint,
+    source: WritableCheckpoint,
+    written: WritableCheckpoint,
     label: str,
     ids: list[int],
     start: int,
     tokens_may_differ: bool = False,
 ) -> Check:
     """Run one program; raises CheckpointError if its tokens differ, BackendRejected if it can't read the output."""
-    if backend != "llama.cpp" and resolve_model_type(written.config).model_type == MLXLM_MODEL_TYPE:
-        return Check(backend, "skipped", compatibility_warning(written.config) or "")
-    if backend == "mlx_lm" and (reason := mlx_lm_mismatch(written.config)):
-        return Check(backend, "differs", reason)  # even if its greedy tokens happen to be equal
+    if isinstance(written, Checkpoint) and (problem := _known_difference(backend, written)):
+        return problem
     try:
         output = run_backend(backend, written.path, ids, start)
     except BackendUnavailable as error:
@@ -244,7 +252,9 @@ def cross_check_one(
     ties = sum(a != b for a, b in zip(output.tokens, ours, strict=True))
     worst = int(np.argmax(output.logit_gaps))
     if not output.logit_gaps[worst] <= allowed:  # NaN is an error, too
-        where = "" if output.hidden is None else _first_layer(written, ids, output.hidden)
+        where = ""
+        if output.hidden is not None and isinstance(written, Checkpoint):
+            where = _first_layer(written, ids, output.hidden)
         tokens = f"token {output.tokens[worst]}, mlxlm {ours[worst]} (greedy token {worst + 1} of {count})"
         raise CheckpointError(f"{label}: {backend} predicts {tokens}{where}", _HINT)
     equal = "all equal" if not ties else f"{count - ties} equal, ties of two tokens: {ties}"
@@ -252,8 +262,17 @@ def cross_check_one(
     return Check(backend, "equal" if not ties else "within rounding", f"{count} greedy tokens: {equal}{text_ids}")
 
 
+def _known_difference(backend: str, written: Checkpoint) -> Check | None:
+    """The check of a program that can't run the model, or computes something else."""
+    if backend != "llama.cpp" and resolve_model_type(written.config).model_type == MLXLM_MODEL_TYPE:
+        return Check(backend, "skipped", compatibility_warning(written.config) or "")
+    if backend == "mlx_lm" and (reason := mlx_lm_mismatch(written.config)):
+        return Check(backend, "differs", reason)  # even if its greedy tokens happen to be equal
+    return None
+
+
 def _check_tokenization(
-    backend: str, source: Checkpoint, output: BackendOutput, label: str, tokens_may_differ: bool
+    backend: str, source: WritableCheckpoint, output: BackendOutput, label: str, tokens_may_differ: bool
 ) -> str:
     """Compare how the program and the source's tokenizer tokenize a text, if the program did."""
     if output.text_ids is None:
@@ -276,7 +295,7 @@ def _final_name(text: str, label: str) -> str:
     return re.sub(r"[^\s'\"]*\.partial(/[^\s'\"]*)?", label, text)
 
 
-def _same_of_source(backend: str, source: Checkpoint, ids: list[int], start: int, refused: bool) -> bool:
+def _same_of_source(backend: str, source: WritableCheckpoint, ids: list[int], start: int, refused: bool) -> bool:
     """Whether a program differs from mlxlm on the source's files, too: it rejects them, or predicts other tokens."""
     reads = source.format == "gguf" if backend == "llama.cpp" else (Path(source.path) / "config.json").is_file()
     if not reads:
@@ -295,7 +314,10 @@ def _same_of_source(backend: str, source: Checkpoint, ids: list[int], start: int
 
 
 def greedy_tokens(
-    checkpoint: Checkpoint, ids: Sequence[int], count: int, on_progress: Callable[[int], None] = lambda done: None
+    checkpoint: WritableCheckpoint,
+    ids: Sequence[int],
+    count: int,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[int]:
     """Generate `count` tokens greedily after `ids`; calls `on_progress` with the number of tokens so far."""
     model, _ = load_checkpoint(checkpoint)

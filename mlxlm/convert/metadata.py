@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.checkpoint import Checkpoint
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.config import ModelConfig
 from mlxlm.convert.compare import config_diff
 from mlxlm.model.positions import RotaryEmbedding
@@ -55,7 +56,7 @@ class Check:
     detail: str
 
 
-def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[Check]:
+def check_metadata(source: WritableCheckpoint, written: WritableCheckpoint, label: str) -> list[Check]:
     """Compare the tokenizer and configuration of an output, called `label` in errors, with those of its source.
 
     Raises:
@@ -74,18 +75,24 @@ def check_metadata(source: Checkpoint, written: Checkpoint, label: str) -> list[
     return [checked, _check_configuration(source, written, before, after, label)]
 
 
-def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+def _end_ids(checkpoint: WritableCheckpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Tokens that end a text, of the configuration and of the tokenizer, as in generation."""
     own = None if tokenizer is None else tokenizer.eos_token_id
     return checkpoint.config.eos_token_ids | (frozenset() if own is None else {own})
 
 
 def _check_configuration(
-    source: Checkpoint, written: Checkpoint, before: Tokenizer | None, after: Tokenizer | None, label: str
+    source: WritableCheckpoint,
+    written: WritableCheckpoint,
+    before: Tokenizer | None,
+    after: Tokenizer | None,
+    label: str,
 ) -> Check:
     changes = config_diff(source, written)
     ends, ends_after = _end_ids(source, before), _end_ids(written, after)
-    same = {*_same_meaning(source.config, written.config, before), *(["eos_token_id"] if ends == ends_after else [])}
+    same = {"eos_token_id"} if ends == ends_after else set()
+    if isinstance(source, Checkpoint) and isinstance(written, Checkpoint):
+        same.update(_same_meaning(source.config, written.config, before))
     changes = {name: values for name, values in changes.items() if name not in same}
     allowed = _NOT_CARRIED.get(written.format, set())
     if written.format == "gguf" and len(ends) > _ENDS_IN_GGUF and ends_after < ends:

@@ -7,22 +7,24 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mlxlm.backend import platform
-from mlxlm.backend.mlx import mx, nn, tree_unflatten
-from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.huggingface import copy_tokenizer
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.checkpoint.huggingface import config_values, copy_tokenizer, file_tensors
 from mlxlm.checkpoint.load import load_checkpoint
-from mlxlm.checkpoint.map_weights import to_file_weights
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import SHARD_BYTES
 from mlxlm.config.quantization import BITS, Format
-from mlxlm.convert.verify import Progress
-from mlxlm.families import config_to_hf, weight_mappings
+from mlxlm.convert.verify import Progress, parameter_count
 from mlxlm.quantize.calibrate import get_submodule
+from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import Matrix, QuantizationPlan
 from mlxlm.quantize.report import compare_with_source
@@ -56,7 +58,7 @@ class BitUpgrade:
 
 
 def estimate_sensitivities(
-    checkpoint: Checkpoint,
+    checkpoint: WritableCheckpoint,
     plan: QuantizationPlan,
     windows: np.ndarray,
     progress: Progress,
@@ -75,18 +77,20 @@ def estimate_sensitivities(
         progress: Called as `progress(phase, done, total)`: matrices that were rounded, then runs.
 
     Raises:
-        CheckpointError: The model doesn't fit in memory with its rounding errors.
+        CheckpointError: The model doesn't fit in memory with its rounding errors, or has no gradients.
     """
-    needed = 8 * checkpoint.config.parameter_count()
+    needed = 8 * parameter_count(checkpoint)
     if needed > 0.6 * platform.total_memory():
         raise CheckpointError(
             f"the search for bits keeps the whole model in memory, which takes {needed / 1e9:.1f} GB",
             "a recipe, or the same bits for all matrices: both keep one layer in memory",
         )
     model, _ = load_checkpoint(checkpoint)
+    if isinstance(checkpoint, ModuleCheckpoint):
+        model.train()  # recurrent layers have kernels without a gradient for inference
     squared, rounding = {}, {}
     for done, matrix in enumerate(plan.matrices, start=1):
-        if (base := plan.format_of(matrix)) is not None:
+        if (base := plan.format_of(matrix)) is not None and not matrix.fixed:
             squared[matrix.name], rounding[matrix.name] = _rounding_errors(model, matrix, base)
         progress("rounding each matrix", done, len(plan.matrices))
     probe = _Probe(model, {m.name: m.modules for m in plan.matrices if m.name in rounding}, rounding)
@@ -95,7 +99,11 @@ def estimate_sensitivities(
     costs = np.empty((NUM_PROBES, len(rounding)))
     for done, (row, start) in enumerate(zip(costs, starts, strict=True), start=1):
         scales = rng.choice([-PROBE_SCALE, PROBE_SCALE], len(rounding))
-        row[:] = probe.gradient(windows.reshape(-1)[None, start : start + length], scales) / (2 * scales)
+        try:
+            row[:] = probe.gradient(windows.reshape(-1)[None, start : start + length], scales) / (2 * scales)
+        except (RuntimeError, ValueError) as error:  # an operation without a gradient
+            hint = "a recipe, or the same bits for all matrices"
+            raise CheckpointError(f"the search for bits needs the gradients of the model: {error}", hint) from None
         progress("measuring what rounding costs", done, NUM_PROBES)
     # Other matrices' errors make a mean uncertain; a cost below its standard error would be a guess.
     cost = np.maximum(costs.mean(axis=0), costs.std(axis=0) / NUM_PROBES**0.5)
@@ -121,28 +129,6 @@ def _rounding_errors(model: nn.Module, matrix: Matrix, base: Format) -> tuple[di
     return squared, rounding
 
 
-class _Perturbed(nn.Module):
-    """A linear layer or an embedding with a rounding error that is scaled by `scales[0][index]`."""
-
-    def __init__(self, layer: nn.Module, error: mx.array, index: int, scales: list[mx.array | None]):
-        super().__init__()
-        # Underscores: not parameters. The error is a second product, so that no array of the weight's size is made.
-        self._layer, self._error, self._index, self._scales = layer, error, index, scales
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if isinstance(self._layer, nn.Linear):
-            return self._perturb(self._layer(x), lambda: x @ self._error.T)
-        return self._perturb(self._layer(x), lambda: self._error[x])
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self._perturb(self._layer.as_linear(x), lambda: x @ self._error.T)
-
-    def _perturb(self, output: mx.array, error: Callable[[], mx.array]) -> mx.array:
-        if (scales := self._scales[0]) is None:
-            return output
-        return output + scales[self._index].astype(output.dtype) * error()
-
-
 class _Probe:
     """Runs a model with scaled rounding errors."""
 
@@ -150,13 +136,30 @@ class _Probe:
         self, model: nn.Module, modules: Mapping[str, tuple[str, ...]], rounding: Mapping[str, list[mx.array]]
     ):
         self._model = model
-        self._scales: list[mx.array | None] = [None]
-        perturbed = [
-            (module, _Perturbed(get_submodule(model, module), error, index, self._scales))
-            for index, (name, errors) in enumerate(rounding.items())
-            for module, error in zip(modules[name], errors, strict=True)
-        ]
-        model.update_modules(tree_unflatten(perturbed))
+        self._scales: mx.array | None = None
+        for index, (name, errors) in enumerate(rounding.items()):
+            for module, error in zip(modules[name], errors, strict=True):
+                self._perturb(get_submodule(model, module), error, index)
+
+    def _perturb(self, layer: nn.Module, error: mx.array, index: int) -> None:
+        """Add a rounding error, scaled by `scales[index]`, to the weight of a layer.
+
+        It is a layer of its own, so that no array of the weight's size is made.
+        """
+        error_layer = copy(layer)
+        error_layer.weight = error
+        error_layer.pop("bias", None)
+
+        def call(method: str, original: Callable[..., mx.array], *args: Any, **kwargs: Any) -> mx.array:
+            output = original(*args, **kwargs)
+            if self._scales is None:
+                return output
+            change = getattr(error_layer, method)(*args, **kwargs)
+            return output + self._scales[index].astype(output.dtype) * change
+
+        for method in ("__call__", "as_linear"):  # embeddings have both
+            if hasattr(layer, method):
+                intercept(layer, method, partial(call, method))
 
     def gradient(self, tokens: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """The gradient of KL(source || model), nats per token, with respect to the scale of each matrix's error."""
@@ -172,7 +175,7 @@ class _Probe:
         return np.array(mx.grad(cross_entropy)(mx.array(scales, mx.float32)), np.float64) / tokens.size
 
     def _logits(self, ids: mx.array, scales: mx.array | None) -> mx.array:
-        self._scales[0] = scales
+        self._scales = scales
         return self._model(ids).astype(mx.float32)
 
 
@@ -202,7 +205,7 @@ def upgrade_path(plan: QuantizationPlan, sensitivities: Sensitivities) -> tuple[
 
 def smallest_plan(plan: QuantizationPlan) -> QuantizationPlan:
     """The plan with the fewest bits."""
-    formats = ((matrix.name, plan.format_of(matrix)) for matrix in plan.matrices)
+    formats = ((matrix.name, plan.format_of(matrix)) for matrix in plan.matrices if not matrix.fixed)
     return plan.with_formats({name: replace(base, bits=BITS[0]) for name, base in formats if base is not None})
 
 
@@ -373,14 +376,13 @@ def _other_tensor_bytes(source: Source, plan: QuantizationPlan) -> int:
 
 def _metadata_bytes(source: Source, plan: QuantizationPlan) -> int:
     """An upper bound of the folder's bytes without the values of tensors and the tokenizer: headers, index, config."""
-    config = source.checkpoint.config.with_changes(quantization=plan.quantization_config())
-    tensors = lazy_quantize(source.checkpoint_16bit.tensors, plan)
-    stored = to_file_weights(weight_mappings(config, for_mlx=True), tensors)
+    quantized = source.with_tensors(plan, lazy_quantize(source.checkpoint_16bit.tensors, plan))
+    stored = file_tensors(quantized)
     total = sum(tensor.nbytes for tensor in stored.values())
     header = sum(
         len(json.dumps({name: {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [total, total]}}))
         for name, tensor in stored.items()
     )
     index = sum(len(name) + 60 for name in stored) if total > SHARD_BYTES else 0
-    values = json.dumps({**source.checkpoint.hf_config, **config_to_hf(config)}, indent=2, default=str)
+    values = json.dumps(config_values(quantized), indent=2, default=str)
     return header + index + len(values.encode("utf-8")) + _MARGIN

@@ -1,17 +1,21 @@
-"""Calibration: second moments of the inputs of each linear layer, block by block with one block in memory."""
+"""Calibration: second moments of the inputs of each linear layer, layer by layer with one of them in memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_unflatten
-from mlxlm.checkpoint.load import LAYER_PREFIX, HiddenState, LayerwiseModel
+from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
+from mlxlm.quantize.intercept import intercept
+from mlxlm.quantize.layers import Layers
 from mlxlm.quantize.rtn import PackedMatrix
 
 _BATCH_TOKENS = 2048  # that go through a block at once
@@ -35,9 +39,11 @@ class CalibratedMethod:
 
     Attributes:
         runs_source: Whether the unquantized model runs together with the quantized one, for `InputStats.dxxt`.
+        needs_decoder: Whether `change_block` is essential, which knows the blocks of mlxlm's decoder only.
     """
 
     runs_source = False
+    needs_decoder = False
 
     def change_block(
         self,
@@ -69,33 +75,46 @@ class CalibratedMethod:
         """Free what the matrices of one block share."""
 
 
-# on_block(name, block, inputs by layer name within the block): quantizes the block and sets its weights.
-OnBlock = Callable[[str, nn.Module, Mapping[str, InputStats]], None]
+class ExpertInputs:
+    """The inputs of a layer with a matrix for each expert.
 
+    They are kept instead of their second moments, which have a matrix for each expert: rows by row, and which rows each
+    expert reads.
+    """
 
-class _RecordingLinear(nn.Module):
-    """A linear layer that records its inputs."""
+    def __init__(self) -> None:
+        self._batches: list[tuple[mx.array, np.ndarray, np.ndarray]] = []  # rows [N, width], row and expert of each use
 
-    def __init__(self, name: str, layer: nn.Module, recorder: _InputRecorder):
-        super().__init__()
-        self._name, self._layer, self._recorder = name, layer, recorder  # underscores: not parameters
+    def add(self, x: mx.array, experts: mx.array) -> None:
+        """Add inputs `[..., 1, width]`, whose leading dimensions broadcast to those of the `experts` that read them."""
+        rows = np.arange(math.prod(x.shape[:-2])).reshape(x.shape[:-2])
+        uses = np.broadcast_to(rows, experts.shape).reshape(-1)
+        self._batches.append((x.reshape(-1, x.shape[-1]), uses, np.array(experts).reshape(-1)))
 
-    def __call__(self, x: mx.array) -> mx.array:
-        self._recorder.record(self._name, x)
-        return self._layer(x)
+    def of(self, expert: int) -> tuple[int, InputStats]:
+        """The number of tokens that an expert reads, and their statistics."""
+        count, moments = 0, mx.array(0.0)
+        for x, uses, experts in self._batches:
+            chosen = uses[experts == expert]
+            if len(chosen):
+                rows = x[mx.array(chosen)].astype(mx.float32)
+                count, moments = count + len(chosen), moments + rows.T @ rows
+        return count, InputStats(np.array(moments))
 
 
 class _InputRecorder:
     """Sums the statistics of inputs over batches. In each batch the source may run first, then the quantized model."""
 
     def __init__(self) -> None:
-        self._inputs: dict[str, mx.array] = {}
-        self._source_inputs: dict[str, mx.array] = {}
+        self._inputs: dict[str, tuple[mx.array, ...]] = {}
+        self._source_inputs: dict[str, tuple[mx.array, ...]] = {}
         self._sums: dict[str, list[mx.array]] = {}  # by the first layer with these inputs
+        self._experts: dict[str, ExpertInputs] = {}  # the same
         self._first_layer: dict[str, str] = {}  # layer -> first layer with the same inputs
 
-    def record(self, name: str, x: mx.array) -> None:
-        self._inputs[name] = x
+    def record(self, name: str, *inputs: mx.array) -> None:
+        """Record the input of a layer, and for a layer of experts, which of them reads what."""
+        self._inputs[name] = inputs
 
     def end_source(self) -> None:
         """The inputs recorded so far were the source's."""
@@ -103,24 +122,30 @@ class _InputRecorder:
 
     def end_batch(self) -> None:
         """Add the batch. An array that several layers read (query, key and value) is multiplied once."""
-        first: dict[int, str] = {}
-        for name, x in self._inputs.items():
-            leader = self._first_layer[name] = first.setdefault(id(x), name)
+        first: dict[tuple[int, ...], str] = {}
+        for name, inputs in self._inputs.items():
+            x, *experts = inputs
+            leader = self._first_layer[name] = first.setdefault(tuple(map(id, inputs)), name)
             if leader != name:
+                continue
+            if experts:
+                mx.eval(x)
+                self._experts.setdefault(name, ExpertInputs()).add(x, *experts)
                 continue
             flat = _flatten(x)
             products = [flat.T @ flat]
-            if self._source_inputs:
-                products.append((_flatten(self._source_inputs[name]) - flat).T @ flat)
+            if name in self._source_inputs:
+                products.append((_flatten(self._source_inputs[name][0]) - flat).T @ flat)
             before = self._sums.get(name)
             self._sums[name] = products if before is None else [x + y for x, y in zip(before, products, strict=True)]
         mx.eval(self._sums)
         self._inputs, self._source_inputs = {}, {}
 
-    def stats(self) -> dict[str, InputStats]:
+    def stats(self) -> dict[str, InputStats | ExpertInputs]:
         """By layer, one object for layers with the same inputs. Hands the sums over without a copy."""
-        stats = {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
-        self._sums = {}
+        stats: dict[str, InputStats | ExpertInputs] = dict(self._experts)
+        stats |= {name: InputStats(*(np.array(x, copy=False) for x in sums)) for name, sums in self._sums.items()}
+        self._sums, self._experts = {}, {}
         return {name: stats[first] for name, first in self._first_layer.items()}
 
 
@@ -131,80 +156,100 @@ def _flatten(x: mx.array) -> mx.array:
 
 @contextmanager
 def _recording(module: nn.Module) -> Iterator[_InputRecorder]:
-    """Record the inputs of all linear layers of `module`."""
+    """Record the inputs of all linear layers of `module`, and of those with a matrix for each expert."""
     recorder = _InputRecorder()
-    leaves = tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module)
-    linear = [(name, leaf) for name, leaf in leaves if isinstance(leaf, nn.Linear)]
-    module.update_modules(tree_unflatten([(name, _RecordingLinear(name, leaf, recorder)) for name, leaf in linear]))
+    leaves = dict(tree_flatten(module.leaf_modules(), is_leaf=nn.Module.is_module))
+    recorded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, nn.Linear) or is_stack(leaf)}
+    classes = {name: type(leaf) for name, leaf in recorded.items()}
+
+    def call(name: str, count: int, layer: Callable[..., mx.array], *inputs: Any, **options: Any) -> mx.array:
+        recorder.record(name, *inputs[:count])
+        return layer(*inputs, **options)
+
+    for name, leaf in recorded.items():
+        intercept(leaf, "__call__", partial(call, name, 2 if is_stack(leaf) else 1))
     try:
         yield recorder
     finally:
-        module.update_modules(tree_unflatten(linear))
+        for name, leaf in recorded.items():
+            leaf.__class__ = classes[name]
 
 
-def _embed(model: LayerwiseModel, windows: np.ndarray) -> list[mx.array]:
+# on_layer(name, layer, inputs by module name within the layer): quantizes the layer and sets its weights.
+OnLayer = Callable[[str, nn.Module, Mapping[str, InputStats | ExpertInputs]], None]
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether this is mlx_lm's `SwitchLinear`, which has a matrix `[out, in]` for each expert."""
+    return hasattr(module, "num_experts") and "weight" in module and module.weight.ndim == 3
+
+
+def _embed(model: Layers, windows: np.ndarray) -> list[mx.array]:
     """The hidden state `[B, T, hidden]` of each batch of windows after the embedding."""
     rows = max(1, _BATCH_TOKENS // windows.shape[1])
-    batches = [mx.array(windows[start : start + rows]) for start in range(0, len(windows), rows)]
-    return [_merge(state) for state in model.embeddings(batches)]
+    states = []
+    for state in model.embed(mx.array(windows[start : start + rows]) for start in range(0, len(windows), rows)):
+        mx.eval(state)  # otherwise its graph keeps the embedding in memory
+        states.append(state)
+    return states
 
 
-def _merge(state: HiddenState) -> mx.array:
-    residual, hidden_states = state
-    value = residual if hidden_states is None else residual + hidden_states
-    mx.eval(value)
-    return value
-
-
-def calibrate_blocks(
-    source: LayerwiseModel | None,
-    model: LayerwiseModel,
+def calibrate_layers(
+    source: Layers | None,
+    model: Layers,
     windows: np.ndarray,
-    on_block: OnBlock | None,
-    progress: Callable[[str], None],
-) -> InputStats:
-    """Run the calibration text through a decoder, and quantize each block on the way.
+    on_layer: OnLayer | None,
+    progress: Callable[[], None],
+) -> Mapping[str, InputStats | ExpertInputs]:
+    """Run the calibration text through a model, and quantize each layer on the way.
 
-    A block's inputs are the outputs of the blocks before it as `on_block` left them, so that each block compensates
-    for the errors of those before. Memory: one block, the sums for its layers, and one or two hidden states per token
+    A layer's inputs are the outputs of the layers before it as `on_layer` left them, so that each layer compensates
+    for the errors of those before. Memory: one layer, the sums for its matrices, and one or two hidden states per token
     (67 MB each for 16,384 tokens of width 1024).
 
     Args:
         source: The unquantized model, to run in parallel with `model` for `InputStats.dxxt`; or None.
         model: The model to calibrate on, with the embedding as it was quantized.
         windows: Tokens, int `[N, T]`.
-        on_block: Called for each block; None leaves the blocks as they are.
-        progress: Called with the name of each finished block.
+        on_layer: Called for each layer; None leaves the layers as they are.
+        progress: Called after each layer.
 
     Returns:
-        Statistics of the head's inputs.
+        Statistics of the inputs of the matrices after the last layer, by name.
     """
     states = _embed(model, windows)
     source_states = None if source is None else _embed(source, windows)
-    for index in range(model.config.num_hidden_layers):
-        name, block = f"{LAYER_PREFIX}.{index}", model.load_layer(index)
-        if on_block is not None:
-            with _recording(block) as recorder:
+    for index, name in enumerate(model.names):
+        layer = model.load(index)
+        if on_layer is not None:
+            with _recording(layer) as recorder:
                 for i, state in enumerate(states):
                     if source_states is not None:
-                        source_states[i] = _merge(block(source_states[i], None))
+                        source_states[i] = model.run(layer, index, i, source_states[i])
+                        mx.eval(source_states[i])
                         recorder.end_source()
-                    block(state, None)
+                    mx.eval(model.run(layer, index, i, state))
                     recorder.end_batch()
-            on_block(name, block, recorder.stats())
+            on_layer(name, layer, recorder.stats())
         for i, state in enumerate(states):
-            states[i] = _merge(block(state, None))
-        del block  # before the next one is read
+            states[i] = model.run(layer, index, i, state)
+            mx.eval(states[i])
+        del layer  # before the next one is read
         mx.clear_cache()
-        progress(name)
-    final_norm, recorder = model.final_norm(), _InputRecorder()
+        progress()
+    recorder = _InputRecorder()
     for i, state in enumerate(states):
         if source_states is not None:
-            recorder.record("head", final_norm(source_states[i], None))
+            _record_all(recorder, model.head_inputs(i, source_states[i]))
             recorder.end_source()
-        recorder.record("head", final_norm(state, None))
+        _record_all(recorder, model.head_inputs(i, state))
         recorder.end_batch()
-    return recorder.stats()["head"]
+    return recorder.stats()
+
+
+def _record_all(recorder: _InputRecorder, inputs: Mapping[str, mx.array]) -> None:
+    for name, x in inputs.items():
+        recorder.record(name, x)
 
 
 def get_submodule(block: nn.Module, name: str) -> nn.Module:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.locations import is_run_folder, locate
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.data import Document, TokenDataset, read_documents
 from mlxlm.data.builtin import python_reference
 from mlxlm.data.text import conversation_as_text, split_pieces
@@ -84,7 +84,7 @@ class QuantizationTexts:
     calibration_windows: np.ndarray
 
 
-def read_texts(source: Checkpoint, settings: QuantizationSettings) -> QuantizationTexts:
+def read_texts(source: WritableCheckpoint, settings: QuantizationSettings) -> QuantizationTexts:
     """Read the texts that the settings need.
 
     Raises:

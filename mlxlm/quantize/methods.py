@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +14,26 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from mlxlm.checkpoint.load import LayerwiseModel
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
 from mlxlm.quantize.awq import AWQ
-from mlxlm.quantize.calibrate import CalibratedMethod, InputStats, calibrate_blocks, get_submodule
+from mlxlm.quantize.calibrate import CalibratedMethod, ExpertInputs, InputStats, calibrate_layers, get_submodule
 from mlxlm.quantize.calibration_text import QuantizationTexts
 from mlxlm.quantize.gptq import GPTQ, output_error
+from mlxlm.quantize.layers import layers_of
 from mlxlm.quantize.quantization_plan import QuantizationPlan
-from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, weight_error
+from mlxlm.quantize.rtn import PackedMatrix, dequantized, lazy_quantize, quantize_rtn, weight_error
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source
-from mlxlm.utils.errors import CheckpointError
+from mlxlm.utils.errors import ArgumentError, CheckpointError
 
 # None rounds to nearest (rtn.py), which needs no calibration and streams.
 METHODS: dict[str, type[CalibratedMethod] | None] = {"rtn": None, "gptq": GPTQ, "awq": AWQ}
 
-EMBEDDING = "model.embed_tokens"
-HEAD = "lm_head"
 _ROWS = 16_384  # of a matrix that are calibrated at once: embeddings have a quarter of a million
+MIN_EXPERT_TOKENS = 64  # fewer say little about the inputs of an expert
 _TIED_SHARE = 4  # a tied embedding is calibrated as the head on every fourth window
 
 
@@ -45,10 +46,13 @@ class QuantizedTensors:
             stay until they have been read.
         errors: Module -> relative error: of its weights for rtn, filled while the tensors are read; else of its outputs
             on the calibration text, |ΔW X| / |W X|.
+        rounded_experts: Module -> the number of its experts that were rounded to nearest, because they read too little
+            of the calibration text.
     """
 
     tensors: dict[str, LazyTensor]
     errors: dict[str, float] = field(default_factory=dict)
+    rounded_experts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,19 @@ class Job:
     progress: Progress
 
 
+def check_method(settings: QuantizationSettings, source: Source) -> None:
+    """Check that a method is possible for a model.
+
+    Raises:
+        ArgumentError: It isn't; the hint names those that are.
+    """
+    checkpoint, method = source.checkpoint, METHODS[settings.method]
+    if isinstance(checkpoint, ModuleCheckpoint) and method is not None and method.needs_decoder:
+        problem = f"`method` {settings.method} isn't possible for {checkpoint.config.model_type} models"
+        possible = [name for name, other in METHODS.items() if other is None or not other.needs_decoder]
+        raise ArgumentError(f"{problem}, which mlx_lm runs", " or ".join(possible))
+
+
 def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:
     """Quantize all matrices of `plan`; `label` is appended to the names of phases."""
     source, method = job.source, METHODS[job.settings.method]
@@ -78,30 +95,24 @@ def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str
             errors[module] = weight_error(weight, packed, fmt)
 
         return QuantizedTensors(lazy_quantize(source.checkpoint_16bit.tensors, plan, on_matrix), errors)
-    config = source.checkpoint.config
-    tied = config.tie_word_embeddings and plan.formats[EMBEDDING] is not None
-    untied_head = plan.formats.get(HEAD) is not None
-    total = config.num_hidden_layers * (1 + tied) + untied_head
-    done, phase = itertools.count(1), f"calibrating ({job.settings.method}){label}"
     windows = job.texts.calibration_windows
-    return quantize_calibrated(
-        source.checkpoint_16bit, plan, method(), windows, scratch, lambda name: job.progress(phase, next(done), total)
-    )
+    progress = partial(job.progress, f"calibrating ({job.settings.method}){label}")
+    return quantize_calibrated(source.checkpoint_16bit, plan, method(), windows, scratch, progress)
 
 
 def quantize_calibrated(
-    checkpoint: Checkpoint,
+    checkpoint: WritableCheckpoint,
     plan: QuantizationPlan,
     method: CalibratedMethod,
     windows: np.ndarray,
     scratch: Path,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> QuantizedTensors:
     """Quantize with a calibrated method.
 
-    The blocks are calibrated on the quantized embedding. A tied embedding is calibrated as the head, which takes a run
+    The layers are calibrated on the quantized embedding. A tied embedding is calibrated as the head, which takes a run
     through the source first, and as a table with the same weight. Other tables have no inputs: their rows are
-    quantized for equal errors of all columns. Memory: one block or table in float32, the second moments of a block's
+    quantized for equal errors of all columns. Memory: one layer or table in float32, the second moments of a layer's
     inputs and a few matrices of their size, and the hidden states of the windows.
 
     Args:
@@ -110,67 +121,81 @@ def quantize_calibrated(
         method: The method, for this model only.
         windows: Calibration tokens, int `[N, T]`.
         scratch: An empty folder for the result.
-        progress: Called with the name of each finished block.
+        progress: Called as `progress(done, total)` after each layer.
     """
-    quantizer = _BlockQuantizer(checkpoint, plan, method, scratch)
-    source, head_moments = LayerwiseModel(checkpoint), None
-    if checkpoint.config.tie_word_embeddings and plan.formats[EMBEDDING] is not None:
-        head_moments = calibrate_blocks(None, source, windows[::_TIED_SHARE], None, progress).moments
-    embeddings = quantizer.quantize_embeddings(head_moments)
-    calibrated = LayerwiseModel(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
+    quantizer = _LayerQuantizer(checkpoint, plan, method, scratch)
+    source, tied_moments = layers_of(checkpoint), None
+    tied = source.tied_table if plan.formats.get(source.tied_table or "") is not None else None
+    done, total = itertools.count(1), len(source.names) * (1 if tied is None else 2)
+
+    def report() -> None:
+        progress(next(done), total)
+
+    if tied is not None:
+        stats = calibrate_layers(None, source, windows[::_TIED_SHARE], None, report)[tied]
+        tied_moments = stats.moments if isinstance(stats, InputStats) else None
+    embeddings = quantizer.quantize_tables(source.tables, tied, tied_moments)
+    calibrated = layers_of(checkpoint.with_tensors({**checkpoint.tensors, **embeddings}))
     unquantized = source if method.runs_source else None
-    head_inputs = calibrate_blocks(unquantized, calibrated, windows, quantizer.quantize_block, progress)
-    if (head_format := plan.formats.get(HEAD)) is not None:
-        quantizer.quantize_head(head_inputs, head_format)
-        progress(HEAD)
+    head_inputs = calibrate_layers(unquantized, calibrated, windows, quantizer.quantize_layer, report)
+    for name, inputs in head_inputs.items():
+        if name not in source.tables and plan.formats.get(name) is not None:
+            quantizer.quantize_head(name, inputs)
     return quantizer.result()
 
 
-class _BlockQuantizer:
-    """Quantizes embeddings, blocks and head one after the other, and keeps the results in files of `scratch`."""
+class _LayerQuantizer:
+    """Quantizes embeddings, layers and head one after the other, and keeps the results in files of `scratch`."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: QuantizationPlan, method: CalibratedMethod, scratch: Path):
+    def __init__(self, checkpoint: WritableCheckpoint, plan: QuantizationPlan, method: CalibratedMethod, scratch: Path):
         self._checkpoint, self._plan, self._method, self._scratch = checkpoint, plan, method, scratch
         self._stored: dict[str, LazyTensor] = {}
         self._errors: dict[str, float] = {}
+        self._rounded_experts: dict[str, int] = {}
 
-    def quantize_embeddings(self, head_moments: np.ndarray | None) -> dict[str, LazyTensor]:
-        """Quantize the embeddings; returns them dequantized, by tensor name. `head_moments`: inputs of a tied head."""
+    def quantize_tables(
+        self, tables: Sequence[str], tied: str | None, tied_moments: np.ndarray | None
+    ) -> dict[str, LazyTensor]:
+        """Quantize the embeddings; returns them dequantized, by tensor name. `tied_moments`: inputs of a tied head."""
         embeddings: dict[str, LazyTensor] = {}
-        for module, fmt in self._plan.formats.items():
-            if fmt is None or not module.startswith("model.embed"):
+        for module in tables:
+            if (fmt := self._plan.formats.get(module)) is None:
                 continue
             tensor = self._checkpoint.tensors[f"{module}.weight"]
             moments: np.ndarray = np.eye(tensor.shape[1], dtype=np.float32)
             error_moments = moments
-            if module == EMBEDDING and head_moments is not None:
-                moments = moments + head_moments / max(float(np.mean(np.diag(head_moments))), 1e-30)
-                error_moments = head_moments
+            if module == tied and tied_moments is not None:
+                moments = moments + tied_moments / max(float(np.mean(np.diag(tied_moments))), 1e-30)
+                error_moments = tied_moments
             packed = self._quantize(module, tensor.read(), InputStats(moments), fmt, error_moments)
             stored = self._save(module, packed.parts(module))
             embeddings |= dequantize_tensors(stored, self._plan.quantization_config())
         return embeddings
 
-    def quantize_head(self, inputs: InputStats, fmt: Format) -> None:
-        """Quantize an untied head."""
-        weight = self._checkpoint.tensors[f"{HEAD}.weight"].read()
-        self._save(HEAD, self._quantize(HEAD, weight, inputs, fmt).parts(HEAD))
+    def quantize_head(self, name: str, inputs: InputStats | ExpertInputs) -> None:
+        """Quantize an untied head, or another matrix outside the layers."""
+        weight, fmt = self._checkpoint.tensors[f"{name}.weight"].read(), self._plan.formats[name]
+        assert fmt is not None
+        self._save(name, self._quantize(name, weight, inputs, fmt).parts(name))
 
-    def quantize_block(self, name: str, block: nn.Module, inputs: Mapping[str, InputStats]) -> None:
-        """Quantize the layers of a block, and set its weights to the dequantized ones."""
-        formats = {layer: self._plan.formats.get(f"{name}.{layer}") for layer in inputs}
+    def quantize_layer(self, name: str, block: nn.Module, inputs: Mapping[str, InputStats | ExpertInputs]) -> None:
+        """Quantize the matrices of a layer, and set its weights to the dequantized ones."""
+        prefix = f"{name}."
+        formats = {m.removeprefix(prefix): fmt for m, fmt in self._plan.formats.items() if m.startswith(prefix)}
         results: dict[str, mx.array] = {}
-        dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
-        inputs, changed = self._method.change_block(block, self._checkpoint.config, inputs, formats, dtype)
-        for layer in sorted(changed):
-            for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
-                results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
+        if isinstance(self._checkpoint, Checkpoint):
+            dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
+            moments = {layer: stats for layer, stats in inputs.items() if isinstance(stats, InputStats)}
+            inputs, changed = self._method.change_block(block, self._checkpoint.config, moments, formats, dtype)
+            for layer in sorted(changed):
+                for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
+                    results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)
         for layer_name, fmt in formats.items():
             if fmt is None:
                 continue
             layer, module = get_submodule(block, layer_name), f"{name}.{layer_name}"
             weight = layer.weight.astype(self._checkpoint.tensors[f"{module}.weight"].dtype)
-            packed = self._quantize(module, weight, inputs[layer_name], fmt)
+            packed = self._quantize(module, weight, inputs.get(layer_name), fmt)
             layer.weight = dequantized(packed, fmt).astype(layer.weight.dtype)
             results |= packed.parts(module)
         self._method.end_block()
@@ -180,27 +205,66 @@ class _BlockQuantizer:
     def result(self) -> QuantizedTensors:
         """All tensors in the source's order; matrices that weren't calibrated are rounded when they are read."""
         tensors = lazy_quantize(self._checkpoint.tensors, self._plan)
-        return QuantizedTensors({n: self._stored.get(n, tensor) for n, tensor in tensors.items()}, self._errors)
+        stored = {name: self._stored.get(name, tensor) for name, tensor in tensors.items()}
+        return QuantizedTensors(stored, self._errors, self._rounded_experts)
 
     def _quantize(
-        self, module: str, weight: mx.array, inputs: InputStats, fmt: Format, error_moments: np.ndarray | None = None
+        self,
+        module: str,
+        weight: mx.array,
+        inputs: InputStats | ExpertInputs | None,
+        fmt: Format,
+        error_moments: np.ndarray | None = None,
     ) -> PackedMatrix:
-        """Quantize a matrix and record its error, on inputs with `error_moments` if they are given."""
-        pieces, squared = [], np.zeros(2)
-        error_moments = inputs.moments if error_moments is None else error_moments
+        """Quantize a matrix, or one for each expert, and record its error, on inputs with `error_moments` if given.
+
+        What has no inputs is rounded to nearest: matrices of a kind that isn't calibrated, and experts that read less
+        than `MIN_EXPERT_TOKENS`.
+        """
+        if inputs is None or (isinstance(inputs, ExpertInputs) and weight.ndim != 3):
+            packed = quantize_rtn(weight, fmt)
+            self._errors[module] = weight_error(weight, packed, fmt)
+            return packed
         try:
-            for start in range(0, weight.shape[0], _ROWS):
-                rows = weight[start : start + _ROWS]
-                piece = self._method.quantize(module, rows, inputs, fmt)
-                squared += output_error(rows, piece, fmt, error_moments)
-                mx.eval(*piece.parts(module).values())
-                mx.clear_cache()
-                pieces.append(piece)
+            if isinstance(inputs, InputStats):
+                packed, squared = self._quantize_matrix(module, weight, inputs, fmt, error_moments)
+            else:
+                packed, squared = self._quantize_experts(module, weight, inputs, fmt)
         except CheckpointError as error:
             raise error.prefixed(module) from None
         change, size = squared
         self._errors[module] = float(np.sqrt(max(0.0, change) / size)) if size > 0 else 0.0
-        return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces)
+        return packed
+
+    def _quantize_matrix(
+        self, module: str, weight: mx.array, inputs: InputStats, fmt: Format, error_moments: np.ndarray | None = None
+    ) -> tuple[PackedMatrix, np.ndarray]:
+        pieces, squared = [], np.zeros(2)
+        error_moments = inputs.moments if error_moments is None else error_moments
+        for start in range(0, weight.shape[0], _ROWS):
+            rows = weight[start : start + _ROWS]
+            piece = self._method.quantize(module, rows, inputs, fmt)
+            squared += output_error(rows, piece, fmt, error_moments)
+            mx.eval(*piece.parts(module).values())
+            mx.clear_cache()
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else PackedMatrix.concatenate_rows(pieces), squared
+
+    def _quantize_experts(
+        self, module: str, weight: mx.array, inputs: ExpertInputs, fmt: Format
+    ) -> tuple[PackedMatrix, np.ndarray]:
+        matrices, squared = [], np.zeros(2)
+        for expert in range(weight.shape[0]):
+            tokens, stats = inputs.of(expert)
+            if tokens >= MIN_EXPERT_TOKENS:
+                packed, errors = self._quantize_matrix(module, weight[expert], stats, fmt)
+            else:
+                self._rounded_experts[module] = self._rounded_experts.get(module, 0) + 1
+                packed = quantize_rtn(weight[expert], fmt)
+                errors = output_error(weight[expert], packed, fmt, stats.moments) if tokens else np.zeros(2)
+            matrices.append(packed)
+            squared += errors
+        return PackedMatrix.stack(matrices), squared
 
     def _save(self, name: str, arrays: dict[str, mx.array]) -> dict[str, LazyTensor]:
         file = self._scratch / f"{name}.safetensors"

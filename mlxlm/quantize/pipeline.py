@@ -13,21 +13,20 @@ from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, limit_buffer_cache, mx
-from mlxlm.checkpoint import huggingface
-from mlxlm.checkpoint.checkpoint import Checkpoint
-from mlxlm.checkpoint.huggingface import copy_tokenizer
+from mlxlm.checkpoint.huggingface import copy_tokenizer, write_checkpoint
 from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_of, with_read_progress
-from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
+from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
 from mlxlm.convert.compare import to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
-from mlxlm.convert.cross_check import cross_check, greedy_tokens
+from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
-from mlxlm.convert.verify import Progress, comparison_tokens
+from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
-from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
-from mlxlm.quantize.quantization_plan import QuantizationPlan, recipe, uniform
+from mlxlm.quantize.methods import Job, QuantizedTensors, check_method, quantize_tensors
+from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
 from mlxlm.quantize.source import Source, open_source
@@ -67,7 +66,7 @@ def quantize(
         **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
 
     Raises:
-        ArgumentError: Settings contradict each other, or one has no effect.
+        ArgumentError: Settings contradict each other, one has no effect, or the method isn't possible for this model.
         CheckpointError: `out` exists, or the weights can't be quantized.
         ConfigError: A value can't work, or a target can't be reached; the hint is the nearest one that can.
         DataError: A text is too short.
@@ -82,6 +81,9 @@ def quantize(
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source, adapter)
+    check_method(settings, model)
+    if settings.needs_eval_text and isinstance(model.checkpoint, ModuleCheckpoint):
+        _check_memory(model)
     plan = _initial_plan(model, settings)
     texts = read_texts(model.checkpoint, settings)
     job = Job(model, settings, texts, progress)
@@ -95,7 +97,7 @@ def quantize(
         checksums: dict[str, int] = {}
         warnings = _write(folder, model, plan, quantized, checksums if settings.verify else None, progress)
         shutil.rmtree(scratch)
-        written = open_decoder_checkpoint(folder)
+        written = open_module_checkpoint(folder)
         checks = verify(model.checkpoint, written, str(out), checksums, progress) if settings.verify else []
         if settings.cross_check:
             checks.append(cross_check_mlx_lm(model.checkpoint, written, str(out), progress))
@@ -116,6 +118,7 @@ def quantize(
             skipped=dict(plan.skipped),
             bits={module: fmt.bits for module, fmt in plan.formats.items() if fmt is not None},
             errors=quantized.errors,
+            rounded_experts=quantized.rounded_experts,
             error_of="weights" if settings.method == "rtn" else "outputs",
             calibration_text=texts.calibration.name or None,
             metrics=metrics,
@@ -128,17 +131,26 @@ def quantize(
     return report
 
 
+def _check_memory(source: Source) -> None:
+    """Raise CheckpointError if a model that runs only as a whole can't be compared with its source."""
+    nbytes = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values())
+    needed = 8 * source.parameters if ON_CPU else 2 * nbytes  # at most
+    if needed > 0.6 * platform.total_memory():
+        problem = f"the evaluation needs {needed / 1e9:.3g} GB of memory for the two models"
+        raise CheckpointError(problem, "no evaluation (--no-evaluate)")
+
+
 def _initial_plan(source: Source, settings: QuantizationSettings) -> QuantizationPlan:
     """The plan of a recipe, or one format for all matrices, which a search starts from.
 
     Raises:
         CheckpointError: No group size divides the width of any matrix.
     """
-    config, tensors = source.checkpoint.config, source.checkpoint.tensors
+    found = matrices(source.checkpoint)
     if settings.recipe is not None:
-        plan = recipe(config, tensors, settings.recipe, settings.format.group_size)
+        plan = recipe(found, settings.recipe, settings.format.group_size)
     else:
-        plan = uniform(config, tensors, settings.format)
+        plan = uniform(found, settings.format)
     if not any(plan.formats.values()):
         widths = ", ".join(map(str, sorted(set(plan.skipped.values()))))
         sizes = ", ".join(map(str, GROUP_SIZES if settings.format.affine else [settings.format.group_size]))
@@ -163,8 +175,7 @@ def _write(
             return value
 
         tensors = {name: tensor.transform(partial(record, name)) for name, tensor in tensors.items()}
-    config = source.with_tensors(plan, tensors).config
-    huggingface.write(folder, source.checkpoint.hf_config, config, tensors, None)
+    write_checkpoint(folder, source.with_tensors(plan, tensors))
     return copy_tokenizer(source.checkpoint, folder)
 
 
@@ -186,7 +197,11 @@ def checksum(value: mx.array) -> int:
 
 
 def verify(
-    source: Checkpoint, written: Checkpoint, label: str, checksums: Mapping[str, int], progress: Progress
+    source: WritableCheckpoint,
+    written: WritableCheckpoint,
+    label: str,
+    checksums: Mapping[str, int],
+    progress: Progress,
 ) -> list[Check]:
     """Compare a quantized folder with what was computed, and its tokenizer and configuration with the source's.
 
@@ -204,28 +219,28 @@ def verify(
         if checksum(tensor.read()) != checksums.get(name):
             raise CheckpointError(f"{label}: {name} is not what was written", "check the disk")
         progress("comparing tensors", done, len(written.tensors))
-    unquantized = replace(written, config=written.config.with_changes(quantization=None))
+    unquantized = written.with_tensors(written.tensors)
     return [
         Check("tensors", "equal", f"{len(checksums)} tensors, bit for bit"),
         *check_metadata(source, unquantized, label),
     ]
 
 
-def cross_check_mlx_lm(source: Checkpoint, written: Checkpoint, label: str, progress: Progress) -> Check:
+def cross_check_mlx_lm(
+    source: WritableCheckpoint, written: WritableCheckpoint, label: str, progress: Progress
+) -> Check:
     """Compare our greedy tokens of a quantized folder with those of mlx_lm.
 
     Raises:
         CheckpointError: mlx_lm predicts other tokens, or can't read the folder although it reads the source.
     """
-    config, parameters = written.config, written.config.parameter_count()
+    parameters = parameter_count(source)
     if ON_CPU and parameters > _MAX_CPU_PARAMETERS:
         limit = f"{_MAX_CPU_PARAMETERS // 10**6}M"
         return Check("mlx_lm", "skipped", f"quantized products are slow on a CPU, the limit is {limit} parameters")
     if 4 * parameters > 0.6 * platform.total_memory():
         return Check("mlx_lm", "skipped", f"it needs {4 * parameters / 1e9:.1f} GB of memory in float32")
-    # mlx_lm runs some families without their sliding window.
-    limits = (config.max_position_embeddings, config.sliding_window, config.longrope_original_length)
-    room = min(limit for limit in limits if limit)
+    room = cross_check_length(written.config)
     if room < 2:
         return Check("mlx_lm", "skipped", "the model's context is one token")
     prompt = comparison_tokens(source)[: min(_PROMPT_TOKENS, room // 2)]

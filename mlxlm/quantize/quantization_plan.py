@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlxlm.backend.mlx import nn
+from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
+from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format
 from mlxlm.families import weight_mappings
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -19,15 +26,24 @@ class Matrix:
 
     Attributes:
         name: Name in the files that mlx_lm reads.
-        modules: The decoder's modules whose rows it holds.
-        rows: Number of rows.
+        modules: The modules whose rows it holds.
+        rows: Number of rows, of all experts.
         width: Number of columns.
+        format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
+        quantized: False if mlx_lm's class keeps it in 16 bits.
     """
 
     name: str
     modules: tuple[str, ...]
     rows: int
     width: int
+    format: Format | None = None
+    quantized: bool = True
+
+    @property
+    def fixed(self) -> bool:
+        """Whether mlx_lm's class decides about its format."""
+        return self.format is not None or not self.quantized
 
     def nbytes(self, chosen: Format | None) -> int:
         """Bytes in a format; None is 16 bits."""
@@ -41,7 +57,7 @@ class QuantizationPlan:
     Attributes:
         default: The most frequent format.
         matrices: All matrices.
-        formats: Module of the decoder -> format; None for 16 bits.
+        formats: Module -> format; None for 16 bits.
         reduced_group_sizes: Matrix -> the group size it has because the requested one doesn't divide its width.
         skipped: Matrix -> its width, which no group size divides.
     """
@@ -83,8 +99,15 @@ class QuantizationPlan:
         return {m.name: (f.to_dict() if (f := self.format_of(m)) else None) for m in self.matrices}
 
 
-def matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix, ...]:
-    """All matrices of a decoder, with embeddings and head, as mlx_lm's files have them, in file order."""
+def matrices(checkpoint: WritableCheckpoint) -> tuple[Matrix, ...]:
+    """All matrices of a model, with embeddings and head, as mlx_lm's files have them, in file order."""
+    if isinstance(checkpoint, Checkpoint):
+        return decoder_matrices(checkpoint.config, checkpoint.tensors)
+    return tuple(_matrix(checkpoint, name, module) for name, module in checkpoint.quantizable().items())
+
+
+def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix, ...]:
+    """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
     for name, tensor in tensors.items():
@@ -99,42 +122,59 @@ def matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix, ...]:
     return tuple(found.values())
 
 
-def uniform(config: ModelConfig, tensors: LazyTensors, wanted: Format) -> QuantizationPlan:
+def _matrix(checkpoint: ModuleCheckpoint, name: str, module: nn.Module) -> Matrix:
+    """A matrix of mlx_lm's class, or a stack of matrices."""
+    *rows, width = checkpoint.tensors[f"{name}.weight"].shape
+    said = checkpoint.class_format(name, module)
+    required = None
+    if isinstance(said, Mapping):
+        required = Format.of(said.get("mode", "affine"), said.get("bits"), said.get("group_size"))
+    return Matrix(name, (name,), math.prod(rows), width, required, bool(said))
+
+
+def uniform(matrices: Sequence[Matrix], wanted: Format) -> QuantizationPlan:
     """A plan with one format for all matrices."""
-    return _plan(matrices(config, tensors), wanted, lambda matrix: wanted)
+    return _plan(matrices, wanted, lambda matrix: wanted)
 
 
-def recipe(config: ModelConfig, tensors: LazyTensors, name: str, group_size: int = 64) -> QuantizationPlan:
+def recipe(matrices: Sequence[Matrix], name: str, group_size: int = 64) -> QuantizationPlan:
     """A plan with mixed bits: the head, and in some layers the value and down projections, get more.
 
     The layers are those of llama.cpp's Q4_K_M (`use_more_bits`): the first and the last eighth, and every third one
     between. A value projection that is stored together with query and key gets the same bits as these.
     """
     low, high = (Format(bits, group_size) for bits in RECIPES[name])
-    eighth, layers = config.num_hidden_layers // 8, config.num_hidden_layers
+    layers = 1 + max((layer for matrix in matrices if (layer := layer_index(matrix.modules[0])) is not None), default=0)
+    eighth = layers // 8
 
     def wanted(matrix: Matrix) -> Format:
         kind = matrix.modules[0].rpartition(".")[2] if len(matrix.modules) == 1 else ""
         if kind == "lm_head":
             return high
-        if kind not in ("v_proj", "down_proj"):
+        index = layer_index(matrix.modules[0])
+        if kind not in ("v_proj", "down_proj") or index is None:
             return low
-        index = int(matrix.modules[0].split(".")[2])
         more = index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
         return high if more else low
 
-    return _plan(matrices(config, tensors), low, wanted)
+    return _plan(matrices, low, wanted)
+
+
+def layer_index(module: str) -> int | None:
+    """The index of the layer that a module is in."""
+    match = _LAYER.search(module)
+    return None if match is None else int(match[1])
 
 
 def _plan(matrices: Sequence[Matrix], default: Format, wanted: Callable[[Matrix], Format]) -> QuantizationPlan:
     formats: dict[str, Format | None] = {}
     reduced_group_sizes, skipped = {}, {}
     for matrix in matrices:
-        requested = wanted(matrix)
-        chosen = compatible_format(requested, matrix.width)
-        if chosen is None:
+        requested = matrix.format or wanted(matrix)
+        chosen = compatible_format(requested, matrix.width) if matrix.quantized else None
+        if chosen is None and matrix.quantized:
             skipped[matrix.name] = matrix.width
-        elif chosen != requested:
+        elif chosen is not None and chosen != requested:
             reduced_group_sizes[matrix.name] = chosen.group_size
         formats |= dict.fromkeys(matrix.modules, chosen)
     return QuantizationPlan(default, tuple(matrices), formats, reduced_group_sizes, skipped)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, nn
-from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.load import load_checkpoint
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.convert.compare import Comparison, compare
 from mlxlm.convert.metadata import Check
 from mlxlm.convert.verify import Progress
@@ -29,7 +30,7 @@ _MAX_NEW_TOKENS = 256  # of one continuation
 _TURNS, SECONDS = 3, 1.0  # measured turns of each model after one to warm up, and the duration of each
 _PROMPT_TOKENS = 16  # of the speed measurement
 _SAME_FIELDS = ("tokens", "context_length", "stride", "kl", "top1_agreement")  # of Comparison
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+?)(?:_proj)?$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(?:.+\.)?(\w+?)(?:_proj)?$")
 _OUTSIDE_LAYERS = {"model.embed_tokens": "embedding", "model.embed_positions": "positions", "lm_head": "head"}
 _COLORS = {2: "#7f0000", 3: "#d7301f", 4: "#fc8d59", 5: "#74a9cf", 6: "#2b8cbe", 8: "#045a8d"}  # by bits
 
@@ -93,8 +94,10 @@ class QuantizationReport:
         skipped: Matrix -> its width, if no group size divides it.
         bits: Module -> bits.
         errors: Module -> relative error of `error_of`.
-        error_of: "outputs" on the calibration text, or "weights" for rtn. Embeddings have no outputs: the error of
-            their weights is given.
+        rounded_experts: Module -> the number of its experts that were rounded to nearest instead of calibrated,
+            because they read too little of the calibration text.
+        error_of: "outputs" on the calibration text, or "weights" for rtn. For embeddings and other matrices that aren't
+            calibrated, the error of the weights is given.
         calibration_text: Name of the text; None without calibration.
         metrics: The evaluation; None if it was left out.
         seconds: Duration.
@@ -116,6 +119,7 @@ class QuantizationReport:
     skipped: dict[str, int]
     bits: dict[str, int] = field(repr=False)
     errors: dict[str, float] = field(repr=False)
+    rounded_experts: dict[str, int] = field(repr=False)
     error_of: str
     calibration_text: str | None
     metrics: QuantizationMetrics | None
@@ -138,7 +142,11 @@ class QuantizationReport:
 
 
 def compare_with_source(
-    source: Checkpoint, result: Checkpoint, text: EvalText, progress: Progress, label: str = ""
+    source: WritableCheckpoint,
+    result: WritableCheckpoint,
+    text: EvalText,
+    progress: Progress,
+    label: str = "",
 ) -> Comparison:
     """Compare a quantized model with its source on the evaluation text.
 
@@ -152,7 +160,9 @@ def compare_with_source(
     return comparison
 
 
-def evaluate(source: Checkpoint, result: Checkpoint, text: EvalText, progress: Progress) -> QuantizationMetrics:
+def evaluate(
+    source: WritableCheckpoint, result: WritableCheckpoint, text: EvalText, progress: Progress
+) -> QuantizationMetrics:
     """Evaluate a quantized model on a text, and measure its decoding speed."""
     comparison = compare_with_source(source, result, text, progress)
     progress("measuring speed", 0, 1)
@@ -172,13 +182,13 @@ def evaluate(source: Checkpoint, result: Checkpoint, text: EvalText, progress: P
 
 
 def decode_speeds(
-    before: Checkpoint, after: Checkpoint, prompt: Sequence[int]
+    before: WritableCheckpoint, after: WritableCheckpoint, prompt: Sequence[int]
 ) -> tuple[float | None, float | None, str | None]:
     """Tokens per second of two models after `prompt`, the median of some turns, and a note; None if not measured."""
     if ON_CPU:
         return None, None, "not measured: on a CPU all weights are computed in float32, whatever their bits"
     room, context = 0.6 * platform.total_memory(), before.config.max_position_embeddings
-    if 3 * before.config.parameter_count() > room:  # bytes of both models
+    if sum(tensor.nbytes for model in (before, after) for tensor in model.tensors.values()) > room:
         return None, None, "not measured: the two models don't fit in memory together"
     count = min(_MAX_NEW_TOKENS, context - len(prompt))
     if count < 2:
@@ -213,15 +223,16 @@ def plot_quantization(report: QuantizationReport, path: Path) -> None:
         CheckpointError: The file can't be written.
     """
     metrics = report.metrics
-    figure = new_figure(9, 6.5 if metrics else 4.2)
-    panels = figure.subplots(2 if metrics else 1, 1, squeeze=False)[:, 0]
+    errors = list(metrics.hidden_state_errors.values()) if metrics else []  # none if the model only runs as a whole
+    figure = new_figure(9, 6.5 if errors else 4.2)
+    panels = figure.subplots(2 if errors else 1, 1, squeeze=False)[:, 0]
     title = f"{Path(report.path).name}: {report.bits_per_weight:.2f} bits per weight, {report.method}"
     label_axes(panels[0], y=f"relative error of {report.error_of}")
     _plot_matrices(panels[0], report)
-    if metrics is not None:
-        errors = list(metrics.hidden_state_errors.values())
+    if errors:
         label_axes(panels[1], y="relative error of hidden states")
         panels[1].plot(range(-1, len(errors) - 1), errors, "o-", ms=3, color=_COLORS[8])
+    if metrics is not None:
         title += (
             f": KL {metrics.kl:.4f} nats/token, top-1 {100 * metrics.top1_agreement:.1f} %, "
             f"{metrics.bits_per_byte_change:+.4f} bits/byte"
@@ -245,7 +256,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
 
     bits_used: set[int] = set()
     handles: list[Any] = []
-    for marker, (kind, points) in zip("os^vDP*XhH<>d", _errors_by_kind(report).items(), strict=False):
+    for marker, (kind, points) in zip(cycle("os^vDP*XhH<>d"), _errors_by_kind(report).items(), strict=False):
         x, y, bits = zip(*sorted(points), strict=True)
         axes.plot(x, y, lw=0.6, color="#bbb", zorder=1)
         axes.scatter(x, y, c=[_COLORS[b] for b in bits], marker=marker, s=26, zorder=2)
@@ -256,7 +267,7 @@ def _plot_matrices(axes: Any, report: QuantizationReport) -> None:
 
 
 def _last_layer(report: QuantizationReport) -> int:
-    return max((int(match[1]) for name in report.errors if (match := _LAYER.match(name))), default=-1)
+    return max((int(match[1]) for name in report.errors if (match := _LAYER.search(name))), default=-1)
 
 
 def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, float, int]]]:
@@ -264,7 +275,7 @@ def _errors_by_kind(report: QuantizationReport) -> dict[str, list[tuple[int, flo
     last = _last_layer(report)
     kinds: dict[str, list[tuple[int, float, int]]] = {}
     for module, error in report.errors.items():
-        match = _LAYER.match(module)
+        match = _LAYER.search(module)
         kind = match[2] if match else _OUTSIDE_LAYERS.get(module, module.rpartition(".")[2])
         layer = int(match[1]) if match else (last + 1 if module == "lm_head" else -1)
         kinds.setdefault(kind, []).append((layer, error, report.bits[module]))

@@ -26,8 +26,8 @@ class PackedMatrix(NamedTuple):
     """A quantized matrix.
 
     Attributes:
-        weight: uint32 `[rows, width · bits / 32]`.
-        scales: `[rows, width / group_size]`.
+        weight: uint32 `[rows, width · bits / 32]`; for a stack of matrices `[experts, rows, width · bits / 32]`.
+        scales: `[..., width / group_size]`.
         biases: Like `scales`; None unless the mode is affine.
     """
 
@@ -43,6 +43,11 @@ class PackedMatrix(NamedTuple):
     def concatenate_rows(cls, pieces: Sequence[PackedMatrix]) -> PackedMatrix:
         """Join the rows of several matrices."""
         return cls(*(None if parts[0] is None else mx.concatenate(parts) for parts in zip(*pieces, strict=True)))
+
+    @classmethod
+    def stack(cls, matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+        """Stack the matrices of several experts."""
+        return cls(*(None if parts[0] is None else mx.stack(parts) for parts in zip(*matrices, strict=True)))
 
 
 def dequantized(packed: PackedMatrix, chosen: Format) -> mx.array:
@@ -68,7 +73,7 @@ def weight_error(weight: mx.array, packed: PackedMatrix, chosen: Format) -> floa
 
 def row_pieces(weight: mx.array) -> list[slice]:
     """Ranges of rows to process one by one: in float32 the whole matrix would take much memory."""
-    rows = max(1, _AT_ONCE // weight.shape[1])
+    rows = max(1, _AT_ONCE // math.prod(weight.shape[1:]))
     return [slice(start, start + rows) for start in range(0, weight.shape[0], rows)]
 
 
@@ -91,7 +96,7 @@ OnMatrix = Callable[[str, mx.array, PackedMatrix, Format], None]
 
 
 def quantize_rtn(weight: mx.array, chosen: Format) -> PackedMatrix:
-    """Round `weight` `[rows, width]` to nearest as mlx_lm.convert does; scales and biases have its dtype."""
+    """Round `weight` `[..., width]` to nearest as mlx_lm.convert does; scales and biases have its dtype."""
     pieces = eval_in_parallel(partial(mx.quantize, weight[rows], **chosen.to_dict()) for rows in row_pieces(weight))
     return PackedMatrix.concatenate_rows([PackedMatrix(*piece) for piece in pieces])
 
@@ -105,7 +110,7 @@ def lazy_quantize(
     read them one after the other.
 
     Args:
-        tensors: The decoder's tensors in 16 bits.
+        tensors: The model's tensors in 16 bits.
         plan: The format of each matrix.
         on_matrix: Called as `on_matrix(module, weight, packed, format)` when a matrix was quantized.
     """
@@ -136,11 +141,13 @@ def lazy_quantize(
     return result
 
 
-def _part_headers(module: str, tensor: LazyTensor, fmt: Format) -> dict[str, tuple[tuple[int, int], mx.Dtype, str]]:
+def _part_headers(module: str, tensor: LazyTensor, fmt: Format) -> dict[str, tuple[tuple[int, ...], mx.Dtype, str]]:
     """Tensor name -> shape, dtype and stored dtype of each part of a quantized matrix."""
-    rows, width = tensor.shape
-    parts = {"weight": ((rows, width * fmt.bits // 32), mx.uint32, "U32")}
-    groups = (rows, width // fmt.group_size)
+    *rows, width = tensor.shape
+    parts: dict[str, tuple[tuple[int, ...], mx.Dtype, str]] = {
+        "weight": ((*rows, width * fmt.bits // 32), mx.uint32, "U32")
+    }
+    groups = (*rows, width // fmt.group_size)
     if fmt.affine:
         parts |= dict.fromkeys(("scales", "biases"), (groups, tensor.dtype, tensor.stored_dtype))
     else:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.huggingface import check_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, max_abs
-from mlxlm.checkpoint.open import open_decoder_checkpoint
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
+from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.quantize.quantization_plan import QuantizationPlan
 from mlxlm.utils.errors import CheckpointError
 
@@ -28,30 +29,31 @@ class Source:
         parameters: Number of parameters.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: WritableCheckpoint
     dtype: mx.Dtype
-    checkpoint_16bit: Checkpoint
+    checkpoint_16bit: WritableCheckpoint
     parameters: int
 
-    def with_tensors(self, plan: QuantizationPlan, tensors: LazyTensors) -> Checkpoint:
+    def with_tensors(self, plan: QuantizationPlan, tensors: LazyTensors) -> WritableCheckpoint:
         """The checkpoint with tensors that were quantized by `plan`."""
-        config = self.checkpoint.config.with_changes(quantization=plan.quantization_config())
-        return self.checkpoint.with_tensors(tensors, config)
+        return self.checkpoint.with_tensors(tensors, plan.quantization_config())
 
 
 def open_source(source: Path | str, adapter: Path | str | None = None) -> Source:
     """Open a checkpoint, with an adapter or without, and choose its 16-bit dtype.
 
     Raises:
-        CheckpointError: Only mlx_lm runs the architecture, or the model is already quantized by MLX.
+        CheckpointError: The model can't be run, or is already quantized by MLX.
         TokenizerError: It has a tokenizer that can't be read.
     """
-    checkpoint = open_decoder_checkpoint(source, "quantized", adapter)
-    if checkpoint.config.quantization:
-        raise CheckpointError(f"{source} is already quantized", "the unquantized model")
+    checkpoint = open_module_checkpoint(source, adapter)
+    if checkpoint.quantization:
+        raise CheckpointError(
+            f"{source} is already quantized", "the unquantized model; or mlxlm convert first, which dequantizes"
+        )
     check_tokenizer(checkpoint)  # before hours of work
     dtype = output_dtype(checkpoint.tensors)
-    checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(checkpoint.tensors, dtype))
+    checkpoint_16bit = checkpoint.with_tensors(cast_to_16bit(checkpoint.tensors, dtype, checkpoint.keeps_dtype))
     parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     return Source(checkpoint, dtype, checkpoint_16bit, parameters)
 
@@ -78,15 +80,17 @@ def output_dtype(tensors: LazyTensors) -> mx.Dtype:
     return mx.float16 if largest < mx.finfo(mx.float16).max else mx.bfloat16
 
 
-def cast_to_16bit(tensors: LazyTensors, dtype: mx.Dtype) -> dict[str, LazyTensor]:
-    """The tensors with every floating-point one in `dtype`.
+def cast_to_16bit(
+    tensors: LazyTensors, dtype: mx.Dtype, keeps_dtype: Callable[[str], bool] = lambda name: False
+) -> dict[str, LazyTensor]:
+    """The tensors with every floating-point one in `dtype`, except those for whose names `keeps_dtype` is true.
 
     Reading one whose values are not finite, or beyond the dtype's range, raises CheckpointError.
     """
     stored_dtype = {mx.float16: "F16", mx.bfloat16: "BF16"}[dtype]
 
     def cast(name: str, tensor: LazyTensor) -> LazyTensor:
-        if not mx.issubdtype(tensor.dtype, mx.floating):
+        if not mx.issubdtype(tensor.dtype, mx.floating) or keeps_dtype(name):
             return tensor
 
         def read() -> mx.array:

@@ -38,7 +38,7 @@ def test_options_without_an_effect_are_wrong_usage(model, tmp_path, capsys):
 
 
 def test_an_existing_output_is_refused_first(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mlxlm.convert.conversion.open_decoder_checkpoint", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlxlm.convert.conversion.open_module_checkpoint", lambda *_: 1 / 0)
     code, out, err = run(capsys, "convert", model, "--out", model)
     assert code == 1 and out == "" and f"{model} already exists (try: another name for the output)" in err
 

@@ -13,7 +13,7 @@ from mlxlm.convert.compare import kl_divergence
 from mlxlm.kernels import log_softmax
 from mlxlm.quantize import bit_search, quantize
 from mlxlm.quantize.calibrate import get_submodule
-from mlxlm.quantize.quantization_plan import uniform
+from mlxlm.quantize.quantization_plan import matrices, uniform
 from mlxlm.quantize.rtn import dequantized, quantize_rtn
 from mlxlm.utils.errors import ConfigError
 from tests.quantize.conftest import needed_bytes
@@ -21,7 +21,7 @@ from tests.quantize.conftest import needed_bytes
 
 def test_fit_to_size(model):
     checkpoint = open_checkpoint(model)
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    plan = uniform(matrices(checkpoint), Format(4))
     sensitivities = {
         matrix.name: {Format(bits): weight * 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)}
         for weight, matrix in enumerate(plan.matrices, start=1)
@@ -38,7 +38,7 @@ def test_fit_to_size(model):
 def test_formats_above_the_convex_hull_are_left_out(model):
     """Here 3 bits save nothing: without the hull they would end the search before 4."""
     checkpoint = open_checkpoint(model)
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    plan = uniform(matrices(checkpoint), Format(4))
     costs = {Format(2): 1.0, Format(3): 0.99, Format(4): 0.1}
     _, path = bit_search.upgrade_path(plan, {matrix.name: costs for matrix in plan.matrices})
     assert {step.chosen for step in path} == {Format(4)}
@@ -46,7 +46,7 @@ def test_formats_above_the_convex_hull_are_left_out(model):
 
 def test_sensitivities_fall_with_bits_and_are_positive(model):
     checkpoint = open_checkpoint(model)
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(8))
+    plan = uniform(matrices(checkpoint), Format(8))
     windows = np.arange(64, dtype=np.int32)[None] + 20
     for cost in bit_search.estimate_sensitivities(checkpoint, plan, windows, print).values():
         values = [cost[chosen] for chosen in sorted(cost, key=lambda chosen: chosen.bits)]
@@ -56,7 +56,7 @@ def test_sensitivities_fall_with_bits_and_are_positive(model):
 def test_estimated_costs_are_those_of_single_matrices(model):
     """Each matrix alone is rounded, and the KL divergence computed; on average over matrices the estimate is right."""
     checkpoint = open_checkpoint(model)
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    plan = uniform(matrices(checkpoint), Format(4))
     windows = np.random.default_rng(0).integers(20, 300, (16, 32)).astype(np.int32)
     estimated = bit_search.estimate_sensitivities(checkpoint, plan, windows, print)
     decoder = load_model(model)[0]
@@ -75,7 +75,7 @@ def test_estimated_costs_are_those_of_single_matrices(model):
 
 def test_fit_to_kl_measures_no_plan_twice(model):
     checkpoint = open_checkpoint(model)
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    plan = uniform(matrices(checkpoint), Format(4))
     sensitivities = {m.name: {Format(bits): 4.0**-bits for bits in (2, 3, 4, 5, 6, 8)} for m in plan.matrices}
     metrics = []
 

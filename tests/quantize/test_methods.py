@@ -14,7 +14,7 @@ from mlxlm.convert.compare import compare
 from mlxlm.quantize import METHODS as CHOICES
 from mlxlm.quantize import quantize
 from mlxlm.quantize.methods import METHODS, quantize_calibrated
-from mlxlm.quantize.quantization_plan import uniform
+from mlxlm.quantize.quantization_plan import matrices, uniform
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_embeddings_are_read_once_per_pass(write_model, tmp_path, texts):
         reads["model.embed_tokens.weight"] == 2 and reads["model.layers.0.mlp.up_proj.weight"] == 1
     )  # and for the head
     reads.clear()
-    plan = uniform(checkpoint.config, checkpoint.tensors, Format(4))
+    plan = uniform(matrices(checkpoint), Format(4))
     windows = np.array(ids, np.int32).reshape(-1, 100)
     (tmp_path / "scratch").mkdir()
     quantize_calibrated(counting, plan, METHODS["gptq"](), windows, tmp_path / "scratch")

@@ -10,7 +10,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import RECIPES, Format
 from mlxlm.families import config_to_hf
 from mlxlm.model import Decoder
-from mlxlm.quantize.quantization_plan import recipe, uniform
+from mlxlm.quantize.quantization_plan import decoder_matrices, recipe, uniform
 from mlxlm.utils.errors import ConfigError
 
 
@@ -50,7 +50,7 @@ def test_nbytes_equals_mlx(chosen):
 
 def test_indivisible_rows():
     config = config_of(hidden_size=96, intermediate_size=100)
-    plan = uniform(config, described(config), Format(4, 64))
+    plan = uniform(decoder_matrices(config, described(config)), Format(4, 64))
     assert plan.reduced_group_sizes["model.embed_tokens"] == 32
     assert plan.skipped == {f"model.layers.{i}.mlp.down_proj": 100 for i in range(2)}
     quantization_config = plan.quantization_config()
@@ -61,7 +61,7 @@ def test_indivisible_rows():
 
 def test_fused_matrices_have_one_format():
     config = config_of(model_type="phi3")
-    plan = recipe(config, described(config), "mixed_2_6")
+    plan = recipe(decoder_matrices(config, described(config)), "mixed_2_6")
     by_name = {matrix.name: matrix for matrix in plan.matrices}
     fused = by_name["model.layers.1.self_attn.qkv_proj"]
     assert len(fused.modules) == 3 and fused.rows == 3 * 64
@@ -88,7 +88,7 @@ class Named:
 def test_recipes_equal_mlx_lm(name, layers):
     convert = pytest.importorskip("mlx_lm.convert")
     config = config_of(num_hidden_layers=layers)
-    plan = recipe(config, described(config), name, 32)
+    plan = recipe(decoder_matrices(config, described(config)), name, 32)
     theirs = convert.mixed_quant_predicate_builder(name, Named(plan, layers), 32)
     for matrix in plan.matrices:
         assert plan.format_of(matrix).to_dict() == theirs(matrix.name, None), matrix.name
@@ -96,7 +96,7 @@ def test_recipes_equal_mlx_lm(name, layers):
 
 def test_most_frequent_format_is_the_default():
     config = config_of()
-    plan = uniform(config, described(config), Format(2))
+    plan = uniform(decoder_matrices(config, described(config)), Format(2))
     other = plan.with_formats({m.name: Format(8) for m in plan.matrices if m.name != "lm_head"})
     assert other.default == Format(8) and list(other.quantization_config()) == ["group_size", "bits", "mode", "lm_head"]
     assert json.dumps(other.to_dict())

@@ -11,7 +11,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import write_shards
 from mlxlm.config.quantization import Format
-from mlxlm.quantize.quantization_plan import uniform
+from mlxlm.quantize.quantization_plan import matrices, uniform
 from mlxlm.quantize.rtn import lazy_quantize, quantize_rtn
 from mlxlm.quantize.source import cast_to_16bit, output_dtype
 from mlxlm.utils.errors import CheckpointError
@@ -20,7 +20,7 @@ from mlxlm.utils.errors import CheckpointError
 def test_headers_match_the_arrays(model):
     checkpoint = open_checkpoint(model)
     for chosen in (Format(3, 32), Format.of("mxfp8")):
-        plan = uniform(checkpoint.config, checkpoint.tensors, chosen)
+        plan = uniform(matrices(checkpoint), chosen)
         made = lazy_quantize(checkpoint.tensors, plan)
         for name, tensor in made.items():
             value = tensor.read()

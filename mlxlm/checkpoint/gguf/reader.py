@@ -54,7 +54,7 @@ def open_gguf(path: Path | str) -> Checkpoint:
     packed = decoder_weights(affine.packed_tensors(infos, described, {mapping.name for mapping in mappings}))
     if (quantization := affine.quantization_config(packed)) is None:
         return opened
-    return replace(opened, packed=opened.with_tensors(packed, config.with_changes(quantization=quantization)))
+    return replace(opened, packed=opened.with_tensors(packed, quantization))
 
 
 FORMAT = FileFormat(lambda path, start: start == b"GGUF" or path.suffix == ".gguf", open_gguf)

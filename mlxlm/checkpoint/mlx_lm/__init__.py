@@ -5,5 +5,13 @@ doesn't implement. Code inside a checkpoint's folder is never run.
 """
 
 from mlxlm.checkpoint.mlx_lm.model import MlxLmConfig, build_with_mlx_lm, load_with_mlx_lm
+from mlxlm.checkpoint.mlx_lm.modules import ModuleCheckpoint, WritableCheckpoint, to_modules
 
-__all__ = ["MlxLmConfig", "build_with_mlx_lm", "load_with_mlx_lm"]
+__all__ = [
+    "MlxLmConfig",
+    "ModuleCheckpoint",
+    "WritableCheckpoint",
+    "build_with_mlx_lm",
+    "load_with_mlx_lm",
+    "to_modules",
+]

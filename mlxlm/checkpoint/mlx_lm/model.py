@@ -69,12 +69,21 @@ def load_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, MlxLmConfi
     Raises:
         CheckpointError: mlx_lm can't load the checkpoint, or would compute something else than config.json says.
     """
-    folder, values = checkpoint.path, checkpoint.hf_config
     model, limit = build_with_mlx_lm(checkpoint)
     _load_weights(model, checkpoint)
     if ON_CPU:
         model.apply(as_float32)
     model.eval()
+    return model, read_config(checkpoint, model, limit)
+
+
+def read_config(checkpoint: MlxLmCheckpoint, model: nn.Module, limit: tuple[int, str] | None) -> MlxLmConfig:
+    """Read what generation needs of a configuration; `model` and `limit` are those of `build_with_mlx_lm`.
+
+    Raises:
+        CheckpointError: eos_token_id isn't a token id or a list of them.
+    """
+    folder, values = checkpoint.path, checkpoint.hf_config
     nested = values.get("text_config")
     values = {**(nested if isinstance(nested, Mapping) else {}), **{k: v for k, v in values.items() if v is not None}}
     eos = values.get("eos_token_id")
@@ -82,7 +91,7 @@ def load_with_mlx_lm(checkpoint: MlxLmCheckpoint) -> tuple[nn.Module, MlxLmConfi
     if not all(type(id) is int for id in eos_ids):
         raise CheckpointError(f"{folder}: eos_token_id is {eos!r}, it must be a token id or a list of them")
     context = _count(values, model, *_CONTEXT_FIELDS)
-    return model, MlxLmConfig(
+    return MlxLmConfig(
         model_type=str(values.get("model_type")),
         vocab_size=_count(values, model, "vocab_size"),
         max_position_embeddings=min(context, limit[0]) if limit else context,
@@ -114,10 +123,7 @@ def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
     from mlx_lm.utils import load_model
 
     quantization = get_quantization_config(checkpoint.hf_config)
-    if checkpoint.adapter is not None:
-        quantization = quantization and dict(quantization)
-        is_tied = not any("lm_head" in name for name, _ in tree_flatten(model.parameters()))
-        model.merge = partial(_merge, checkpoint.adapter, quantization, is_tied)
+    quantization = merge_adapter(model, checkpoint.adapter, quantization)
     model_args = SimpleNamespace(from_dict=lambda config: model)
     try:
         load_model(
@@ -132,6 +138,26 @@ def _load_weights(model: nn.Module, checkpoint: MlxLmCheckpoint) -> None:
     except Exception as error:  # mlx_lm raises anything from KeyError to RuntimeError for a file it can't read
         unreadable = f"mlx_lm can't load this {checkpoint.hf_config.get('model_type')} model: {error}"
         raise CheckpointError(f"{checkpoint.path}: {_mismatch(str(error)) or unreadable}") from error
+
+
+def merge_adapter(
+    model: nn.Module, adapter: Adapter | None, quantization: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Let the `sanitize` of a model merge an adapter.
+
+    Args:
+        model: The model, without weights.
+        adapter: The adapter; None: there is none.
+        quantization: The settings of MLX's quantization.
+
+    Returns:
+        The settings of the result, which `sanitize` changes.
+    """
+    changed = None if quantization is None else dict(quantization)
+    if adapter is not None:
+        is_tied = not any("lm_head" in name for name, _ in tree_flatten(model.parameters()))
+        model.merge = partial(_merge, adapter, changed, is_tied)
+    return changed
 
 
 def _merge(
@@ -180,8 +206,8 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if values.get("model_file") is not None:
         field = f"model_file is {values['model_file']!r}"
         raise CheckpointError(f"{field}: mlxlm doesn't run Python code from a model's folder")
-    if text_only := needs_multimodal_model(values):
-        values = {"model_type": values["model_type"].removesuffix("_text"), "text_config": values}
+    text_only = needs_multimodal_model(values)
+    values = _with_text_config(values)
     name = _module_name(values)
     if name == "olmo" and "d_model" not in values:
         raise CheckpointError("mlx_lm's olmo needs a config.json with d_model, not one of transformers")
@@ -205,6 +231,35 @@ def build_model(values: Mapping[str, Any]) -> tuple[nn.Module, tuple[int, str] |
     if name not in MODEL_SPECIFIC_ROPE:
         install_rope(model, values, name in _PARTIAL_ROTARY_MODELS or not _PARTIAL_ROTARY_FIELDS.isdisjoint(fields))
     return model, supported_length(name, fields, config)
+
+
+def _with_text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of mlx_lm's multimodal model, if the language model is implemented as a part of it only."""
+    if not needs_multimodal_model(values):
+        return values
+    return {"model_type": values["model_type"].removesuffix("_text"), "text_config": values}
+
+
+def mlx_lm_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the fields that mlx_lm's model reads, which mlxlm reads as the same model.
+
+    Args:
+        values: A configuration that `build_model` accepts.
+    """
+    for _ in range(2):  # the second time reads what the first one adds because mlx_lm requires it
+        values = _keep_rope_scaling(to_mlx_lm_config(with_rope_parameters(_with_text_config(values))))
+    return dict(values)
+
+
+def _keep_rope_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the `rope_scaling` that `to_mlx_lm_config` leaves to `install_rope`, which mlx_lm itself doesn't have."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        return {**config, "text_config": _keep_rope_scaling(nested)}
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") == "default":
+        return dict(config)
+    return {**config, "rope_scaling": {**rope, "type": rope["rope_type"]}}
 
 
 def _module_name(values: Mapping[str, Any]) -> str:

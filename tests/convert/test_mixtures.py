@@ -1,0 +1,100 @@
+"""Models of mlx_lm's classes, converted to folders of mlx_lm: the same model for transformers, mlxlm and mlx_lm."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint import load_model, load_weights, save_weights
+from mlxlm.convert import convert
+from mlxlm.quantize import quantize
+from mlxlm.utils.errors import CheckpointError
+from tests.mixtures import write_mixture
+from tests.small_models import change_config
+
+mlx_lm = pytest.importorskip("mlx_lm.utils", reason="the oracle is mlx_lm")
+
+TOKENS = mx.array([[5, 60, 7, 200, 9, 11, 33, 250]])
+
+
+def float32_logits(model):
+    model.set_dtype(mx.float32)
+    return np.array(model(TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_5_text"])
+def test_converted_models_are_equal_and_read_by_mlx_lm(kind, tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", kind, tiny_tokenizer, "float32")
+    report = convert(source, tmp_path / "out", cross_check=True)
+    assert {check.name: check.result for check in report.checks} == dict.fromkeys(
+        ("tensors", "tokenizer", "configuration", "logits", "greedy tokens", "mlx_lm"), "equal"
+    )
+    assert report.dtype == "float32" and report.warnings == []
+    theirs, _ = mlx_lm.load_model(tmp_path / "out", lazy=True)
+    wanted = float32_logits(load_model(source)[0])
+    for found in (theirs, load_model(tmp_path / "out")[0]):
+        np.testing.assert_allclose(float32_logits(found), wanted, atol=1e-4)
+    again = convert(tmp_path / "out", tmp_path / "again")
+    assert {check.result for check in again.checks} == {"equal"}
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_dtypes_and_what_the_class_keeps_in_float32(tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", "deepseek_v3", tiny_tokenizer, "float32")
+    report = convert(source, tmp_path / "out", dtype="bfloat16")
+    checks = {check.name: check for check in report.checks}
+    assert checks["tensors"].detail == "rounded to BF16" and checks["logits"].result == "within rounding"
+    dtypes = {name: value.dtype for name, value in load_weights(tmp_path / "out").items()}
+    assert {name for name, dtype in dtypes.items() if dtype == mx.float32} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_quantized_experts_are_dequantized(tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", "qwen3_moe", tiny_tokenizer)
+    quantize(source, tmp_path / "4bit", group_size=32, evaluate=False)
+    report = convert(tmp_path / "4bit", tmp_path / "out")
+    assert report.dtype == "bfloat16" and report.bits_per_weight == 16
+    found, wanted = (float32_logits(load_model(tmp_path / name)[0]) for name in ("out", "4bit"))
+    assert np.abs(found - wanted).max() < 0.05 * wanted.std()
+    with pytest.raises(CheckpointError, match="is already quantized"):
+        quantize(tmp_path / "4bit", tmp_path / "again")
+
+
+def test_experts_in_mxfp4_as_openai_publishes_them(tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", "gpt_oss", tiny_tokenizer)
+    weights = load_weights(source)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        matrices = mx.contiguous(weights.pop(name).swapaxes(-1, -2))  # [experts, out, in]
+        packed, scales = mx.quantize(matrices, group_size=32, bits=4, mode="mxfp4")
+        weights[f"{name}_blocks"] = packed.view(mx.uint8).reshape(*scales.shape, 16)
+        weights[f"{name}_scales"] = scales
+    mx.eval(weights)
+    save_weights(source, weights)
+    change_config(source, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match="is already quantized"):
+        quantize(source, tmp_path / "4bit")
+    report = convert(source, tmp_path / "out", dtype="float32")
+    assert {check.result for check in report.checks} == {"equal"} and report.bits_per_weight == 32
+    assert "quantization" not in json.loads((tmp_path / "out/config.json").read_text())
+    found, wanted = (float32_logits(load_model(folder)[0]) for folder in (tmp_path / "out", source))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.bin"])
+def test_other_formats_are_for_models_of_the_decoder(name, tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", "mixtral", tiny_tokenizer)
+    with pytest.raises(CheckpointError, match="a mixtral model can only be written to a folder .try: --out"):
+        convert(source, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_foreign_quantization_is_refused(tmp_path, tiny_tokenizer):
+    source = write_mixture(tmp_path / "source", "mixtral", tiny_tokenizer)
+    change_config(source, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(CheckpointError, match="was quantized by awq, and can only be run .try: its unquantized"):
+        convert(source, tmp_path / "out")

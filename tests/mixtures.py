@@ -1,0 +1,55 @@
+"""Small random models of architectures that only mlx_lm implements, as transformers saves them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from mlxlm.tokenizer import Tokenizer
+from tests.small_models import change_config
+
+VOCABULARY = 320
+_BASE = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 256, "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}  # fmt: skip
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS = {
+    "mixtral": {**_BASE, **_EXPERTS, "intermediate_size": 64},
+    "qwen3_moe": {**_BASE, **_EXPERTS, "tie_word_embeddings": True},
+    "deepseek_v3": {
+        **_BASE, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+        "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    },
+    "qwen3_next": {
+        **_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "decoder_sparse_step": 1,
+        "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
+    },
+    "qwen3_5_text": {
+        **_BASE, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "lfm2": {
+        **_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
+        "block_auto_adjust_ff_dim": False, "intermediate_size": 96,
+    },
+    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
+}  # fmt: skip
+
+
+def write_mixture(folder: Path, kind: str, tokenizer: Tokenizer, dtype: str = "bfloat16", **changes) -> Path:
+    """Write a model with random weights of this `model_type`, and a tokenizer with a chat template."""
+    oracle = pytest.importorskip("tests.transformers_oracle", reason="the models are made by transformers")
+    import torch
+
+    made = oracle.make_oracle(kind, copy.deepcopy({**KINDS[kind], **changes}), VOCABULARY, "eager")
+    made.to(getattr(torch, dtype)).save_pretrained(folder)
+    change_config(folder, torch_dtype=dtype)
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    return folder
