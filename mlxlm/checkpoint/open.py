@@ -25,6 +25,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
+from mlxlm.checkpoint.quantized_formats import dequantize_formats, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
@@ -153,10 +154,14 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     reason = families.unsupported_feature(values)
     if reason:
         return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason, embedding=embedding)
+    if quant_method := families.get_quant_method(values):
+        tensors = dequantize_formats(tensors, values["quantization_config"], str(weights))
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
     decoder_tensors = _decoder_tensors(config, tensors, weights)
+    if quant_method == "gptq":
+        decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
 
 
