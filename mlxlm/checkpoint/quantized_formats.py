@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, mx
-from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensor, LazyTensors, dtype_sizes
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, dtype_sizes
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
 from mlxlm.utils.errors import CheckpointError
@@ -64,7 +64,7 @@ def dequantize_formats(tensors: LazyTensors, settings: Mapping[str, Any], source
     for module, own in parts.items():
         if (weight := others.pop(f"{module}.weight", None)) is not None:
             own["weight"] = weight
-    sizes = dtype_sizes(tensor for tensor in others.values() if tensor.stored_dtype in UNQUANTIZED_DTYPES)
+    sizes = dtype_sizes(tensor for tensor in others.values() if tensor.dtype in _FLOATS)
     dtype = mx.float32 if ON_CPU or not sizes else getattr(mx, sizes.most_common(1)[0][0])
     read_weight = _METHODS[settings["quant_method"]]
     for module, own in parts.items():

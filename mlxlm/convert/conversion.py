@@ -63,7 +63,8 @@ def _write_folder(
 ) -> gguf.WriteResult:
     """Write the model family's own Hugging Face layout."""
     check_tokenizer(source)  # before minutes of work
-    if type or source.config.quantization or source.format not in FOLDER_FORMATS:
+    unquantized = all(tensor.stored_dtype in UNQUANTIZED_DTYPES for tensor in source.tensors.values())
+    if type or not unquantized or source.format not in FOLDER_FORMATS:
         target = DTYPES[type or _main_dtype(source)]
         tensors = {name: _cast(name, tensor, target) for name, tensor in tensors.items()}
     huggingface.write(path, source.hf_config, config, tensors, None)

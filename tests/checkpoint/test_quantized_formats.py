@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import Checkpoint, load_model, open_checkpoint
+from mlxlm.checkpoint import Checkpoint, load_model, open_checkpoint, quantized_formats
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
+from mlxlm.convert import convert
 from mlxlm.families import config_to_hf
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.packed_weights import (
@@ -175,6 +177,32 @@ def test_language_model_of_a_model_with_images(tmp_path, name, layout):
     write(tmp_path, stored, settings, model_type="mistral3", text_config=config_to_hf(CONFIG))
     with pytest.raises(CheckpointError, match="torchao"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("expected", [mx.float16, mx.bfloat16])
+def test_on_a_gpu_weights_have_the_dtype_of_the_others(monkeypatch, expected):
+    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), gptq)
+    others = {name: lazy_tensor(mx.array(value).astype(expected)) for name, value in stored.items() if name in values}
+    packed = {name: lazy_tensor(mx.array(value)) for name, value in stored.items() if name not in values}
+    monkeypatch.setattr(quantized_formats, "ON_CPU", False)
+    weight = quantized_formats.dequantize_formats(others | packed, V1, "here")[f"{UP}.weight"]
+    assert weight.dtype == weight.read().dtype == expected
+    assert mx.array_equal(weight.read(), mx.array(values[f"{UP}.weight"].astype(np.float32)).astype(expected))
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8", "nf4"])
+def test_conversion_to_a_plain_folder(tmp_path, name):
+    settings, make = FORMATS[name]
+    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), make)
+    stored = {n: array.astype(np.float16) if n in values else array for n, array in stored.items()}
+    report = convert(write(tmp_path, stored, settings), tmp_path / "out")
+    assert report.dtype == "float16" and all(
+        check.result in ("equal", "within rounding", "skipped") for check in report.checks
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config and config["torch_dtype"] == "float16"
+    read = open_checkpoint(tmp_path / "out").tensors[f"{UP}.weight"].read()
+    np.testing.assert_array_equal(np.array(read), values[f"{UP}.weight"].astype(np.float16))
 
 
 UP = "model.layers.0.mlp.up_proj"
