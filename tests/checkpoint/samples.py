@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+from tests.checkpoint.packed_weights import gptq, nf4, pack_model
 from tests.checkpoint.raw_files import add_sizes, finish
 from tests.quantized_weights import quantized_weights
 from tests.small_models import arrays_of, random_decoder, sentencepiece_proto, sentencepiece_tokenizer
@@ -95,10 +97,20 @@ def _tokenizer_gpt2(folder: Path) -> Sample:
     return sample
 
 
-def _pytorch(folder: Path) -> Sample:
+def _packed(folder: Path, make, method: str) -> Sample:
+    """Quantized by another program than MLX."""
+    sample = _folder(folder, "model.safetensors model.safetensors config.json")
+    stored, _ = pack_model(weights(), make)
+    save_weights(folder, {name: mx.array(value) for name, value in stored.items()})
+    settings = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization_config": settings}))
+    return sample
+
+
+def _pytorch(folder: Path, legacy: bool = False) -> Sample:
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(np.array(value)) for name, value in weights().items()}
-    torch.save(state, folder / "pytorch_model.bin")
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
     return _folder(folder, "pytorch_model.bin", removed="model.safetensors")
 
 
@@ -170,7 +182,10 @@ KINDS = {
     "shards": _shards,
     "quantized": _quantized,
     "config": lambda folder: _folder(folder, "config.json"),
+    "gptq": lambda folder: _packed(folder, gptq, "gptq"),
+    "bitsandbytes": lambda folder: _packed(folder, nf4, "bitsandbytes"),
     "pytorch": _pytorch,
+    "pytorch-legacy": lambda folder: _pytorch(folder, legacy=True),
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c": _llama2c,
