@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxlm import families
 from mlxlm.backend.mlx import tree_flatten
-from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorch, safetensors
+from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, meta, pytorch, safetensors
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
 from mlxlm.checkpoint.download import resolve
@@ -130,6 +130,8 @@ def _open_folder(path: Path) -> AnyCheckpoint:
         if models:
             names = ", ".join(files[0].name for files in models)
             raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
+        if not file.exists() and meta.consolidated_files(path):
+            return meta.open_meta(path)
         _refuse_adapter(path)
     values = read_json(location.root)
     if not isinstance(values, Mapping):
