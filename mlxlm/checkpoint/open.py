@@ -25,7 +25,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
-from mlxlm.checkpoint.quantized_formats import dequantize_formats, without_zero_biases
+from mlxlm.checkpoint.quantized_formats import read_quantized, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
@@ -157,11 +157,13 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if reason:
         return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason, embedding=embedding)
     if quant_method := families.get_quant_method(values):
-        tensors = dequantize_formats(tensors, values["quantization_config"], str(weights))
+        tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
+        values = {**values, "quantization": quantization}
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
-    decoder_tensors = _decoder_tensors(config, tensors, weights)
+    for_mlx = config.quantization is not None and not quant_method
+    decoder_tensors = _decoder_tensors(config, tensors, weights, for_mlx)
     if quant_method == "gptq":
         decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
@@ -208,7 +210,7 @@ def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return {**values, "eos_token_id": ids[0] if len(ids) == 1 else ids or None}
 
 
-def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) -> dict[str, LazyTensor]:
+def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path, for_mlx: bool) -> dict[str, LazyTensor]:
     by_hf_name: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         hf_name = families.normalize_tensor_name(config, name)
@@ -216,7 +218,7 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) ->
             raise CheckpointError(f"{folder}: {hf_name} occurs twice, with and without a prefix")
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
-    for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
+    for_mlx = for_mlx or families.is_mlx_layout(config, tensors)
     return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
 
 

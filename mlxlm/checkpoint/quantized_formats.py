@@ -1,30 +1,40 @@
 """Weights that other programs quantized: GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes.
 
-Each quantized matrix is dequantized when it is read, one at a time: `(code - zero point) * scale`, computed in float32.
-The names and layouts of its parts are those of the program that wrote them, `quant_method` in config.json:
-`gptq` (https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout GEMM),
-`compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers), and
-`bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
-
-NumPy decodes the packed values with a table of 256 rows: for a 4096 x 4096 matrix of 4 bits that takes 30 ms, MLX needs
-200 ms on a CPU.
+Integers with a scale and a zero point for each group of neighboring inputs become MLX's affine format, repacked when
+they are read: `(code - zero point) * scale` is `code * scale + bias`. Every other matrix is dequantized when it is
+read, in float32. The names and layouts of the parts are those of the program that wrote them, `quant_method` in
+config.json: `gptq` (https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout
+GEMM), `compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers),
+and `bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mlxlm.backend.mlx import ON_CPU, mx
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, dtype_sizes
+from mlxlm.checkpoint.quantized_module import (
+    FLOATS,
+    HINT,
+    Integers,
+    QuantizedModule,
+    config_groups,
+    decode,
+    look_up,
+    scale_blocks,
+    to_numpy,
+    to_words,
+)
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
+from mlxlm.config.quantization import Format
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import parse_json_object
 
@@ -35,22 +45,25 @@ _PART = re.compile(
     r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))"
     r"|(?:input|output|activation|q|k|v)_(?:scale|zero_point)|input_scale_ub)"
 )
-_FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-_CHUNK_ROWS = 256
 _MAX_QUANT_STATE = 4096  # bytes of bitsandbytes' JSON, about 200
-_HINT = "its unquantized original, and mlxlm quantize"
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
-def dequantize_formats(tensors: LazyTensors, settings: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
-    """Replace the parts of quantized modules by their weights, which are dequantized when they are read.
+def read_quantized(
+    tensors: LazyTensors, settings: Mapping[str, Any], source: str
+) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+    """Replace the parts of quantized modules by MLX's packed weights, scales and biases, or by a dequantized weight.
 
-    Weights are float32 on a CPU, else of the dtype that most other tensors have.
+    Dequantized weights, scales and biases are float32 on a CPU, else of the dtype that most other tensors have, to
+    which they are rounded.
 
     Args:
         tensors: A file's tensors.
-        settings: config.json's `quantization_config`; its `quant_method` is one of `families.DEQUANTIZED_METHODS`.
+        settings: config.json's `quantization_config`; its `quant_method` is one of `families.SUPPORTED_QUANT_METHODS`.
         source: Name of the file or folder, for errors.
+
+    Returns:
+        The tensors, and MLX's `quantization` of those that are packed; None if all are dequantized.
 
     Raises:
         CheckpointError: Names the module and the part that is missing, has another shape or dtype, or has a layout that
@@ -60,17 +73,26 @@ def dequantize_formats(tensors: LazyTensors, settings: Mapping[str, Any], source
     for name, tensor in tensors.items():
         if match := _PART.fullmatch(name):
             parts.setdefault(match[1], {})[match[2]] = tensor
-    others = {name: tensor for name, tensor in tensors.items() if not _PART.fullmatch(name)}
+    result = {name: tensor for name, tensor in tensors.items() if not _PART.fullmatch(name)}
     for module, own in parts.items():
-        if (weight := others.pop(f"{module}.weight", None)) is not None:
+        if (weight := result.pop(f"{module}.weight", None)) is not None:
             own["weight"] = weight
-    sizes = dtype_sizes(tensor for tensor in others.values() if tensor.dtype in _FLOATS)
+    sizes = dtype_sizes(tensor for tensor in result.values() if tensor.dtype in FLOATS)
     dtype = mx.float32 if ON_CPU or not sizes else getattr(mx, sizes.most_common(1)[0][0])
     read_weight = _METHODS[settings["quant_method"]]
-    for module, own in parts.items():
-        if (weight := read_weight(_Module(source, module, own, settings, dtype))) is not None:
-            others[f"{module}.weight"] = weight
-    return others
+    formats: dict[str, Format] = {}
+    for name, own in parts.items():
+        values = read_weight(QuantizedModule(source, name, own, settings, dtype))
+        if isinstance(values, Integers) and (group_size := values.group_size()) is not None:
+            formats[name] = Format(values.bits, group_size)
+            result |= {f"{name}.{part}": tensor for part, tensor in values.packed(group_size).items()}
+        elif values is not None:
+            result[f"{name}.weight"] = values.dequantized() if isinstance(values, Integers) else values
+    if not formats:
+        return result, None
+    default = Counter(formats.values()).most_common(1)[0][0]
+    others = {name: format.to_dict() for name, format in formats.items() if format != default}
+    return result, default.to_dict() | others
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:
@@ -85,114 +107,10 @@ def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, 
     return {name: t for name, t in tensors.items() if name not in biasless or mx.any(t.read() != 0).item()}
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """Scales `[grid rows, grid columns]` of blocks of `height x width` values; the last ones may be cut off."""
-
-    tensor: LazyTensor
-    shape: tuple[int, int]
-    block: tuple[int, int]
-
-    def read(self) -> np.ndarray:
-        return _numpy(self.tensor).reshape(self.shape)
+_Weight = LazyTensor | Integers | None  # None: the module has only scales of activations
 
 
-@dataclass(frozen=True)
-class _Module:
-    """One module of a file: its parts by name, and how its weight is described."""
-
-    source: str
-    name: str
-    parts: LazyTensors
-    settings: Mapping[str, Any]
-    dtype: mx.Dtype
-
-    def error(self, problem: str, hint: str | None = None) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {self.name}{problem}", hint)
-
-    def part(self, name: str, *dtypes: mx.Dtype, shape: tuple[int, ...] | None = None, rank: int = 2) -> LazyTensor:
-        """A part, after checking its dtype, and its shape or number of dimensions."""
-        tensor = self.parts.get(name)
-        if tensor is None:
-            raise self.error(f" has no {name}")
-        if (len(tensor.shape) != rank) if shape is None else (tensor.shape != shape):
-            expected = f"{rank} dimensions" if shape is None else str(list(shape))
-            raise self.error(f".{name} is {list(tensor.shape)}, it must have {expected}")
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)
-            raise self.error(f".{name} is of type {tensor.stored_dtype}, it must be {expected}")
-        return tensor
-
-    def weight(self, shape: tuple[int, ...], stored_dtype: str, compute: Callable[[], np.ndarray]) -> LazyTensor:
-        """The weight, float32 `[out, in]` as `compute` returns it, in the module's dtype."""
-
-        def read() -> mx.array:
-            value = mx.array(compute()).astype(self.dtype)
-            mx.eval(value)  # a lazy array would keep the float32 values
-            return value
-
-        return LazyTensor(shape, self.dtype, stored_dtype, sum(part.nbytes for part in self.parts.values()), read)
-
-    def count(self, values: Mapping[str, Any], name: str) -> int:
-        """A positive number of the settings."""
-        if not is_count(value := values.get(name)):
-            raise self.error(f": {name} is {value!r}, it must be a positive number")
-        return value
-
-    def bits(self, packed: int, width: int, allowed: tuple[int, ...]) -> int:
-        """Bits of each of `width` values in `packed` words of 32 bits."""
-        bits = packed * 32 // max(width, 1)
-        if bits not in allowed or bits * width != packed * 32:
-            choice = ", ".join(map(str, allowed))
-            raise self.error(f" has {packed} words for {width} inputs, which are not {choice} bits for each", _HINT)
-        return bits
-
-    @cached_property
-    def block(self) -> tuple[int, int] | None:
-        """Rows and columns of the blocks that share a scale, if the settings name them."""
-        block = self.settings.get("weight_block_size")
-        for group in _groups(self.settings):
-            weights = group.get("weights")
-            block = block or (weights.get("block_structure") if isinstance(weights, Mapping) else None)
-        if block is None:
-            return None
-        if not (isinstance(block, list) and len(block) == 2 and all(map(is_count, block))):
-            raise self.error(f" has blocks of {block!r}, they must be two positive numbers")
-        return block[0], block[1]
-
-    def grid(self, name: str, shape: tuple[int, ...], *dtypes: mx.Dtype, block: tuple[int, int] | None = None) -> _Grid:
-        """The scales of a matrix of this shape: one for all, for each row, for each group of columns, or each block."""
-        tensor = self.part(name, *dtypes, rank=len(self.parts[name].shape) if name in self.parts else 2)
-        rows, columns = shape
-        grid = {(): (1, 1), (1,): (1, 1), (rows,): (rows, 1)}.get(tensor.shape, tensor.shape)
-        if block and grid not in ((1, 1), (rows, 1)):
-            fits = grid == (-(-rows // block[0]), -(-columns // block[1]))
-        else:
-            fits = len(grid) == 2 and all(grid) and not rows % grid[0] and not columns % grid[1]
-            block = (rows // grid[0], columns // grid[1]) if fits else None
-        if not fits or block is None:
-            raise self.error(f".{name} is {list(tensor.shape)}, which doesn't fit a weight of {list(shape)}")
-        return _Grid(tensor, (grid[0], grid[1]), block)
-
-    def group_index(self, name: str, groups: int, width: int) -> Callable[[], np.ndarray | None]:
-        """A function that reads the group of each column; None if they are in order and of equal size."""
-        if name not in self.parts:
-            if width % groups:
-                raise self.error(f" has {groups} groups for {width} inputs")
-            return lambda: None
-        part = self.part(name, mx.int32, mx.int64, shape=(width,))
-
-        def read() -> np.ndarray | None:
-            index = _numpy(part)
-            if index.min() < 0 or index.max() >= groups:
-                raise self.error(f".{name} has values that are not from 0 to {groups - 1}")
-            in_order = width % groups == 0 and np.array_equal(index, np.arange(width) // (width // groups))
-            return None if in_order else index
-
-        return read
-
-
-def _gptq(m: _Module) -> LazyTensor | None:
+def _gptq(m: QuantizedModule) -> _Weight:
     """Codes are packed along the inputs, `[in * bits / 32, out]`, zero points along the outputs."""
     if "qweight" not in m.parts:
         return m.parts.get("weight")
@@ -204,24 +122,29 @@ def _gptq(m: _Module) -> LazyTensor | None:
     index = m.parts.get("g_idx")
     width = math.prod(index.shape) if index else packed * 32 // m.count(m.settings, "bits")
     bits = m.bits(packed, width, (2, 4, 8))
-    scales = m.part("scales", *_FLOATS)
+    scales = m.part("scales", *FLOATS)
     groups = scales.shape[0]
-    m.part("scales", *_FLOATS, shape=(max(groups, 1), out))
+    m.part("scales", *FLOATS, shape=(max(groups, 1), out))
     m.bits(qzeros_words := out * bits // 32, out, (bits,))
     qzeros = m.part("qzeros", mx.int32, shape=(groups, qzeros_words))
     read_index = m.group_index("g_idx", groups, width)
     # The first version stores zero points minus one, with a subtraction from whole words.
     offset = sum(1 << shift for shift in range(0, 32, bits)) if layout == "gptq" else 0
 
-    def compute() -> np.ndarray:
-        codes = _decode(np.ascontiguousarray(_words(qweight).T), bits)
-        zeros = _decode(_words(qzeros) + np.uint32(offset), bits)
-        return _scale(codes, _numpy(scales).T, zeros.T, index=read_index())
+    return Integers(
+        m,
+        (out, width),
+        bits,
+        f"GPTQ_INT{bits}",
+        codes=lambda: np.ascontiguousarray(to_words(qweight).T),
+        scales=lambda: to_numpy(scales).T,
+        zeros=lambda: decode(to_words(qzeros) + np.uint32(offset), bits).T,
+        groups=groups,
+        index=read_index,
+    )
 
-    return m.weight((out, width), f"GPTQ_INT{bits}", compute)
 
-
-def _awq(m: _Module) -> LazyTensor | None:
+def _awq(m: QuantizedModule) -> _Weight:
     """Codes and zero points are packed along the outputs, eight in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     if "qweight" not in m.parts:
         return m.parts.get("weight")
@@ -230,29 +153,44 @@ def _awq(m: _Module) -> LazyTensor | None:
         raise m.error(f": AWQ's layout {layout} with {m.settings.get('bits', 4)} bits isn't supported", "gemm, 4 bits")
     qweight = m.part("qweight", mx.int32)
     width, packed = qweight.shape
-    scales = m.part("scales", *_FLOATS)
+    scales = m.part("scales", *FLOATS)
     groups, out = scales.shape[0], packed * 8
-    m.part("scales", *_FLOATS, shape=(max(groups, 1), out))
+    m.part("scales", *FLOATS, shape=(max(groups, 1), out))
     qzeros = m.part("qzeros", mx.int32, shape=(groups, packed))
-    m.group_index("", groups, width)
+    read_index = m.group_index("g_idx", groups, width)
 
-    def decode(tensor: LazyTensor) -> np.ndarray:
-        words = _words(tensor)
-        ordered = np.empty((*words.shape, 4), np.uint8)
-        for i in range(4):
-            ordered[..., i] = (words >> (4 * i) & 15) | (words >> (4 * i + 12) & 240)
-        return np.ascontiguousarray(_decode(ordered.reshape(words.shape[0], -1), 4).T)
+    def read(tensor: LazyTensor) -> np.ndarray:
+        """The integers, one in a byte, transposed."""
+        words = to_words(tensor)
+        ordered = np.empty((*words.shape, 8), np.uint8)
+        for position, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            ordered[..., column] = words >> (4 * position) & 15
+        return np.ascontiguousarray(ordered.reshape(words.shape[0], out).T)
 
-    return m.weight((out, width), "AWQ_INT4", lambda: _scale(decode(qweight), _numpy(scales).T, decode(qzeros)))
+    def codes() -> np.ndarray:
+        integers = read(qweight)
+        return (integers[:, ::2] | integers[:, 1::2] << 4).view(np.uint32)
+
+    return Integers(
+        m,
+        (out, width),
+        4,
+        "AWQ_INT4",
+        codes=codes,
+        scales=lambda: to_numpy(scales).T,
+        zeros=lambda: read(qzeros).astype(np.float32),
+        groups=groups,
+        index=read_index,
+    )
 
 
-def _compressed_tensors(m: _Module) -> LazyTensor | None:
+def _compressed_tensors(m: QuantizedModule) -> _Weight:
     """Packed integers (`weight_packed`), int8 or FP8 with scales."""
-    for group in (m.settings, *_groups(m.settings)):
+    for group in (m.settings, *config_groups(m.settings)):
         if (layout := group.get("format") or "mixed-precision") not in _COMPRESSED_FORMATS:
-            raise m.error(f": compressed-tensors' format {layout!r} isn't supported", _HINT)
+            raise m.error(f": compressed-tensors' format {layout!r} isn't supported", HINT)
     if m.settings.get("transform_config"):
-        raise m.error(": compressed-tensors' transform_config isn't supported", _HINT)
+        raise m.error(": compressed-tensors' transform_config isn't supported", HINT)
     if "weight_packed" in m.parts:
         return _packed(m)
     if "weight_scale" not in m.parts:
@@ -260,90 +198,100 @@ def _compressed_tensors(m: _Module) -> LazyTensor | None:
     weight = m.part("weight", mx.int8, mx.uint8)
     if weight.dtype == mx.uint8:
         return _fp8_weight(m, "weight_scale")
-    scales = m.grid("weight_scale", weight.shape, *_FLOATS)
+    scales = m.grid("weight_scale", weight.shape, *FLOATS)
     zeros = m.grid("weight_zero_point", weight.shape, mx.int8) if "weight_zero_point" in m.parts else None
     if zeros and zeros.shape != scales.shape:
         raise m.error(f".weight_zero_point is {list(zeros.shape)}, the scales are {list(scales.shape)}")
 
     def compute() -> np.ndarray:
-        codes = _numpy(weight).astype(np.float32)
-        return _scale(codes, scales.read(), zeros.read() if zeros else None, scales.block)
+        codes = to_numpy(weight).astype(np.float32)
+        return scale_blocks(codes, scales.read(), zeros.read() if zeros else None, scales.block)
 
     return m.weight(weight.shape, "INT8", compute)
 
 
-def _packed(m: _Module) -> LazyTensor:
+def _packed(m: QuantizedModule) -> Integers:
     """Codes are packed along the inputs, zero points along the outputs; both have half of their range added."""
     packed = m.part("weight_packed", mx.int32)
     rows = packed.shape[0]
-    shape = _numpy(m.part("weight_shape", mx.int64, mx.int32, shape=(2,))).tolist()
+    shape = to_numpy(m.part("weight_shape", mx.int64, mx.int32, shape=(2,))).tolist()
     if shape[0] != rows or not is_count(shape[1]):
         raise m.error(f".weight_shape is {shape}, and weight_packed has {rows} rows")
     width = shape[1]
     bits = m.bits(packed.shape[1], width, (2, 4, 8))
-    scales = m.grid("weight_scale", (rows, width), *_FLOATS)
+    scales = m.grid("weight_scale", (rows, width), *FLOATS)
     groups = scales.shape[1]
     read_index = m.group_index("weight_g_idx", groups, width)
     zeros = None
     if "weight_zero_point" in m.parts:
         zeros = m.part("weight_zero_point", mx.int32, shape=(-(-rows * bits // 32), groups))
 
-    def compute() -> np.ndarray:
-        codes = _decode(_words(packed), bits)
+    def read_scales() -> np.ndarray:
+        return np.broadcast_to(scales.read(), (rows, groups))
+
+    def read_zeros() -> np.ndarray:
         if zeros is None:
-            zero_points = np.full(scales.shape, 1 << (bits - 1), np.float32)
-        else:
-            zero_points = _decode(np.ascontiguousarray(_words(zeros).T), bits).T[:rows]
-        return _scale(codes, scales.read(), zero_points, scales.block, read_index())
+            return np.full((rows, groups), 1 << (bits - 1), np.float32)
+        return decode(np.ascontiguousarray(to_words(zeros).T), bits).T[:rows]
 
-    return m.weight((rows, width), f"PACKED_INT{bits}", compute)
+    return Integers(
+        m,
+        (rows, width),
+        bits,
+        f"PACKED_INT{bits}",
+        codes=lambda: to_words(packed),
+        scales=read_scales,
+        zeros=read_zeros,
+        groups=groups,
+        index=read_index,
+    )
 
 
-def _fp8(m: _Module) -> LazyTensor | None:
+def _fp8(m: QuantizedModule) -> LazyTensor | None:
     """FP8 (E4M3) with a scale for all, each row or each block; both names of it are factors of the weight."""
     name = next((name for name in ("weight_scale_inv", "weight_scale") if name in m.parts), None)
     return m.parts.get("weight") if name is None else _fp8_weight(m, name)
 
 
-def _fp8_weight(m: _Module, scale_name: str) -> LazyTensor:
+def _fp8_weight(m: QuantizedModule, scale_name: str) -> LazyTensor:
     weight = m.part("weight", mx.uint8)
     if weight.stored_dtype != "F8_E4M3":
         raise m.error(f".weight is of type {weight.stored_dtype}, it must be F8_E4M3")
-    scales = m.grid(scale_name, weight.shape, *_FLOATS, mx.uint8, block=m.block)
+    scales = m.grid(scale_name, weight.shape, *FLOATS, mx.uint8, block=m.block)
 
     def compute() -> np.ndarray:
         values = scales.read()
         if scales.tensor.dtype == mx.uint8:  # F8_E8M0: exponents of powers of two
             values = np.exp2(values.astype(np.float32) - 127)
         table = np.array(mx.from_fp8(mx.arange(256, dtype=mx.uint8), dtype=mx.float32))
-        return _scale(table[_numpy(weight)], values, block=scales.block)
+        return scale_blocks(table[to_numpy(weight)], values, block=scales.block)
 
     return m.weight(weight.shape, "F8_E4M3", compute)
 
 
-def _bitsandbytes(m: _Module) -> LazyTensor | None:
+def _bitsandbytes(m: QuantizedModule) -> LazyTensor | None:
     """int8 with the largest magnitude of each row, or 4-bit indices of a table with that of each block."""
     if "SCB" in m.parts:
         weight = m.part("weight", mx.int8)
-        largest = m.part("SCB", *_FLOATS, shape=weight.shape[:1])
+        largest = m.part("SCB", *FLOATS, shape=weight.shape[:1])
         layout = m.parts.get("weight_format")
 
         def compute() -> np.ndarray:
-            if layout is not None and _numpy(layout).any():
+            if layout is not None and to_numpy(layout).any():
                 raise m.error(": bitsandbytes' int8 layout isn't supported", "one that is stored by rows")
-            return _scale(_numpy(weight).astype(np.float32), _numpy(largest)[:, None] / np.float32(127))
+            return scale_blocks(to_numpy(weight).astype(np.float32), to_numpy(largest)[:, None] / np.float32(127))
 
         return m.weight(weight.shape, "INT8", compute)
     state_name = next((name for name in m.parts if name.startswith("weight.quant_state.")), None)
     return m.parts.get("weight") if state_name is None else _bitsandbytes_4bit(m, state_name)
 
 
-def _bitsandbytes_4bit(m: _Module, state_name: str) -> LazyTensor:
+def _bitsandbytes_4bit(m: QuantizedModule, state_name: str) -> LazyTensor:
     """The first of two values is in the upper half of a byte; with double quantization, scales are quantized, too."""
     state_part = m.part(state_name, mx.uint8, rank=1)
     if state_part.nbytes > _MAX_QUANT_STATE:
         raise m.error(f".{state_name} has {state_part.nbytes} bytes, more than any model's")
-    state = parse_json_object(_numpy(state_part).tobytes(), f"{m.source}: {m.name}.{state_name}", CheckpointError)
+    state = parse_json_object(to_numpy(state_part).tobytes(), f"{m.source}: {m.name}.{state_name}", CheckpointError)
     shape, block = state.get("shape"), m.count(state, "blocksize")
     if not (isinstance(shape, list) and len(shape) == 2 and all(map(is_count, shape))):
         raise m.error(f".{state_name} has shape {shape!r}, it must be two positive numbers")
@@ -361,13 +309,13 @@ def _bitsandbytes_4bit(m: _Module, state_name: str) -> LazyTensor:
         nested_absmax = m.part("weight.nested_absmax", mx.float32, shape=(-(-blocks // nested_block),))
 
     def compute() -> np.ndarray:
-        scales = _numpy(absmax)
+        scales = to_numpy(absmax)
         if nested:
-            factors = np.repeat(_numpy(nested_absmax), nested_block)[:blocks]
-            scales = _numpy(nested_map)[scales] * factors + np.float32(offset)
-        values, byte = _numpy(code), np.arange(256)
+            factors = np.repeat(to_numpy(nested_absmax), nested_block)[:blocks]
+            scales = to_numpy(nested_map)[scales] * factors + np.float32(offset)
+        values, byte = to_numpy(code), np.arange(256)
         table = np.stack([values[byte >> 4], values[byte & 15]], axis=1)
-        flat = _look_up(table, _numpy(weight).reshape(1, -1))[0, :size]
+        flat = look_up(table, to_numpy(weight).reshape(1, -1))[0, :size]
         whole = size // block * block
         flat[:whole].reshape(-1, block)[...] *= scales[: whole // block, None]
         flat[whole:] *= scales[-1]
@@ -376,75 +324,7 @@ def _bitsandbytes_4bit(m: _Module, state_name: str) -> LazyTensor:
     return m.weight((shape[0], shape[1]), state_name.rpartition("__")[2].upper(), compute)
 
 
-def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """compressed-tensors' groups of modules with the same settings."""
-    groups = settings.get("config_groups")
-    return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
-
-
-def _numpy(tensor: LazyTensor) -> np.ndarray:
-    """Read a tensor, 16-bit floats as float32."""
-    value = tensor.read()
-    return np.array(value.astype(mx.float32) if tensor.dtype in _FLOATS else value, copy=False)
-
-
-def _words(tensor: LazyTensor) -> np.ndarray:
-    return _numpy(tensor).view(np.uint32)
-
-
-def _decode(words: np.ndarray, bits: int) -> np.ndarray:
-    """The integers of 2, 4 or 8 bits in each row, the lowest bits first, as float32."""
-    shifts = np.arange(0, 8, bits)
-    table = (np.arange(256)[:, None] >> shifts & (1 << bits) - 1).astype(np.float32)
-    return _look_up(table, words.view(np.uint8))
-
-
-def _look_up(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The rows of a table `[256, 1, 2 or 4]` for each byte of `indices` `[rows, columns]`, in one row each."""
-    wide = {1: np.float32, 2: np.float64, 4: np.complex128}[table.shape[1]]  # NumPy is 8 times faster with one item
-    return np.ascontiguousarray(table, np.float32).view(wide)[:, 0][indices].view(np.float32)
-
-
-def _scale(
-    codes: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None = None,
-    block: tuple[int, int] | None = None,
-    index: np.ndarray | None = None,
-) -> np.ndarray:
-    """`(codes - zeros) * scales`, computed in place.
-
-    Args:
-        codes: float32 `[rows, columns]`.
-        scales: `[grid rows, grid columns]`, one for each block of `codes`.
-        zeros: Zero points of the same blocks.
-        block: Rows and columns of a block, of which the last ones may be cut off. None: groups of columns in each row.
-        index: `[columns]`: the column of `scales` for each column; None if they are in order.
-    """
-    (rows, columns), (down, across) = codes.shape, scales.shape
-    if index is not None:
-        for start in range(0, rows, _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
-            if zeros is not None:
-                codes[part] -= zeros[part][:, index]
-            codes[part] *= scales[part][:, index]
-        return codes
-    height, width = block or (1, columns // across)
-    if (down * height, across * width) == (rows, columns):
-        blocks = codes.reshape(down, height, across, width)
-        if zeros is not None:
-            blocks -= zeros[:, None, :, None]
-        blocks *= scales[:, None, :, None]
-        return codes
-    for i in range(down):
-        part = slice(i * height, (i + 1) * height)
-        if zeros is not None:
-            codes[part] -= np.repeat(zeros[i], width)[:columns]
-        codes[part] *= np.repeat(scales[i], width)[:columns]
-    return codes
-
-
-_METHODS: dict[str, Callable[[_Module], LazyTensor | None]] = {
+_METHODS: dict[str, Callable[[QuantizedModule], _Weight]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,

@@ -5,7 +5,7 @@ A family has no code in the model: it is a configuration of the same parts. This
 
 from mlxlm.families.activations import mlx_lm_activation_mismatch
 from mlxlm.families.config_conversion import (
-    DEQUANTIZED_METHODS,
+    SUPPORTED_QUANT_METHODS,
     compatibility_warning,
     config_from_hf,
     config_to_hf,
@@ -26,7 +26,7 @@ from mlxlm.families.rope import rope_parameters
 from mlxlm.families.weight_mapping import WeightMapping, is_mlx_layout, normalize_tensor_name, weight_mappings
 
 __all__ = [
-    "DEQUANTIZED_METHODS",
+    "SUPPORTED_QUANT_METHODS",
     "FAMILIES",
     "MLXLM_MODEL_TYPE",
     "WeightMapping",

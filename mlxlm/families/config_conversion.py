@@ -34,8 +34,8 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-# Values of `quant_method` whose weights are dequantized when they are read, by `mlxlm.checkpoint`.
-DEQUANTIZED_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+# Values of `quant_method` that `mlxlm.checkpoint` reads.
+SUPPORTED_QUANT_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 _QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 
@@ -65,7 +65,7 @@ def unsupported_feature(values: HFConfig) -> str | None:
         # Without any model_type it isn't unsupported but incomplete.
         return f"model_type {model_type!r}" if "model_type" in values or model_type else None
     method = get_quant_method(values)
-    if method and method not in DEQUANTIZED_METHODS:
+    if method and method not in SUPPORTED_QUANT_METHODS:
         return f"quantization by {method!r}"
     types = values.get("layer_types")
     if isinstance(types, list) and SLIDING in types and not family.hf_names("sliding_window"):

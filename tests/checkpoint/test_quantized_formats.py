@@ -8,11 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import Checkpoint, load_model, open_checkpoint, quantized_formats
+from mlxlm.backend.mlx import mx, nn
+from mlxlm.checkpoint import Checkpoint, load, load_model, open_checkpoint, quantized_formats
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
 from mlxlm.convert import convert
+from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import config_to_hf
 from mlxlm.utils.errors import CheckpointError
 from tests.checkpoint.packed_weights import (
@@ -63,6 +64,7 @@ FORMATS = {
     "nf4-odd-blocks": (BNB, functools.partial(nf4, nested=True, block=100)),
     "llm-int8": (BNB, llm_int8),
 }  # fmt: skip
+AFFINE = {"gptq", "gptq-v2", "gptq-2bit", "awq", "packed-4bit", "packed-8bit-channel", "packed-asymmetric"}
 TOKENS = mx.array([[1, 2, 3, 4, 90]])
 
 
@@ -92,7 +94,7 @@ def check_logits(folder, values):
 
 def matrix(folder, stored, settings, name="model.layers.0.mlp.up_proj"):
     """Open a folder and read one weight."""
-    return np.array(open_checkpoint(write(folder, stored, settings)).tensors[f"{name}.weight"].read())
+    return np.array(dequantized_tensors(open_checkpoint(write(folder, stored, settings)))[f"{name}.weight"].read())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -100,10 +102,13 @@ def test_model_has_the_dequantized_weights(tmp_path, name):
     settings, make = FORMATS[name]
     stored, values = pack_model(arrays_of(random_decoder(CONFIG)), make)
     checkpoint = open_checkpoint(write(tmp_path, stored, settings))
-    assert isinstance(checkpoint, Checkpoint) and checkpoint.tensors.keys() == values.keys()
+    assert isinstance(checkpoint, Checkpoint)
+    assert (checkpoint.config.quantization is not None) == (name in AFFINE)
+    tensors = dequantized_tensors(checkpoint)
+    assert tensors.keys() == values.keys()
     for tensor, expected in values.items():
-        read = checkpoint.tensors[tensor].read()
-        assert tuple(read.shape) == checkpoint.tensors[tensor].shape == expected.shape
+        read = tensors[tensor].read()
+        assert tuple(read.shape) == tensors[tensor].shape == expected.shape
         np.testing.assert_allclose(np.array(read), expected, rtol=1e-6, atol=1e-7, err_msg=tensor)
     check_logits(tmp_path, values)
     assert sum(t.nbytes for t in checkpoint.tensors.values()) == sum(a.nbytes for a in stored.values())
@@ -156,7 +161,7 @@ def test_biases_of_zeros(tmp_path):
     stored, values = pack_model(arrays_of(random_decoder(CONFIG)), gptq)
     name = "model.layers.1.self_attn.o_proj.bias"
     stored[name] = np.zeros(64, np.float16)
-    assert open_checkpoint(write(tmp_path, stored, V1)).tensors.keys() == values.keys()
+    assert dequantized_tensors(open_checkpoint(write(tmp_path, stored, V1))).keys() == values.keys()
     stored[name][3] = 1
     with pytest.raises(CheckpointError, match=f"{name} is not part of this model"):
         open_checkpoint(write(tmp_path, stored, V1))
@@ -181,13 +186,72 @@ def test_language_model_of_a_model_with_images(tmp_path, name, layout):
 
 @pytest.mark.parametrize("expected", [mx.float16, mx.bfloat16])
 def test_on_a_gpu_weights_have_the_dtype_of_the_others(monkeypatch, expected):
-    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), gptq)
+    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), functools.partial(gptq, act_order=True))
     others = {name: lazy_tensor(mx.array(value).astype(expected)) for name, value in stored.items() if name in values}
     packed = {name: lazy_tensor(mx.array(value)) for name, value in stored.items() if name not in values}
     monkeypatch.setattr(quantized_formats, "ON_CPU", False)
-    weight = quantized_formats.dequantize_formats(others | packed, V1, "here")[f"{UP}.weight"]
-    assert weight.dtype == weight.read().dtype == expected
+    tensors, quantization = quantized_formats.read_quantized(others | packed, V1, "here")
+    weight = tensors[f"{UP}.weight"]
+    assert quantization is None and weight.dtype == weight.read().dtype == expected
     assert mx.array_equal(weight.read(), mx.array(values[f"{UP}.weight"].astype(np.float32)).astype(expected))
+
+
+@pytest.mark.parametrize("name", sorted(AFFINE))
+def test_integers_stay_packed_on_a_gpu(tmp_path, monkeypatch, name):
+    settings, make = FORMATS[name]
+    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), make)
+    monkeypatch.setattr(load, "ON_CPU", False)
+    model, _ = load_model(write(tmp_path, stored, settings))
+    layer = model.model.layers[0].mlp.up_proj
+    assert isinstance(layer, nn.QuantizedLinear) and layer.weight.dtype == mx.uint32
+    reference = random_decoder(CONFIG)
+    reference.load_weights([(name, mx.array(value.astype(np.float32))) for name, value in values.items()])
+    np.testing.assert_allclose(np.array(model(TOKENS)), np.array(reference(TOKENS)), rtol=1e-4, atol=1e-4)
+
+
+def test_modules_of_several_formats(tmp_path):
+    """Some modules of 8 bits, some with groups that MLX lacks."""
+    makes = {"up_proj": functools.partial(compressed, bits=8), "o_proj": functools.partial(compressed, group=16)}
+    weights = arrays_of(random_decoder(CONFIG))
+    stored, values = {}, {}
+    for name, value in weights.items():
+        own = pack_model({name: value}, makes.get(name.split(".")[-2], compressed))
+        stored, values = stored | own[0], values | own[1]
+    write(tmp_path, stored, PACKED)
+    checkpoint = open_checkpoint(tmp_path)
+    plan = checkpoint.config.quantization
+    eight = {"group_size": 32, "bits": 8, "mode": "affine"}
+    ups = {f"model.layers.{i}.mlp.up_proj": eight for i in range(2)}
+    assert plan == {"group_size": 32, "bits": 4, "mode": "affine"} | ups
+    assert checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == mx.float32
+    check_logits(tmp_path, values)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-act-order", "fp8"])
+def test_fused_matrices(tmp_path, name):
+    """Phi-3 has one matrix for queries, keys and values, and one for gates and values of the feed-forward."""
+    settings, make = FORMATS[name]
+    weights = arrays_of(random_decoder(CONFIG))
+    fused = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+    parts = {f"{module.split('.')[0]}.{part}": module for module, names in fused.items() for part in names}
+    plain = {n: w for n, w in weights.items() if n.removesuffix(".weight").split(".", 3)[-1] not in parts}
+    rows = {name: w.shape[0] for name, w in weights.items()}
+    for i in range(CONFIG.num_hidden_layers):
+        for module, names in fused.items():
+            prefix = f"model.layers.{i}.{module.split('.')[0]}"
+            whole = mx.concatenate([weights[f"{prefix}.{part}.weight"] for part in names])
+            plain[f"model.layers.{i}.{module}.weight"] = whole
+    stored, values = pack_model(plain, make)
+    for i in range(CONFIG.num_hidden_layers):
+        for module, names in fused.items():
+            whole = values.pop(f"model.layers.{i}.{module}.weight")
+            for part in names:
+                part_name = f"model.layers.{i}.{module.split('.')[0]}.{part}.weight"
+                values[part_name], whole = whole[: rows[part_name]], whole[rows[part_name] :]
+    phi = config_to_hf(CONFIG.with_changes(model_type="phi3"))
+    assert phi["model_type"] == "phi3"
+    write(tmp_path, stored, settings, **phi)
+    check_logits(tmp_path, values)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8", "nf4"])
@@ -201,6 +265,7 @@ def test_conversion_to_a_plain_folder(tmp_path, name):
     assert {check.result for check in report.checks} <= {"equal", "within rounding", "skipped"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["torch_dtype"] == "float16"
+    assert "quantization" not in config
     read = open_checkpoint(tmp_path / "out").tensors[f"{UP}.weight"].read()
     np.testing.assert_array_equal(np.array(read), values[f"{UP}.weight"].astype(np.float16))
 
