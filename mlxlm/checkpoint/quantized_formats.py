@@ -46,6 +46,7 @@ _PART = re.compile(
     r"|(?:input|output|activation|q|k|v)_(?:scale|zero_point)|input_scale_ub)"
 )
 _MAX_QUANT_STATE = 4096  # bytes of bitsandbytes' JSON, about 200
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
@@ -145,7 +146,7 @@ def _gptq(m: QuantizedModule) -> _Weight:
 
 
 def _awq(m: QuantizedModule) -> _Weight:
-    """Codes and zero points are packed along the outputs, eight in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    """Codes and zero points are packed along the outputs, eight in a word, in the order `_AWQ_ORDER`."""
     if "qweight" not in m.parts:
         return m.parts.get("weight")
     layout = str(m.settings.get("version") or m.settings.get("format") or "gemm").lower()
@@ -158,18 +159,19 @@ def _awq(m: QuantizedModule) -> _Weight:
     m.part("scales", *FLOATS, shape=(max(groups, 1), out))
     qzeros = m.part("qzeros", mx.int32, shape=(groups, packed))
     read_index = m.group_index("g_idx", groups, width)
-
-    def read(tensor: LazyTensor) -> np.ndarray:
-        """The integers, one in a byte, transposed."""
-        words = to_words(tensor)
-        ordered = np.empty((*words.shape, 8), np.uint8)
-        for position, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            ordered[..., column] = words >> (4 * position) & 15
-        return np.ascontiguousarray(ordered.reshape(words.shape[0], out).T)
+    m.bits(width // 8, width, (4,))
 
     def codes() -> np.ndarray:
-        integers = read(qweight)
-        return (integers[:, ::2] | integers[:, 1::2] << 4).view(np.uint32)
+        words = to_words(qweight).reshape(width // 8, 8, packed)  # 8 inputs become one word
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
+        result = np.empty((width // 8, packed, 8), np.uint32)
+        for position, column in enumerate(_AWQ_ORDER):
+            result[..., column] = np.bitwise_or.reduce((words >> np.uint32(4 * position) & 15) << shifts, axis=1)
+        return np.ascontiguousarray(result.reshape(width // 8, out).T)
+
+    def zeros() -> np.ndarray:
+        values = decode(to_words(qzeros), 4).reshape(groups, packed, 8)
+        return values[..., np.argsort(_AWQ_ORDER)].reshape(groups, out).T
 
     return Integers(
         m,
@@ -178,7 +180,7 @@ def _awq(m: QuantizedModule) -> _Weight:
         "AWQ_INT4",
         codes=codes,
         scales=lambda: to_numpy(scales).T,
-        zeros=lambda: read(qzeros).astype(np.float32),
+        zeros=zeros,
         groups=groups,
         index=read_index,
     )

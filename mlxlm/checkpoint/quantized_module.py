@@ -248,8 +248,8 @@ def scale_blocks(
         for start in range(0, rows, _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
             if zeros is not None:
-                codes[part] -= zeros[part][:, index]
-            codes[part] *= scales[part][:, index]
+                codes[part] -= np.take(zeros[part], index, axis=1)
+            codes[part] *= np.take(scales[part], index, axis=1)
         return codes
     height, width = block or (1, columns // across)
     if (down * height, across * width) == (rows, columns):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -227,31 +228,43 @@ def test_modules_of_several_formats(tmp_path):
     check_logits(tmp_path, values)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-act-order", "fp8"])
-def test_fused_matrices(tmp_path, name):
-    """Phi-3 has one matrix for queries, keys and values, and one for gates and values of the feed-forward."""
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": {**SIZES, "head_dim": 16},
+    "phi3": SIZES,  # fuses matrices
+    "cohere": SIZES,  # other order of rotary rows
+    "gpt_neox": {**SIZES, "num_key_value_heads": None},  # fuses matrices by head, with other names in mlx_lm
+    "falcon": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "fp8"])
+def test_families_are_what_transformers_computes(tmp_path, name, family):
+    oracles = pytest.importorskip("tests.transformers_oracle", reason="the oracle is transformers")
+    torch = pytest.importorskip("torch")
+    sizes = {name: value for name, value in FAMILIES[family].items() if value is not None}
+    oracle = oracles.make_oracle(family, sizes, 97)
     settings, make = FORMATS[name]
-    weights = arrays_of(random_decoder(CONFIG))
-    fused = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
-    parts = {f"{module.split('.')[0]}.{part}": module for module, names in fused.items() for part in names}
-    plain = {n: w for n, w in weights.items() if n.removesuffix(".weight").split(".", 3)[-1] not in parts}
-    rows = {name: w.shape[0] for name, w in weights.items()}
-    for i in range(CONFIG.num_hidden_layers):
-        for module, names in fused.items():
-            prefix = f"model.layers.{i}.{module.split('.')[0]}"
-            whole = mx.concatenate([weights[f"{prefix}.{part}.weight"] for part in names])
-            plain[f"model.layers.{i}.{module}.weight"] = whole
-    stored, values = pack_model(plain, make)
-    for i in range(CONFIG.num_hidden_layers):
-        for module, names in fused.items():
-            whole = values.pop(f"model.layers.{i}.{module}.weight")
-            for part in names:
-                part_name = f"model.layers.{i}.{module.split('.')[0]}.{part}.weight"
-                values[part_name], whole = whole[: rows[part_name]], whole[rows[part_name] :]
-    phi = config_to_hf(CONFIG.with_changes(model_type="phi3"))
-    assert phi["model_type"] == "phi3"
-    write(tmp_path, stored, settings, **phi)
-    check_logits(tmp_path, values)
+    stored = {}
+    state = oracle.state_dict()
+    matrices = {n for n, value in state.items() if value.ndim == 2 and re.search(r"\.\d\.", n)}
+    for tensor, value in state.items():
+        if tensor in matrices:
+            parts, values = make(tuple(value.shape))
+            stored |= {f"{tensor.removesuffix('.weight')}.{part}": array for part, array in parts.items()}
+            value.copy_(torch.from_numpy(values))
+        else:
+            stored[tensor] = value.numpy()
+    config = oracle.config.to_dict()
+    write(tmp_path, stored, settings)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    tokens = np.array(TOKENS)
+    logits = np.array(load_model(tmp_path)[0](TOKENS))
+    np.testing.assert_allclose(logits, oracles.logits_of(oracle, tokens), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8", "nf4"])
