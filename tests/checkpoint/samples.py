@@ -15,7 +15,7 @@ from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
-from tests.checkpoint.packed_weights import gptq, nf4, pack_model
+from tests.checkpoint.packed_weights import awq, gptq, nf4, pack_model
 from tests.checkpoint.raw_files import add_sizes, finish
 from tests.quantized_weights import quantized_weights
 from tests.small_models import arrays_of, random_decoder, sentencepiece_proto, sentencepiece_tokenizer
@@ -114,6 +114,33 @@ def _pytorch(folder: Path, legacy: bool = False) -> Sample:
     return _folder(folder, "pytorch_model.bin", removed="model.safetensors")
 
 
+def _meta(folder: Path) -> Sample:
+    """Meta's layout in two files."""
+    torch = pytest.importorskip("torch")
+    names = (
+        ("model.embed_tokens", "tok_embeddings", 1), ("model.norm", "norm", None), ("q_proj", "wq", 0),
+        ("k_proj", "wk", 0), ("v_proj", "wv", 0), ("o_proj", "wo", 1), ("gate_proj", "w1", 0), ("down_proj", "w2", 1),
+        ("up_proj", "w3", 0), ("input_layernorm", "attention_norm", None),
+        ("post_attention_layernorm", "ffn_norm", None),
+    )  # fmt: skip
+    for i in range(2):
+        part = {}
+        for name, value in weights().items():
+            *_, axis = next(entry for entry in names if entry[0] in name)
+            for old, other, _ in names:
+                name = name.replace(old, other)
+            name = name.removeprefix("model.").replace("self_attn", "attention").replace("mlp", "feed_forward")
+            whole = torch.from_numpy(np.array(value))
+            part[name] = whole if axis is None else whole.chunk(2, axis)[i].clone()
+        torch.save(part, folder / f"consolidated.{i:02d}.pth")
+    params = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "norm_eps": 1e-5, "vocab_size": -1}
+    (folder / "params.json").write_text(json.dumps(params))
+    llama_tokenizer().save(folder)
+    (folder / "tokenizer.json").unlink()
+    files = ("params.json", "consolidated.00.pth", "consolidated.01.pth")
+    return Sample(folder, folder, tuple(folder / name for name in files))
+
+
 def _gguf(folder: Path, byte_level: bool = False) -> Sample:
     gguf = pytest.importorskip("gguf")
     path = folder / "model.gguf"
@@ -183,9 +210,11 @@ KINDS = {
     "quantized": _quantized,
     "config": lambda folder: _folder(folder, "config.json"),
     "gptq": lambda folder: _packed(folder, gptq, "gptq"),
+    "awq": lambda folder: _packed(folder, awq, "awq"),
     "bitsandbytes": lambda folder: _packed(folder, nf4, "bitsandbytes"),
     "pytorch": _pytorch,
     "pytorch-legacy": lambda folder: _pytorch(folder, legacy=True),
+    "meta": _meta,
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c": _llama2c,
