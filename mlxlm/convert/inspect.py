@@ -11,6 +11,7 @@ from typing import Any
 from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint
+from mlxlm.checkpoint.lazy_tensor import memory_size
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.mlx_lm import build_with_mlx_lm
 from mlxlm.config import ModelConfig
@@ -122,7 +123,7 @@ def describe(checkpoint: AnyCheckpoint) -> Description:
         types=_types(checkpoint),
         quantization=default or None,
         layer_overrides=layer_overrides,
-        memory=4 * parameters if widened else size,
+        memory=4 * parameters if widened else memory_size(checkpoint.tensors.values()),
         cache_per_token=None if config is None else config.kv_bytes_per_token(4 if ON_CPU else 2),
         tokenizer=tokenizer,
         warnings=warnings,

@@ -19,6 +19,7 @@ from mlxlm.backend.error_text import describe_error
 from mlxlm.backend.mlx import ON_CPU
 from mlxlm.checkpoint import AnyCheckpoint, Checkpoint, open_checkpoint
 from mlxlm.checkpoint.embedding_config import MODULES_FILE, EmbeddingConfig
+from mlxlm.checkpoint.lazy_tensor import memory_size
 from mlxlm.checkpoint.load import fits_float32
 from mlxlm.checkpoint.local_models import LocalModel
 from mlxlm.checkpoint.locations import locate
@@ -189,7 +190,7 @@ def _header_facts(path: Path, checkpoint: AnyCheckpoint) -> Facts:
         "format": checkpoint.format,
         "family": str(values.get("model_type", "unnamed")),
         "parameters": parameters,
-        "memory": 4 * parameters if widened else sum(sizes.values()),
+        "memory": 4 * parameters if widened else memory_size(checkpoint.tensors.values()),
         "quantization": f"{bits}bit" if bits else max(sizes, key=lambda name: sizes[name], default=None),
         "context_length": context if isinstance(context, int) else None,
         "example_prompt": GenerationConfig.read(path).example_prompt,

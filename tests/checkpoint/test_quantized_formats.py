@@ -13,7 +13,7 @@ from mlxlm.backend.mlx import mx, nn
 from mlxlm.checkpoint import Checkpoint, load, load_model, open_checkpoint, quantized_formats
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.config import ModelConfig
-from mlxlm.convert import convert
+from mlxlm.convert import convert, inspect
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import config_to_hf
 from mlxlm.utils.errors import CheckpointError
@@ -343,3 +343,12 @@ def test_settings_that_are_not_supported(tmp_path, name, settings, expected):
     stored, _ = pack_model(arrays_of(random_decoder(CONFIG)), FORMATS[name][1])
     with pytest.raises(CheckpointError, match=expected):
         load_model(write(tmp_path, stored, settings))
+
+
+def test_inspect_reports_the_memory_of_dequantized_weights(tmp_path, monkeypatch):
+    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), nf4)
+    checkpoint = open_checkpoint(write(tmp_path, stored, BNB))
+    monkeypatch.setattr(inspect, "ON_CPU", False)
+    description = inspect.describe(checkpoint)
+    assert description.memory == 4 * sum(value.size for value in values.values()) > description.bytes
+    assert description.types["NF4"][0] == 14 and description.quantization is None
