@@ -55,8 +55,7 @@ def read_quantized(
 ) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
     """Replace the parts of quantized modules by MLX's packed weights, scales and biases, or by a dequantized weight.
 
-    Dequantized weights, scales and biases are float32 on a CPU, else of the dtype that most other tensors have, to
-    which they are rounded.
+    Dequantized weights are float32 on a CPU, else of the dtype that most other tensors have.
 
     Args:
         tensors: A file's tensors.

@@ -169,23 +169,22 @@ class Integers:
         return max(sizes) if sizes and self.index() is None else None
 
     def packed(self, group_size: int) -> dict[str, LazyTensor]:
-        """The parts of MLX's affine format."""
-        (rows, width), m = self.shape, self.module
+        """The parts of MLX's affine format; in float32, scales and biases are exact."""
+        rows, width = self.shape
         repeats, scale_shape = width // self.groups // group_size, (rows, width // group_size)
 
         def factors(read: Callable[[], np.ndarray]) -> Callable[[], mx.array]:
-            return lambda: mx.array(np.repeat(read(), repeats, axis=1)).astype(m.dtype)
+            return lambda: mx.array(np.repeat(read(), repeats, axis=1))
 
         def biases() -> np.ndarray:
             return -self.zeros() * self.scales()
 
-        nbytes = sum(part.nbytes for part in m.parts.values())
+        nbytes = sum(part.nbytes for part in self.module.parts.values())
         read_codes, words = self.codes, (rows, width * self.bits // 32)
-        scale_type = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}[m.dtype]
         return {
             "weight": LazyTensor(words, mx.uint32, self.stored_dtype, nbytes, lambda: mx.array(read_codes())),
-            "scales": LazyTensor(scale_shape, m.dtype, scale_type, 0, factors(self.scales)),
-            "biases": LazyTensor(scale_shape, m.dtype, scale_type, 0, factors(biases)),
+            "scales": LazyTensor(scale_shape, mx.float32, "F32", 0, factors(self.scales)),
+            "biases": LazyTensor(scale_shape, mx.float32, "F32", 0, factors(biases)),
         }
 
     def dequantized(self) -> LazyTensor:

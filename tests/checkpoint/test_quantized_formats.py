@@ -205,6 +205,11 @@ def test_integers_stay_packed_on_a_gpu(tmp_path, monkeypatch, name):
     model, _ = load_model(write(tmp_path, stored, settings))
     layer = model.model.layers[0].mlp.up_proj
     assert isinstance(layer, nn.QuantizedLinear) and layer.weight.dtype == mx.uint32
+    assert layer.scales.dtype == layer.biases.dtype == mx.float32
+    halves = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in stored.items()}
+    (tmp_path / "half").mkdir()
+    half = load_model(write(tmp_path / "half", halves, settings))[0].model.layers[0].mlp.up_proj
+    assert half.weight.dtype == mx.uint32 and half.scales.dtype == half.biases.dtype == mx.float16
     reference = random_decoder(CONFIG)
     reference.load_weights([(name, mx.array(value.astype(np.float32))) for name, value in values.items()])
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(reference(TOKENS)), rtol=1e-4, atol=1e-4)
