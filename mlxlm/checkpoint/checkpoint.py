@@ -30,7 +30,7 @@ class Checkpoint(_CheckpointFiles):
 
     Attributes:
         path: The folder of the weights, or the file.
-        format: "safetensors", "pytorch", "gguf" or "llama2.c".
+        format: "safetensors", "pytorch", "gguf", "llama2.c" or "meta".
         hf_config: Hugging Face's configuration: config.json, or the equivalent of another format's metadata.
         embedding: How it makes embeddings.
         tensors: The decoder's tensors (`model.layers.0.self_attn.q_proj.weight`, ...). With `config.quantization`, a

@@ -6,6 +6,7 @@ Values are compared through their bits: on a CPU, MLX needs 160 ms for the maxim
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,11 @@ def read_array(path: Path, dtype: Any, count: int, offset: int) -> np.ndarray:
     if values.size != count:
         raise CheckpointError(f"{path} has become shorter since it was opened")
     return values
+
+
+def memory_size(tensors: Iterable[LazyTensor]) -> int:
+    """Bytes of the arrays, which differ from those in the file for weights that are dequantized."""
+    return sum(math.prod(tensor.shape) * tensor.dtype.size for tensor in tensors)
 
 
 def dtype_sizes(tensors: Iterable[LazyTensor]) -> Counter[str]:

@@ -11,7 +11,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
-from mlxlm.checkpoint.lazy_tensor import LazyTensors
+from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, dtype_sizes, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
@@ -66,7 +66,7 @@ def weights_memory(checkpoint: AnyCheckpoint, parameters: int) -> int:
     config, packed = (checkpoint.config, checkpoint.packed) if isinstance(checkpoint, Checkpoint) else (None, None)
     if ON_CPU and (config is None or fits_float32(config, platform.total_memory())):
         return 4 * parameters
-    return sum(tensor.nbytes for tensor in (packed or checkpoint).tensors.values())
+    return memory_size((packed or checkpoint).tensors.values())
 
 
 def fits_float32(config: ModelConfig, memory: int) -> bool:
@@ -119,6 +119,7 @@ def load_submodule(
     if quantization and ON_CPU and fits_float32:
         part = dequantize_tensors(part, quantization)
     elif quantization:
+        part = _round_scales(part)
         quantize_modules(module, part, prefix, quantization)
     if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, quantized products are even slower
         values = _in_float32(part)
@@ -126,6 +127,21 @@ def load_submodule(
         values = {name: tensor.read() for name, tensor in part.items()}
     module.load_weights([(name.removeprefix(prefix), value) for name, value in values.items()])
     module.eval()
+
+
+def _round_scales(tensors: LazyTensors) -> dict[str, LazyTensor]:
+    """Round float32 scales and biases to the dtype that most other tensors have: activations get the wider of the two.
+
+    Those of models that other programs quantized are float32, to be exact.
+    """
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith((".scales", ".biases"))}
+    others = (t for name, t in tensors.items() if name not in scales and mx.issubdtype(t.dtype, mx.floating))
+    sizes = dtype_sizes(others)
+    if not sizes:
+        return dict(tensors)
+    dtype = getattr(mx, sizes.most_common(1)[0][0])
+    rounded = {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
+    return {**tensors, **rounded}
 
 
 def _in_float32(tensors: LazyTensors) -> dict[str, mx.array]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxlm import families
-from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, pytorch, safetensors
+from mlxlm.checkpoint import dequantize, embedding_config, gguf, llama2c, meta, pytorch, safetensors
 from mlxlm.checkpoint.adapter import CONFIG_FILE, open_adapter
 from mlxlm.checkpoint.catalog import model_names
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint, MlxLmCheckpoint, token_id_list
@@ -26,6 +26,7 @@ from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.checkpoint.locations import gguf_models, is_image_encoder, locate, weights_format
 from mlxlm.checkpoint.map_weights import to_decoder_weights
 from mlxlm.checkpoint.mlx_lm import WritableCheckpoint, build_with_mlx_lm, to_modules
+from mlxlm.checkpoint.quantized_formats import read_quantized, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
 from mlxlm.families import config_from_hf
@@ -151,6 +152,8 @@ def _open_folder(path: Path) -> AnyCheckpoint:
         if models:
             names = ", ".join(files[0].name for files in models)
             raise CheckpointError(f"{path} has several GGUF files", f"one of them: {names}")
+        if not file.exists() and meta.consolidated_files(path):
+            return meta.open_meta(path)
         _refuse_adapter(path)
     values = read_json(location.root)
     if not isinstance(values, Mapping):
@@ -175,10 +178,16 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     reason = families.unsupported_feature(values)
     if reason:
         return MlxLmCheckpoint(weights, format, values, tensors, tokenizer, reason, embedding=embedding)
+    if quant_method := families.get_quant_method(values):
+        tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
+        values = {**values, "quantization": quantization}
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
-    decoder_tensors = _decoder_tensors(config, tensors, weights)
+    for_mlx = config.quantization is not None and not quant_method
+    decoder_tensors = _decoder_tensors(config, tensors, weights, for_mlx)
+    if quant_method == "gptq":
+        decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
 
 
@@ -221,7 +230,7 @@ def _add_eos_ids(values: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return {**values, "eos_token_id": ids[0] if len(ids) == 1 else ids or None}
 
 
-def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) -> dict[str, LazyTensor]:
+def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path, for_mlx: bool) -> dict[str, LazyTensor]:
     by_hf_name: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         hf_name = families.normalize_tensor_name(config, name)
@@ -229,7 +238,7 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) ->
             raise CheckpointError(f"{folder}: {hf_name} occurs twice, with and without a prefix")
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
-    for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
+    for_mlx = for_mlx or families.is_mlx_layout(config, tensors)
     return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
 
 

@@ -1,7 +1,9 @@
 """Read PyTorch's files (`pytorch_model.bin`, `.pt`, `.pth`) without PyTorch and without running code from them.
 
 Since PyTorch 1.6 a file is a ZIP archive: `NAME/data.pkl` describes the tensors, and each record `NAME/data/KEY`
-contains one storage, uncompressed (https://docs.pytorch.org/docs/stable/notes/serialization.html).
+contains one storage, uncompressed (https://docs.pytorch.org/docs/stable/notes/serialization.html). Before, it was a
+series of pickles: a magic number, the version, facts about the machine, the description of the tensors, and the keys
+of the storages. Then follows each storage in this order, as its number of elements, int64, and the elements.
 
 Python's unpickler calls whatever a pickle names. The one below only has the operations that `torch.save` writes for a
 dictionary of tensors (pickle protocols 2 to 5, https://docs.python.org/3/library/pickletools.html), and knows a few
@@ -30,7 +32,8 @@ from mlxlm.checkpoint.sharded import sharded_tensors
 from mlxlm.utils.bounded_reads import open_regular
 from mlxlm.utils.errors import CheckpointError
 
-_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 writes pickles, the first of a large number
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # PyTorch < 1.6 begins with the pickle of a large number
+_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001
 _NESTED = ("state_dict", "model_state_dict", "model", "module")  # keys of the weights in files of training scripts
 _MAX_DIRECTORY = 4_000_000  # bytes of a ZIP file's directory, about 100 for each storage
 _MAX_PICKLE = 4_000_000
@@ -85,22 +88,72 @@ def file_tensors(path: Path) -> dict[str, LazyTensor]:
     """
     with open_regular(path, CheckpointError) as file:
         start = file.read(4)
-        if start == _LEGACY:
-            raise CheckpointError(
-                f"{path} has the format of PyTorch before 1.6", "torch.load and torch.save with a newer PyTorch"
-            )
-        if start != _ZIP:
+        if not is_pytorch_file(start):
             raise CheckpointError(f"{path} is not a PyTorch file: it is not a ZIP archive", _AGAIN)
-        archive = _Archive(path, file)
-        byte_order = f"{archive.root}byteorder"
-        if byte_order in archive.sizes and archive.read(byte_order) == b"big":
-            raise CheckpointError(f"{path} has big-endian numbers", "a file saved on a little-endian machine")
         try:
-            state = _state(read_pickle(archive.read(f"{archive.root}data.pkl")))
+            content, storages = (_open_zip if start == _ZIP else _open_legacy)(path, file)
+            state = _state(content)
         except PickleError as error:
             hint = "the model in safetensors, or torch.save(model.state_dict(), ...)"
             raise CheckpointError(f"{path}: unsupported pickle: {error}", hint) from None
-        return {name: _tensor(archive, name, view) for name, view in state.items()}
+        return {name: _tensor(path, storages, name, view) for name, view in state.items()}
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Where a storage is: its offset in the file, its size, and its name for errors."""
+
+    begin: int
+    size: int
+    name: str
+
+
+def _open_zip(path: Path, file: BinaryIO) -> tuple[Any, Callable[[str], _Bytes | None]]:
+    """The content of `data.pkl`, and a function that finds a storage by its key."""
+    archive = _Archive(path, file)
+    byte_order = f"{archive.root}byteorder"
+    if byte_order in archive.sizes and archive.read(byte_order) == b"big":
+        raise _big_endian(path)
+
+    def find(key: str) -> _Bytes | None:
+        record = f"{archive.root}data/{key}"
+        if record not in archive.sizes:
+            return None
+        return _Bytes(archive.start(record), archive.sizes[record], record)
+
+    return read_pickle(archive.read(f"{archive.root}data.pkl")), find
+
+
+def _open_legacy(path: Path, file: BinaryIO) -> tuple[Any, Callable[[str], _Bytes | None]]:
+    """The same of a file of PyTorch before 1.6."""
+    file.seek(0)
+    reader = _Reader(file.read(_MAX_PICKLE))
+    storages: dict[str, Storage] = {}
+    magic, version, machine = (_load(reader, storages) for _ in range(3))
+    if (magic, version) != (_LEGACY_MAGIC, _LEGACY_VERSION):
+        raise PickleError(f"it is not of version {_LEGACY_VERSION} of the format before PyTorch 1.6")
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise _big_endian(path)
+    content, keys = _load(reader, storages), _load(reader, storages)
+    found: dict[str, _Bytes] = {}
+    end, size = reader.tell(), path.stat().st_size
+    for key in keys if isinstance(keys, list) else ():
+        storage = storages.get(key) if isinstance(key, str) else None
+        if storage is None or key in found:
+            raise PickleError("its list of storages isn't that of its tensors")
+        file.seek(end)
+        count, begin = int.from_bytes(file.read(8), "little"), end + 8
+        end = begin + storage.numel * np.dtype(_STORAGE_TYPES[storage.kind][0]).itemsize
+        if end > size:
+            raise CheckpointError(f"{path} is truncated: storage {key} is cut off", _AGAIN)
+        if count != storage.numel:
+            raise CheckpointError(f"{path}: storage {key} has {count} elements, its tensors say {storage.numel}")
+        found[key] = _Bytes(begin, end - begin, f"storage {key}")
+    return content, found.get
+
+
+def _big_endian(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} has big-endian numbers", "a file saved on a little-endian machine")
 
 
 class _BoundedFile:
@@ -165,24 +218,23 @@ def _state(content: Any) -> dict[str, TensorView]:
     return state
 
 
-def _tensor(archive: _Archive, name: str, view: TensorView) -> LazyTensor:
+def _tensor(path: Path, find: Callable[[str], _Bytes | None], name: str, view: TensorView) -> LazyTensor:
     """Describe a tensor, after checking that its view is within its storage, and the storage within the file."""
-    path, (source, dtype, stored) = archive.path, _STORAGE_TYPES[view.storage.kind]
+    source, dtype, stored = _STORAGE_TYPES[view.storage.kind]
     itemsize = np.dtype(source).itemsize
-    record = f"{archive.root}data/{view.storage.key}"
-    if record not in archive.sizes:
-        raise CheckpointError(f"{path}: tensor {name} is in record {record}, which is missing")
+    if (data := find(view.storage.key)) is None:
+        raise CheckpointError(f"{path}: tensor {name} is in storage {view.storage.key}, which is missing", _AGAIN)
     shape, strides, offset = view.shape, view.strides, view.offset
     if not all(map(_are_counts, (shape, strides, (offset,)))) or len(shape) != len(strides):
         raise CheckpointError(f"{path}: tensor {name} has impossible shape and strides")
     size = math.prod(shape)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if size else 0
-    available = min(view.storage.numel, archive.sizes[record] // itemsize)
+    available = min(view.storage.numel, data.size // itemsize)
     if available < view.storage.numel or offset + extent > available:
-        raise CheckpointError(f"{path}: tensor {name} exceeds its storage, {available} elements in {record}")
+        raise CheckpointError(f"{path}: tensor {name} exceeds its storage, {available} elements in {data.name}")
     if size > extent:
         raise CheckpointError(f"{path}: tensor {name} has elements that share memory", "saving its .contiguous()")
-    begin = archive.start(record) + offset * itemsize
+    begin = data.begin + offset * itemsize
 
     def read() -> mx.array:
         flat = read_array(path, source, extent, begin)
@@ -228,8 +280,13 @@ def read_pickle(raw: bytes) -> Any:
     Raises:
         PickleError: The pickle is malformed or has other contents.
     """
+    return _load(_Reader(raw), {})
+
+
+def _load(reader: _Reader, storages: dict[str, Storage]) -> Any:
+    """Read the next pickle, and add the storages that it names to `storages`."""
     try:
-        return _Unpickler(_Reader(raw)).load()
+        return _Unpickler(reader, storages).load()
     except PickleError:
         raise
     except EOFError:
@@ -281,6 +338,7 @@ def _ordered_dict() -> _Dict:  # without arguments
 
 # What REDUCE can call. Each returns one of its arguments or a new, small object.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _rebuild_tensor,  # before PyTorch 0.4
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
     "torch._utils._rebuild_parameter": lambda data, *others: data,
     "torch.Size": lambda sizes: sizes,
@@ -298,6 +356,10 @@ class _Unpickler(pickle._Unpickler):
         }
     )
 
+    def __init__(self, reader: _Reader, storages: dict[str, Storage]):
+        super().__init__(reader)
+        self._storages = storages
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in (*_STORAGE_TYPES, *_DTYPES.split()):
             return name
@@ -306,7 +368,9 @@ class _Unpickler(pickle._Unpickler):
         return function
 
     def persistent_load(self, pid: Any) -> Storage:
-        kind, storage, key, _device, numel = pid
+        kind, storage, key, _device, numel, *views = pid
         if kind != "storage" or storage not in _STORAGE_TYPES or type(key) is not str or type(numel) is not int:
             raise TypeError
-        return Storage(storage, key, numel)
+        if numel < 0 or views not in ([], [None]):  # views of storages, before PyTorch 0.4
+            raise TypeError
+        return self._storages.setdefault(key, Storage(storage, key, numel))

@@ -68,7 +68,8 @@ def _write_folder(
     """Write the model family's own Hugging Face layout, or that of mlx_lm's class."""
     check_tokenizer(source)  # before minutes of work
     is_packed = source.format == "gguf" and source.quantization is not None
-    if not is_packed and (type or source.quantization or source.format not in FOLDER_FORMATS):
+    unquantized = all(tensor.stored_dtype in UNQUANTIZED_DTYPES for tensor in source.tensors.values())
+    if not is_packed and (type or not unquantized or source.format not in FOLDER_FORMATS):
         target = DTYPES[type or _main_dtype(source)]
         tensors = {n: t if source.keeps_dtype(n) else _cast(n, t, target) for n, t in tensors.items()}
     write_checkpoint(path, source.with_tensors(tensors, source.quantization if is_packed else None))

@@ -5,10 +5,12 @@ A family has no code in the model: it is a configuration of the same parts. This
 
 from mlxlm.families.activations import mlx_lm_mismatch
 from mlxlm.families.config_conversion import (
+    SUPPORTED_QUANT_METHODS,
     compatibility_warning,
     config_from_hf,
     config_to_hf,
     family_config,
+    get_quant_method,
     get_quantization_config,
     load_config,
     load_preset,
@@ -24,6 +26,7 @@ from mlxlm.families.rope import rope_parameters
 from mlxlm.families.weight_mapping import WeightMapping, is_mlx_layout, normalize_tensor_name, weight_mappings
 
 __all__ = [
+    "SUPPORTED_QUANT_METHODS",
     "FAMILIES",
     "MLXLM_MODEL_TYPE",
     "WeightMapping",
@@ -31,6 +34,7 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "family_config",
+    "get_quant_method",
     "get_quantization_config",
     "is_mlx_layout",
     "load_config",

@@ -34,6 +34,8 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
+# Values of `quant_method` that `mlxlm.checkpoint` reads.
+SUPPORTED_QUANT_METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 _QUANTIZATION_FIELDS = ("group_size", "bits", "mode")  # every other key of `quantization` is a module
 
 
@@ -62,9 +64,9 @@ def unsupported_feature(values: HFConfig) -> str | None:
     if family is None:
         # Without any model_type it isn't unsupported but incomplete.
         return f"model_type {model_type!r}" if "model_type" in values or model_type else None
-    foreign = values.get("quantization_config")
-    if not values.get("quantization") and isinstance(foreign, Mapping) and foreign.get("quant_method"):
-        return f"quantization by {foreign['quant_method']!r}"
+    method = get_quant_method(values)
+    if method and method not in SUPPORTED_QUANT_METHODS:
+        return f"quantization by {method!r}"
     types = values.get("layer_types")
     if isinstance(types, list) and SLIDING in types and not family.hf_names("sliding_window"):
         return f"layer_types with {SLIDING} in a {model_type} model"
@@ -83,7 +85,10 @@ def text_part(values: HFConfig) -> HFConfig:
     outer = {name: values[name] for name in shared if values.get(name) is not None and text.get(name) is None}
     if isinstance(quantization := get_quantization_config(values), Mapping):
         outer["quantization"] = {(text_tensor_name(f"{k}.") or f"{k}.")[:-1]: v for k, v in quantization.items()}
-    return {**text, **outer}
+    elif get_quant_method(values):
+        outer["quantization_config"] = values["quantization_config"]
+    result = {**text, **outer}
+    return values if unsupported_feature(result) else result
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -100,6 +105,12 @@ def get_quantization_config(values: HFConfig) -> Any:
     if quantization is None and isinstance(hf_quantization, Mapping) and "quant_method" not in hf_quantization:
         return hf_quantization
     return quantization
+
+
+def get_quant_method(values: HFConfig) -> Any:
+    """The `quant_method` of a configuration whose weights another program than MLX quantized, else None."""
+    foreign = values.get("quantization_config")
+    return foreign.get("quant_method") if not values.get("quantization") and isinstance(foreign, Mapping) else None
 
 
 def family_config(config: ModelConfig) -> dict[str, Any]:

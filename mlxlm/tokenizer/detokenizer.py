@@ -67,6 +67,7 @@ class ByteDecoder:
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = enumerate(sorted({*range(256)} - _PRINTABLE), start=0x100)
 _BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(code): byte for code, byte in _OTHERS}
+CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
 
 
 class StreamingDetokenizer(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from mlxlm.tokenizer import sentencepiece
+from mlxlm.tokenizer import sentencepiece, tiktoken
 from mlxlm.tokenizer.tokenizer import ROLES, Tokenizer, library_errors
 from mlxlm.utils.bounded_reads import decode_utf8, read_bytes
 from mlxlm.utils.errors import MissingTokenizerError, TokenizerError
@@ -41,9 +41,9 @@ _PROBE = " a\n\U0001f9a1 "
 def load(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a folder or one of its files.
 
-    In a folder, tokenizer.json has precedence over tokenizer.model (SentencePiece BPE), then vocab.json with merges.txt
-    (GPT-2). Special tokens are those of tokenizer_config.json, else special_tokens_map.json, else those with usual
-    names. No code in the files is executed.
+    In a folder, tokenizer.json has precedence over tokenizer.model (SentencePiece BPE or tiktoken), then vocab.json
+    with merges.txt (GPT-2), then a .tiktoken file. Special tokens are those of tokenizer_config.json, else
+    special_tokens_map.json, else those with usual names. No code in the files is executed.
 
     Raises:
         TokenizerError: A file is missing or malformed; the message names it.
@@ -56,8 +56,10 @@ def load(path: str | Path) -> Tokenizer:
     model_names: dict[str, str] = {}
     if source.suffix == ".json" and source.name != "vocab.json":
         runtime = _from_json(source)
-        if (folder / "tokenizer.model").is_file():
+        if (folder / "tokenizer.model").is_file() and not tiktoken.is_tiktoken(_read(folder / "tokenizer.model")):
             model = _read(folder / "tokenizer.model")
+    elif source.suffix == ".tiktoken" or (source.suffix == ".model" and tiktoken.is_tiktoken(_read(source))):
+        runtime = tiktoken.convert(_read(source), str(source))
     elif source.suffix == ".model":
         model = _read(source)
         proto = sentencepiece.parse(model, str(source))
@@ -81,10 +83,12 @@ def _find_source(path: Path) -> Path:
         for name in _FILE_NAMES:
             if (path / name).is_file():
                 return path / name
+        if len(files := list(path.glob("*.tiktoken"))) == 1:
+            return files[0]
         raise MissingTokenizerError(f"no tokenizer in {path}", f"a folder with {' or '.join(_FILE_NAMES)}")
     if not path.exists():
         raise TokenizerError(f"cannot read {path}: no such file or folder", "check the path")
-    if path.suffix not in (".json", ".model") and path.name != "merges.txt":
+    if path.suffix not in (".json", ".model", ".tiktoken") and path.name != "merges.txt":
         raise TokenizerError(f"{path} is not a tokenizer file", " or ".join(_FILE_NAMES))
     return path
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import save_weights
 from mlxlm.config import ModelConfig
 from mlxlm.families import config_to_hf
 from mlxlm.tokenizer import Tokenizer, sentencepiece, train
+from tests.checkpoint.packed_weights import awq, gptq, nf4, pack_model
 from tests.checkpoint.raw_files import add_sizes, finish
 from tests.quantized_weights import quantized_weights
 from tests.small_models import arrays_of, random_decoder, sentencepiece_proto, sentencepiece_tokenizer
@@ -95,11 +97,48 @@ def _tokenizer_gpt2(folder: Path) -> Sample:
     return sample
 
 
-def _pytorch(folder: Path) -> Sample:
+def _packed(folder: Path, make, method: str) -> Sample:
+    """Quantized by another program than MLX."""
+    sample = _folder(folder, "model.safetensors model.safetensors config.json")
+    stored, _ = pack_model(weights(), make)
+    save_weights(folder, {name: mx.array(value) for name, value in stored.items()})
+    settings = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps({**config_to_hf(CONFIG), "quantization_config": settings}))
+    return sample
+
+
+def _pytorch(folder: Path, legacy: bool = False) -> Sample:
     torch = pytest.importorskip("torch")
     state = {name: torch.from_numpy(np.array(value)) for name, value in weights().items()}
-    torch.save(state, folder / "pytorch_model.bin")
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
     return _folder(folder, "pytorch_model.bin", removed="model.safetensors")
+
+
+def _meta(folder: Path) -> Sample:
+    """Meta's layout in two files."""
+    torch = pytest.importorskip("torch")
+    names = (
+        ("model.embed_tokens", "tok_embeddings", 1), ("model.norm", "norm", None), ("q_proj", "wq", 0),
+        ("k_proj", "wk", 0), ("v_proj", "wv", 0), ("o_proj", "wo", 1), ("gate_proj", "w1", 0), ("down_proj", "w2", 1),
+        ("up_proj", "w3", 0), ("input_layernorm", "attention_norm", None),
+        ("post_attention_layernorm", "ffn_norm", None),
+    )  # fmt: skip
+    for i in range(2):
+        part = {}
+        for name, value in weights().items():
+            *_, axis = next(entry for entry in names if entry[0] in name)
+            for old, other, _ in names:
+                name = name.replace(old, other)
+            name = name.removeprefix("model.").replace("self_attn", "attention").replace("mlp", "feed_forward")
+            whole = torch.from_numpy(np.array(value))
+            part[name] = whole if axis is None else whole.chunk(2, axis)[i].clone()
+        torch.save(part, folder / f"consolidated.{i:02d}.pth")
+    params = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "norm_eps": 1e-5, "vocab_size": -1}
+    (folder / "params.json").write_text(json.dumps(params))
+    llama_tokenizer().save(folder)
+    (folder / "tokenizer.json").unlink()
+    files = ("params.json", "consolidated.00.pth", "consolidated.01.pth")
+    return Sample(folder, folder, tuple(folder / name for name in files))
 
 
 def _gguf(folder: Path, byte_level: bool = False) -> Sample:
@@ -170,7 +209,12 @@ KINDS = {
     "shards": _shards,
     "quantized": _quantized,
     "config": lambda folder: _folder(folder, "config.json"),
+    "gptq": lambda folder: _packed(folder, gptq, "gptq"),
+    "awq": lambda folder: _packed(folder, awq, "awq"),
+    "bitsandbytes": lambda folder: _packed(folder, nf4, "bitsandbytes"),
     "pytorch": _pytorch,
+    "pytorch-legacy": lambda folder: _pytorch(folder, legacy=True),
+    "meta": _meta,
     "gguf": _gguf,
     "gguf-bpe": lambda folder: _gguf(folder, byte_level=True),
     "llama2c": _llama2c,

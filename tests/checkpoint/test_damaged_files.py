@@ -42,6 +42,19 @@ def view(*storage):
     return pytorch(state({"a": storage}), {"0": bytes(48)})
 
 
+def replaced(old: bytes, new: bytes):
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new, 1)
+
+    return in_target(change)
+
+
+def view_pickle(count: int, stored: int = 12) -> bytes:
+    """The pickle of a tensor `a` of `count` numbers in a storage of `stored`."""
+    return state({"a": ("FloatStorage", "0", stored, 0, (count,), (1,))})
+
+
 def gguf(raw: Raw):
     return lambda sample: raw.write(sample.targets[0])
 
@@ -106,6 +119,9 @@ def repeated(unit: bytes, count: int) -> bytes:
 
 NESTED = array(9, 1, array(9, 1, array(9, 1, array(9, 1, array(4, 1, bytes(4))))))
 FLOATS = ("FloatStorage", "0", 12)
+MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_START = MAGIC + b"\x80\x02M\xe9\x03." + b"\x80\x02}X\x0d\x00\x00\x00little_endian\x88s."
+ONE_KEY = b"\x80\x02](X\x01\x00\x00\x000e."
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj"
 OUTSIDE = "index.json points outside its folder: "
 
@@ -169,11 +185,11 @@ DAMAGE = {
         (view(*FLOATS, 0, (2, 2), (1,)), "a has impossible shape and strides"),
         (view(*FLOATS, -1, (2,), (1,)), "a has impossible shape and strides"),
         (view(*FLOATS, 0, (-2,), (1,)), "a has impossible shape and strides"),
-        (view("FloatStorage", "7", 12, 0, (2,), (1,)), "record archive/data/7, which is missing"),
+        (view("FloatStorage", "7", 12, 0, (2,), (1,)), "a is in storage 7, which is missing"),
         (view("QInt8Storage", "0", 12, 0, (2,), (1,)), "refers to torch.QInt8Storage"),
         (pytorch(state({"a": (*FLOATS, 0, (12,), (1,))}), {"0": bytes(48)}, compression=zipfile.ZIP_DEFLATED),
          "archive/data.pkl is compressed"),
-        (content(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), "before 1.6"),
+        (content(MAGIC), "pytorch_model.bin: unsupported pickle: it is cut off"),
         (content(b"PK\x03\x04 and no more"), "not a complete PyTorch file"),
         (without_pickle, "no data.pkl"),
         *((pytorch(raw), f"unsupported pickle.*({expected})") for raw, expected in (
@@ -195,6 +211,26 @@ DAMAGE = {
             (b"\x80\x02}\x8a\x04\x00\x00\x00\x80Ns.", "malformed"),
             (repeated(b"]", 700_000), "more than 700000 reads"),
         )),
+    ],
+    "pytorch-legacy": [
+        (replaced(b"ctorch._utils\n_rebuild_tensor_v2", b"cos\nsystem"), "refers to os.system"),
+        (replaced(MAGIC, MAGIC[:4] + b"m" + MAGIC[5:]), "not of version 1001 of the format before PyTorch 1.6"),
+        (replaced(b"\x80\x02M\xe9\x03.", b"\x80\x02M\xea\x03."), "not of version 1001"),
+        (replaced(b"little_endianq\x02\x88", b"little_endianq\x02\x89"), "big-endian"),
+        (replaced(struct.pack("<q", 32), struct.pack("<q", 33)), "has 33 elements, its tensors say 32"),
+        (replaced(struct.pack("<q", 32), b"\xff" * 8), "elements, its tensors say 32"),
+        (in_target(lambda data: data[:-4]), "is truncated: storage .* is cut off"),
+        (content(MAGIC + b"\x80\x02M\xe9\x03." + b"\x80\x02}."), "big-endian"),
+        (content(LEGACY_START + view_pickle(12) + b"\x80\x02]."), "a is in storage 0, which is missing"),
+        (content(LEGACY_START + view_pickle(12) + b"\x80\x02](X\x01\x00\x00\x001e."), "list of storages"),
+        (content(LEGACY_START + view_pickle(12) + ONE_KEY + struct.pack("<q", 12) + bytes(47)), "0 is cut off"),
+        (content(LEGACY_START + view_pickle(12, 2**31 - 1) + ONE_KEY + bytes(8)), "0 is cut off"),
+        (content(LEGACY_START + view_pickle(13) + ONE_KEY + struct.pack("<q", 12) + bytes(48)), "a exceeds its stora"),
+        (content(LEGACY_START + repeated(b"]", 700_000)), "more than 700000 reads"),
+    ],
+    "gptq": [
+        (in_header(lambda h: h.update(other=h.pop(f"{UP}.qzeros"))), f"{UP} has no qzeros"),
+        (in_header(lambda h: h[f"{UP}.qweight"]["shape"].reverse()), UP),
     ],
     "gguf": [
         # In a tensor's entry follow the name: dimensions (4 bytes), the size of each (8), the type (4), the offset (8).

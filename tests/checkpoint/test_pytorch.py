@@ -6,6 +6,7 @@ import collections
 import json
 import pickle
 import time
+import zipfile
 
 import numpy as np
 import pytest
@@ -45,9 +46,10 @@ def torch():
     return pytest.importorskip("torch", reason="the oracle is PyTorch (pip install torch)")
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(("protocol", "zipped"), [(2, True), (4, True), (2, False)])
 @pytest.mark.parametrize("nested", ["", "state_dict", "model", "module", "model_state_dict"])
-def test_files_of_torch_save(tmp_path, torch, protocol, nested):
+def test_files_of_torch_save(tmp_path, torch, protocol, zipped, nested):
+    """With `zipped` False, they have the format before PyTorch 1.6."""
     table = torch.randn(6, 8)
     saved = collections.OrderedDict(
         plain=torch.randn(3, 4), transposed=table.t(), part=table[2:4, ::2], bfloat=torch.randn(5).bfloat16(),
@@ -57,8 +59,10 @@ def test_files_of_torch_save(tmp_path, torch, protocol, nested):
     )  # fmt: skip
     beside = {"epoch": 3, "loss": 2.5, "sizes": torch.Size([2, 3]), "dtype": torch.float16}
     whole = {nested: saved, **beside} if nested else saved
-    torch.save(whole, tmp_path / "x.pt", pickle_protocol=protocol)
-    tensors = pytorch.file_tensors(tmp_path / "x.pt")
+    path = tmp_path / "x.pt"
+    torch.save(whole, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    assert zipfile.is_zipfile(path) == zipped
+    tensors = pytorch.file_tensors(path)
     assert tensors.keys() == saved.keys()
     for name, value in saved.items():
         read = tensors[name].read()

@@ -199,7 +199,7 @@ def test_bos_and_eos_beyond_the_vocabulary_are_dropped():
         ),
         ("SmolLM2-135M", {"rope_traditional": True}, "rope_traditional"),
         ("SmolLM2-135M", {"layer_types": ["sliding_attention"] * 30}, "layer_types with sliding_attention"),
-        ("SmolLM2-135M", {"quantization_config": {"quant_method": "awq"}}, "quantization by 'awq'"),
+        ("SmolLM2-135M", {"quantization_config": {"quant_method": "hqq"}}, "quantization by 'hqq'"),
     ],
 )
 def test_unsupported_features(name, change, phrase):
