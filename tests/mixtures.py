@@ -18,8 +18,7 @@ _BASE = {
 }  # fmt: skip
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 KINDS = {
-    "mixtral": {**_BASE, **_EXPERTS, "intermediate_size": 64},
-    "qwen3_moe": {**_BASE, **_EXPERTS, "tie_word_embeddings": True},
+    "granitemoe": {**_BASE, **_EXPERTS, "intermediate_size": 64, "tie_word_embeddings": True},
     "deepseek_v3": {
         **_BASE, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
         "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -41,13 +40,19 @@ KINDS = {
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }  # fmt: skip
 
+NATIVE = {  # run by mlxlm's decoder
+    "mixtral": {**_BASE, **_EXPERTS, "intermediate_size": 64},
+    "qwen3_moe": {**_BASE, **_EXPERTS, "tie_word_embeddings": True, "mlp_only_layers": [0]},
+    "qwen2_moe": {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32},
+}
+
 
 def write_mixture(folder: Path, kind: str, tokenizer: Tokenizer, dtype: str = "bfloat16", **changes) -> Path:
     """Write a model with random weights of this `model_type`, and a tokenizer with a chat template."""
     oracle = pytest.importorskip("tests.transformers_oracle", reason="the models are made by transformers")
     import torch
 
-    made = oracle.make_oracle(kind, copy.deepcopy({**KINDS[kind], **changes}), VOCABULARY, "eager")
+    made = oracle.make_oracle(kind, copy.deepcopy({**{**KINDS, **NATIVE}[kind], **changes}), VOCABULARY, "eager")
     made.to(getattr(torch, dtype)).save_pretrained(folder)
     change_config(folder, torch_dtype=dtype)
     tokenizer.save(folder)

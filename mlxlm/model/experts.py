@@ -125,6 +125,11 @@ class SwitchLinear(nn.Module):
         if bias:
             self.bias = mx.zeros((num_experts, outputs))
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return self.weight.shape[0]
+
     def __call__(self, x: mx.array, groups: Groups) -> mx.array:
         """Project blocks `[N, size, input]` by their experts: `[N, size, output]`."""
         if self.training:

@@ -152,7 +152,7 @@ def _round_to(dtype: mx.Dtype, value: mx.array) -> mx.array:
 class AWQ(CalibratedMethod):
     """Scales and clips before rounding."""
 
-    needs_decoder = True
+    needs_dense_decoder = True
     change_block = staticmethod(apply_best_scales)
 
     def quantize(self, module: str, weight: mx.array, inputs: InputStats, fmt: Format) -> PackedMatrix:

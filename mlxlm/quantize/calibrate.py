@@ -14,6 +14,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
+from mlxlm.model.experts import Groups
 from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.layers import Layers
 from mlxlm.quantize.rtn import PackedMatrix
@@ -39,11 +40,12 @@ class CalibratedMethod:
 
     Attributes:
         runs_source: Whether the unquantized model runs together with the quantized one, for `InputStats.dxxt`.
-        needs_decoder: Whether `change_block` is essential, which knows the blocks of mlxlm's decoder only.
+        needs_dense_decoder: Whether `change_block` is essential, which only knows the blocks of mlxlm's decoder without
+            experts.
     """
 
     runs_source = False
-    needs_decoder = False
+    needs_dense_decoder = False
 
     def change_block(
         self,
@@ -85,8 +87,14 @@ class ExpertInputs:
     def __init__(self) -> None:
         self._batches: list[tuple[mx.array, np.ndarray, np.ndarray]] = []  # rows [N, width], row and expert of each use
 
-    def add(self, x: mx.array, experts: mx.array) -> None:
-        """Add inputs `[..., 1, width]`, whose leading dimensions broadcast to those of the `experts` that read them."""
+    def add(self, x: mx.array, experts: mx.array | Groups) -> None:
+        """Add inputs `[..., 1, width]`, whose leading dimensions broadcast to those of the `experts` that read them.
+
+        Or blocks `[N, size, width]` of mlxlm's decoder.
+        """
+        if isinstance(experts, Groups):
+            rows_in_use = mx.array(np.flatnonzero(np.array(experts.used)))
+            x, experts = x.reshape(-1, 1, x.shape[-1])[rows_in_use], experts.experts[rows_in_use // experts.size]
         rows = np.arange(math.prod(x.shape[:-2])).reshape(x.shape[:-2])
         uses = np.broadcast_to(rows, experts.shape).reshape(-1)
         self._batches.append((x.reshape(-1, x.shape[-1]), uses, np.array(experts).reshape(-1)))
@@ -180,7 +188,7 @@ OnLayer = Callable[[str, nn.Module, Mapping[str, InputStats | ExpertInputs]], No
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether this is mlx_lm's `SwitchLinear`, which has a matrix `[out, in]` for each expert."""
+    """Whether this is a `SwitchLinear` of mlx_lm or mlxlm, which has a matrix `[out, in]` for each expert."""
     return hasattr(module, "num_experts") and "weight" in module and module.weight.ndim == 3
 
 

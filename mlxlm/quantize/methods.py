@@ -14,7 +14,7 @@ from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
+from mlxlm.checkpoint.mlx_lm import WritableCheckpoint
 from mlxlm.checkpoint.safetensors import file_tensors, write_file
 from mlxlm.config.quantization import Format
 from mlxlm.convert.verify import Progress
@@ -79,10 +79,12 @@ def check_method(settings: QuantizationSettings, source: Source) -> None:
         ArgumentError: It isn't; the hint names those that are.
     """
     checkpoint, method = source.checkpoint, METHODS[settings.method]
-    if isinstance(checkpoint, ModuleCheckpoint) and method is not None and method.needs_decoder:
+    is_dense = isinstance(checkpoint, Checkpoint) and checkpoint.config.num_experts is None
+    if method is not None and method.needs_dense_decoder and not is_dense:
         problem = f"`method` {settings.method} isn't possible for {checkpoint.config.model_type} models"
-        possible = [name for name, other in METHODS.items() if other is None or not other.needs_decoder]
-        raise ArgumentError(f"{problem}, which mlx_lm runs", " or ".join(possible))
+        reason = "which have experts" if isinstance(checkpoint, Checkpoint) else "which mlx_lm runs"
+        possible = [name for name, other in METHODS.items() if other is None or not other.needs_dense_decoder]
+        raise ArgumentError(f"{problem}, {reason}", " or ".join(possible))
 
 
 def quantize_tensors(job: Job, plan: QuantizationPlan, scratch: Path, label: str = "") -> QuantizedTensors:
@@ -186,7 +188,8 @@ class _LayerQuantizer:
         if isinstance(self._checkpoint, Checkpoint):
             dtype = self._checkpoint.tensors[f"{name}.self_attn.q_proj.weight"].dtype
             moments = {layer: stats for layer, stats in inputs.items() if isinstance(stats, InputStats)}
-            inputs, changed = self._method.change_block(block, self._checkpoint.config, moments, formats, dtype)
+            scaled, changed = self._method.change_block(block, self._checkpoint.config, moments, formats, dtype)
+            inputs = {**inputs, **scaled}
             for layer in sorted(changed):
                 for parameter, value in tree_flatten(get_submodule(block, layer).parameters()):
                     results[f"{name}.{layer}.{parameter}"] = value.astype(dtype)

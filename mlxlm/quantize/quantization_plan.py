@@ -30,7 +30,7 @@ class Matrix:
         rows: Number of rows, of all experts.
         width: Number of columns.
         format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
-        quantized: False if mlx_lm's class keeps it in 16 bits.
+        quantized: False if it keeps 16 bits: routers of mlxlm's decoder, and what mlx_lm's class says.
     """
 
     name: str
@@ -110,15 +110,17 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
     """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
+    sublayers = [sublayer for layer in config.layer_sublayers for sublayer in layer]
+    routers = tuple({m.module for sublayer in sublayers for m in sublayer.matrices if m.group == "router"})
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
-        if parameter != "weight" or len(tensor.shape) != 2:
+        if parameter != "weight" or len(tensor.shape) < 2:
             continue
         stored = home.get(module)
         target, modules = (stored.name, stored.modules) if stored else (module, (module,))
         if target not in found:
-            rows = sum(tensors[f"{m}.weight"].shape[0] for m in modules)
-            found[target] = Matrix(target, modules, rows, tensor.shape[1])
+            rows = sum(math.prod(tensors[f"{m}.weight"].shape[:-1]) for m in modules)
+            found[target] = Matrix(target, modules, rows, tensor.shape[-1], quantized=not module.endswith(routers))
     return tuple(found.values())
 
 

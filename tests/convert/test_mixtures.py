@@ -25,7 +25,7 @@ def float32_logits(model):
     return np.array(model(TOKENS))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["granitemoe", "deepseek_v3", "qwen3_5_text"])
 def test_converted_models_are_equal_and_read_by_mlx_lm(kind, tmp_path, tiny_tokenizer):
     source = write_mixture(tmp_path / "source", kind, tiny_tokenizer, "float32")
     report = convert(source, tmp_path / "out", cross_check=True)
@@ -55,7 +55,7 @@ def test_dtypes_and_what_the_class_keeps_in_float32(tmp_path, tiny_tokenizer):
 
 
 def test_quantized_experts_are_dequantized(tmp_path, tiny_tokenizer):
-    source = write_mixture(tmp_path / "source", "qwen3_moe", tiny_tokenizer)
+    source = write_mixture(tmp_path / "source", "granitemoe", tiny_tokenizer)
     quantize(source, tmp_path / "4bit", group_size=32, evaluate=False)
     report = convert(tmp_path / "4bit", tmp_path / "out")
     assert report.dtype == "bfloat16" and report.bits_per_weight == 16
@@ -87,14 +87,14 @@ def test_experts_in_mxfp4_as_openai_publishes_them(tmp_path, tiny_tokenizer):
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.bin"])
 def test_other_formats_are_for_models_of_the_decoder(name, tmp_path, tiny_tokenizer):
-    source = write_mixture(tmp_path / "source", "mixtral", tiny_tokenizer)
-    with pytest.raises(CheckpointError, match="a mixtral model can only be written to a folder .try: --out"):
+    source = write_mixture(tmp_path / "source", "granitemoe", tiny_tokenizer)
+    with pytest.raises(CheckpointError, match="a granitemoe model can only be written to a folder .try: --out"):
         convert(source, tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_foreign_quantization_is_refused(tmp_path, tiny_tokenizer):
-    source = write_mixture(tmp_path / "source", "mixtral", tiny_tokenizer)
+    source = write_mixture(tmp_path / "source", "granitemoe", tiny_tokenizer)
     change_config(source, quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(CheckpointError, match="was quantized by awq, and can only be run .try: its unquantized"):
         convert(source, tmp_path / "out")

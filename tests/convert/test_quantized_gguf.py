@@ -26,7 +26,7 @@ def results(report) -> dict[str, str]:
 
 def dequantized_logits(path) -> np.ndarray:
     checkpoint = open_checkpoint(path)
-    return np.array(load_checkpoint(checkpoint.with_tensors(checkpoint.tensors))[0](IDS))
+    return np.array(load_checkpoint(checkpoint.with_tensors(checkpoint.tensors, checkpoint.quantization))[0](IDS))
 
 
 def mlx_lm_logits(folder) -> np.ndarray:

@@ -20,7 +20,7 @@ from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.layers import layers_of
 from mlxlm.tokenizer import load as load_tokenizer
 from mlxlm.utils.errors import ArgumentError, CheckpointError
-from tests.mixtures import KINDS, VOCABULARY, write_mixture
+from tests.mixtures import KINDS, NATIVE, VOCABULARY, write_mixture
 
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="the oracle is mlx_lm")
 
@@ -93,8 +93,8 @@ def test_bits_are_searched_for_a_size(kind, mixtures, tmp_path, texts):
 
 
 def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, texts):
-    report = quantize(mixtures("qwen3_moe"), tmp_path / "out", max_size=130_000, calibration_text=texts[0])
-    assert {report.bits[f"model.layers.{i}.mlp.gate"] for i in range(2)} == {8} and report.bytes <= 130_000
+    report = quantize(mixtures("qwen3_next"), tmp_path / "out", max_size=170_000, calibration_text=texts[0])
+    assert {report.bits[f"model.layers.{i}.mlp.gate"] for i in range(2)} == {8} and report.bytes <= 170_000
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
@@ -122,13 +122,15 @@ def test_layers_one_after_another_are_the_model(kind, mixtures):
     model, _ = load_checkpoint(checkpoint)
     wanted = []
     module = dict(model.named_modules())[head]
-    intercept(module, "as_linear" if layers.tied_table else "__call__", lambda original, x: wanted.append(x))
+    intercept(
+        module, "as_linear" if layers.tied_table else "__call__", lambda original, x: wanted.append(x) or original(x)
+    )
     model(tokens)
     np.testing.assert_array_equal(np.array(found), np.array(wanted[0]))
 
 
 def test_a_model_that_computes_something_between_its_layers_is_not_calibrated(mixtures, monkeypatch, tmp_path, texts):
-    mixtral = pytest.importorskip("mlx_lm.models.mixtral")
+    granitemoe = pytest.importorskip("mlx_lm.models.granitemoe")
 
     def call(self, inputs, cache=None, input_embeddings=None):
         x = self.embed_tokens(inputs)
@@ -136,9 +138,9 @@ def test_a_model_that_computes_something_between_its_layers_is_not_calibrated(mi
             x = 2 * layer(x, "causal", None)
         return self.norm(x)
 
-    source = mixtures("mixtral")
-    monkeypatch.setattr(mixtral.MixtralModel, "__call__", call)
-    with pytest.raises(ArgumentError, match="mixtral models can't be calibrated: .* between its layers .try: .*rtn"):
+    source = mixtures("granitemoe")
+    monkeypatch.setattr(granitemoe.GraniteMoEModel, "__call__", call)
+    with pytest.raises(ArgumentError, match="granitemoe models can't be calibrated: .* between its layers .try: .*rtn"):
         quantize(source, tmp_path / "out", method="gptq", calibration_text=texts[0], evaluate=False)
     assert not list(tmp_path.iterdir())
 
@@ -162,11 +164,11 @@ def test_moments_of_each_expert(shape):
 
 def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypatch):
     settings = {"group_size": 32, "evaluate": False}
-    quantize(mixtures("mixtral"), tmp_path / "rtn", **settings)
+    quantize(mixtures("granitemoe"), tmp_path / "rtn", **settings)
     settings |= {"method": "gptq", "calibration_text": texts[0]}
-    reports = [quantize(mixtures("mixtral"), tmp_path / "gptq", **settings)]
+    reports = [quantize(mixtures("granitemoe"), tmp_path / "gptq", **settings)]
     monkeypatch.setattr(methods, "MIN_EXPERT_TOKENS", 10**6)
-    reports.append(quantize(mixtures("mixtral"), tmp_path / "few", **settings))
+    reports.append(quantize(mixtures("granitemoe"), tmp_path / "few", **settings))
     experts = "model.layers.{}.block_sparse_moe.switch_mlp.{}_proj"
     names = [experts.format(i, part) for i in (0, 1) for part in ("gate", "up", "down")]
     assert reports[0].rounded_experts == {} and reports[1].rounded_experts == dict.fromkeys(names, 4)
@@ -176,12 +178,31 @@ def test_experts_with_few_tokens_are_rounded(mixtures, tmp_path, texts, monkeypa
 
 
 def test_methods_that_are_not_possible(mixtures, tmp_path, texts, monkeypatch):
-    source = mixtures("mixtral")
-    with pytest.raises(ArgumentError, match="awq isn't possible for mixtral models, .* .try: rtn or gptq"):
+    source = mixtures("granitemoe")
+    with pytest.raises(ArgumentError, match="awq isn't possible for granitemoe models, .* .try: rtn or gptq"):
         quantize(source, tmp_path / "out", method="awq", calibration_text=texts[0])
     monkeypatch.setattr(pipeline.platform, "total_memory", lambda: 10**6)
     with pytest.raises(CheckpointError, match="needs .* GB of memory for the two models .try: .*evaluat"):
         quantize(source, tmp_path / "out", eval_text=texts[1])
+
+
+@pytest.mark.parametrize("kind", NATIVE)
+def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
+    """Every method but AWQ; mlx_lm reads the results as mlxlm does."""
+    settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
+    rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
+    report = quantize(mixtures(kind), tmp_path / "gptq", method="gptq", calibration_text=texts[0], **settings)
+    assert report.metrics.kl < 0.9 * rounded.metrics.kl and report.bits == rounded.bits
+    assert any("switch_mlp" in module for module in report.bits) and sum(report.rounded_experts.values()) < 4
+    assert not any(module.endswith((".gate", "shared_expert_gate")) for module in report.bits)
+    searched = quantize(
+        mixtures(kind), tmp_path / "bits", target_bpw=5.9, group_size=32, calibration_text=texts[0], evaluate=False
+    )
+    assert 5.3 < searched.bits_per_weight <= 5.9 and len(set(searched.bits.values())) > 1
+    for name in ("rtn", "gptq", "bits"):
+        assert_runs_alike(tmp_path / name, 4)
+    with pytest.raises(ArgumentError, match="awq isn't possible for .* models, which have experts .try: rtn or gptq"):
+        quantize(mixtures(kind), tmp_path / "awq", method="awq", calibration_text=texts[0])
 
 
 def test_report_and_cross_check(mixtures, tmp_path, texts, plots):
