@@ -169,6 +169,8 @@ def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
     if config.norm_topk_prob:
         yield "norm_topk_prob is True"
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield "num_key_value_heads isn't num_attention_heads"
 
 
 def _read_llama(keys: MetadataReader) -> dict[str, Any]:

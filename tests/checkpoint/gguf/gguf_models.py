@@ -59,7 +59,7 @@ MODELS = {
     "qwen3-moe": {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
-    "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe"},
+    "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe", "num_key_value_heads": 4},
     "arcee": {**_COMMON, "model_type": "arcee"},
     "starcoder2": {**_COMMON, "model_type": "starcoder2"},
     "phi3": {**_COMMON, "model_type": "phi3"},
