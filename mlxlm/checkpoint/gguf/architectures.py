@@ -116,7 +116,7 @@ class Architecture:
     @property
     def norm_eps_key(self) -> str:
         """Key of the epsilon of its norms."""
-        norm = "layer_norm" if str(self.fixed_values.get("norm", "")).startswith("layer") else "layer_norm_rms"
+        norm = "layer_norm" if self.fixed_values.get("norm") == "layer" else "layer_norm_rms"
         return f"attention.{norm}_epsilon"
 
     @property
@@ -142,6 +142,10 @@ class Architecture:
 
 def _read_biases(keys: MetadataReader) -> dict[str, Any]:
     return {"attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def _read_all_biases(keys: MetadataReader) -> dict[str, Any]:
+    return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
 
 
 def _read_experts(keys: MetadataReader) -> dict[str, Any]:
@@ -180,7 +184,7 @@ def _read_llama(keys: MetadataReader) -> dict[str, Any]:
         return {"model_type": "mixtral", "sliding_window": window or None, **experts}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
-    return {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")}
+    return _read_all_biases(keys)
 
 
 def _read_qwen2(keys: MetadataReader) -> dict[str, Any]:
@@ -220,8 +224,7 @@ def _gemma2_problems(config: ModelConfig) -> Iterator[str]:
         yield f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, its gemma2 has {scalar}"
     if not all(getattr(config, name) for name in _SOFT_CAPS):
         yield "attn_logit_softcapping and final_logit_softcapping must be set"
-    types = config.layer_types or ((SLIDING,) * layers if config.sliding_window else ())
-    if [layer_type == SLIDING for layer_type in types] != [i % 2 == 0 for i in range(layers)]:
+    if [config.window(i) is not None for i in range(layers)] != [i % 2 == 0 for i in range(layers)]:
         yield "layer_types must alternate between sliding and full attention"
 
 
@@ -246,8 +249,8 @@ def _pattern_metadata(config: ModelConfig, pattern: int) -> dict[str, Any]:
 
 
 def _pattern_problems(config: ModelConfig, pattern: int) -> Iterator[str]:
-    types = config.layer_types or ((SLIDING,) * config.num_hidden_layers if config.sliding_window else ())
-    if types and types != tuple(SLIDING if (i + 1) % pattern else FULL for i in range(len(types))):
+    windows = [config.window(i) is not None for i in range(config.num_hidden_layers)]
+    if any(windows) and windows != [(i + 1) % pattern != 0 for i in range(len(windows))]:
         yield f"layer_types must have full attention in each layer that is a multiple of {pattern}, and in no other"
 
 
@@ -293,8 +296,7 @@ def _read_olmo2(keys: MetadataReader) -> dict[str, Any]:
 def _read_granite(keys: MetadataReader) -> dict[str, Any]:
     keys.check(keys.flag("granite.rope.scaling.finetuned", True), "granite without rotary positions isn't supported")
     return {
-        **_read_biases(keys),
-        "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
+        **_read_all_biases(keys),
         "logits_scaling": keys.number("logit_scale"),
         "residual_multiplier": keys.number("residual_scale", 1.0) or 1.0,
         "embedding_multiplier": keys.number("embedding_scale", 1.0) or 1.0,
@@ -314,9 +316,7 @@ def _granite_metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def _smollm3_problems(config: ModelConfig) -> Iterator[str]:
-    if [config.has_rope(i) for i in range(config.num_hidden_layers)] != [
-        (i + 1) % 4 != 0 for i in range(config.num_hidden_layers)
-    ]:
+    if any(config.has_rope(i) == ((i + 1) % 4 == 0) for i in range(config.num_hidden_layers)):
         yield "every fourth layer, and no other, must have no rotary positions"
     if config.sliding_window:
         yield "sliding_window must be null"
@@ -411,7 +411,7 @@ ARCHITECTURES = {
             _LLAMA_LAYER,
             interleaved=True,
             biases="any",
-            read_fields=lambda keys: {**_read_biases(keys), "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias")},
+            read_fields=_read_all_biases,
             problems=_smollm3_problems,
         ),
         Architecture(
