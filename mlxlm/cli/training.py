@@ -276,9 +276,10 @@ def _print_event(event: events.Event) -> None:
             f"of {event.tokens_per_step:,} tokens, {_epochs(event)}"
         )
     elif isinstance(event, events.Validation):
+        load = "" if event.expert_load is None else f", busiest expert {event.expert_load:.2f} times the mean"
         render.say(
             f"{at}validation {event.loss:.4f} nats per token, perplexity "
-            f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}"
+            f"{event.perplexity:.2f}, {event.bits_per_byte:.4f} bits per byte{' (best)' if event.best else ''}{load}"
         )
     elif isinstance(event, events.Sample):
         render.say(f"{at}{event.prompt}{event.text}", style="dim")

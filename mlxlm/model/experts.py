@@ -6,6 +6,8 @@ for many tokens. All shapes are fixed, so that nothing waits for the router's ch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
@@ -221,6 +223,7 @@ class MixtureOfExperts(nn.Module):
         self.num_experts: int = config.num_experts  # type: ignore[assignment]
         self.scale = float(config.routed_scaling_factor)
         self.router_aux_loss = self.router_z_loss = 0.0
+        self._counts: mx.array | None = None  # see `expert_load`
         self.gate, self.switch_mlp = Router(config), SwitchMLP(config)
         if config.shared_expert_intermediate_size is not None:
             self.shared_expert = FeedForward(config, config.shared_expert_intermediate_size)
@@ -243,6 +246,8 @@ class MixtureOfExperts(nn.Module):
         logits = self.gate(tokens).astype(mx.float32)
         scores = mx.softmax(logits, axis=-1) if self.router == "softmax" else mx.sigmoid(logits)
         chosen = mx.stop_gradient(self.choose(scores))
+        if self._counts is not None:
+            self._counts = self._counts + expert_counts(chosen, self.num_experts)
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.normalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -282,6 +287,28 @@ class MixtureOfExperts(nn.Module):
 def expert_counts(chosen: mx.array, num_experts: int) -> mx.array:
     """How many tokens go to each expert, int32 `[E]`."""
     return mx.zeros(num_experts, mx.int32).at[chosen.flatten()].add(1)
+
+
+def _relative_maximum(counts: mx.array) -> float:
+    return (counts.max() / counts.mean()).item()
+
+
+@contextmanager
+def expert_load(layers: Iterable[nn.Module]) -> Iterator[Callable[[], float | None]]:
+    """Count the tokens of each expert while a model runs.
+
+    Yields:
+        A function that returns the tokens of the busiest expert of any of the `layers`, relative to the mean of its
+        layer: 1 if all are as busy. None without experts.
+    """
+    mixtures = [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureOfExperts)]
+    for mixture in mixtures:
+        mixture._counts = mx.zeros(mixture.num_experts, mx.int32)
+    try:
+        yield lambda: max((_relative_maximum(m._counts) for m in mixtures if m._counts is not None), default=None)
+    finally:
+        for mixture in mixtures:
+            mixture._counts = None
 
 
 @mx.custom_function

@@ -156,7 +156,12 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Validation(Event):
-    """The result of a validation. `best`: no earlier validation of the run had a lower loss."""
+    """The result of a validation.
+
+    Attributes:
+        best: No earlier validation of the run had a lower loss.
+        expert_load: Tokens of the busiest expert, relative to the mean of its layer; None without experts.
+    """
 
     step: int
     tokens: int
@@ -164,6 +169,7 @@ class Validation(Event):
     perplexity: float
     bits_per_byte: float
     best: bool
+    expert_load: float | None = None
 
 
 @dataclass(frozen=True)

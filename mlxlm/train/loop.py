@@ -26,6 +26,7 @@ from mlxlm.data.shards import verify_shards
 from mlxlm.evaluate import evaluate_dataset
 from mlxlm.generation import LoadedModel
 from mlxlm.model import Decoder
+from mlxlm.model.experts import expert_load
 from mlxlm.report.log_entries import entry_before_start
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.train.checkpoint_saver import CheckpointSaver
@@ -318,7 +319,9 @@ class _Trainer:
             rows = -(-settings.batch_size // self.step.micro_batches)
             sizes = settings.max_seq_length, rows, settings.eval_tokens
             masks = {"document_mask": settings.document_mask, "mask_prompt": settings.mask_prompt}
-            result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
+            with expert_load(self.model.layers) as load:
+                result = evaluate_dataset(self.model, self.validation_data, *sizes, **masks)
+                busiest = load()
         if not math.isfinite(result.loss):
             raise self.divergence_error(f"the validation loss is {result.loss}")
         best = self.best or {"loss": math.inf}
@@ -331,7 +334,7 @@ class _Trainer:
             problem = f"the best validation loss is {best['loss']:.2f}, that of a uniform distribution {uniform:.2f}"
             raise self.divergence_error(problem)
         tokens = self.finished * settings.tokens_per_step
-        return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best)
+        return Validation(self.finished, tokens, result.loss, result.perplexity, result.bits_per_byte, is_best, busiest)
 
     def sample(self) -> Sample:
         """Generate a sample text with a fixed seed, with the EMA weights if there are any."""

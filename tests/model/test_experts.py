@@ -175,6 +175,27 @@ def test_losses_of_the_router():
             np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, err_msg=name)
 
 
+def test_load_of_the_busiest_expert():
+    config = ModelConfig(**{**SIZES, "num_experts": 4, "num_experts_per_tok": 1})
+    model = Decoder(config)
+    model.init_weights(0)
+    model.eval()
+    tokens = mx.random.randint(0, 31, (2, 90), key=mx.random.key(0))
+    chosen = []
+    for layer in model.layers:
+        choose = layer.mlp.choose
+        layer.mlp.choose = lambda scores, choose=choose: chosen.append(choose(scores)) or chosen[-1]
+    with experts.expert_load(model.layers) as load:
+        mx.eval(model(tokens[:1]), model(tokens[1:]))
+        found = load()
+    counts = [np.bincount(np.concatenate(chosen[i::2]).flatten(), minlength=4) for i in range(2)]
+    assert found == pytest.approx(max(count.max() / count.mean() for count in counts)) and found > 1
+    mx.eval(model(tokens))
+    assert all(layer.mlp._counts is None for layer in model.layers)
+    with experts.expert_load([Decoder(ModelConfig(16, 1, 2, 24, 31)).layers[0]]) as load:
+        assert load() is None
+
+
 def test_muon_updates_each_expert():
     gradient, weight = mx.random.normal((2, 3, 4, 6), key=mx.random.key(0))
     optimizer = Muon(0.1, 0.2)
