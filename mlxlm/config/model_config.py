@@ -18,9 +18,9 @@ from mlxlm.config.components import (
     POSITIONS,
     SHARED_NORM,
     SLIDING,
-    SPARSE,
     NormPlacement,
 )
+from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
@@ -234,11 +234,6 @@ class ModelConfig:
         return kv_cache_values(self, 1) * bytes_per_value
 
 
-EXPERT_FIELDS = (
-    "num_experts_per_tok", "moe_intermediate_size", "router", "norm_topk_prob", "n_group", "topk_group",
-    "routed_scaling_factor", "shared_expert_intermediate_size", "shared_expert_gate", "mlp_layer_types",
-)  # fmt: skip
-MAX_EXPERTS = 10_000
 MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list of names
 _MAX_TOKEN_ID = 1 << 24  # a larger id means that the file is damaged
 _MAX_PARAMETERS = 10**13
@@ -268,8 +263,9 @@ def validate_config(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
     if not bad_counts:
         yield from _validate_sizes(c, explicit_head_dim)
         if not field_errors:
-            yield from _validate_combinations(c)
-            if c.num_hidden_layers <= MAX_LAYERS and c.parameter_count() > _MAX_PARAMETERS:
+            combination_errors = list(_validate_combinations(c))
+            yield from combination_errors
+            if not combination_errors and c.num_hidden_layers <= MAX_LAYERS and c.parameter_count() > _MAX_PARAMETERS:
                 yield f"it has {c.parameter_count():.3g} parameters, check hidden_size and num_hidden_layers"
     if c.quantization is not None:
         yield from validate_quantization(c.quantization)
@@ -334,37 +330,9 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
     if c.num_experts is not None:
-        yield from _validate_experts(c)
+        yield from validate_experts(c)
     elif set_fields := [name for name in EXPERT_FIELDS if getattr(c, name) != getattr(ModelConfig, name)]:
         yield f"{', '.join(set_fields)} need a number of experts, but num_experts is null (8)"
-
-
-def _validate_experts(c: ModelConfig) -> Iterator[str]:
-    """Problems of a mixture of experts."""
-    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        value = getattr(c, name)
-        if not is_count(value) and (value is not None or name != "shared_expert_intermediate_size"):
-            yield f"{name} is {short_repr(value)}, it must be a positive whole number"
-            return
-    if c.num_experts_per_tok > c.num_experts:  # type: ignore[operator]
-        yield f"num_experts_per_tok is {c.num_experts_per_tok}, there are only {c.num_experts} experts"
-    if c.num_experts > MAX_EXPERTS:  # type: ignore[operator]
-        yield f"num_experts is {c.num_experts}, at most {MAX_EXPERTS} are possible"
-    if c.num_experts % c.n_group or c.topk_group > c.n_group:  # type: ignore[operator]
-        yield f"{c.num_experts} experts can't be in {c.n_group} groups of which {c.topk_group} are considered (1 and 1)"
-    elif c.num_experts_per_tok > c.topk_group * (c.num_experts // c.n_group):  # type: ignore[operator]
-        yield f"num_experts_per_tok is {c.num_experts_per_tok}, more than the experts of {c.topk_group} groups"
-    if c.n_group > 1 and c.router != "sigmoid":
-        yield f"n_group is {c.n_group}, groups need the sigmoid router"
-    if c.shared_expert_gate and c.shared_expert_intermediate_size is None:
-        yield "shared_expert_gate is true, but shared_expert_intermediate_size is null"
-    types = c.mlp_layer_types
-    if types is not None and not (isinstance(types, tuple) and all(kind in (DENSE, SPARSE) for kind in types)):
-        yield f"mlp_layer_types must be a list of {DENSE} and {SPARSE}"
-    elif types is not None and len(types) != c.num_hidden_layers:
-        yield f"mlp_layer_types has {len(types)} entries, one for each of {c.num_hidden_layers} layers is needed"
-    elif types is not None and SPARSE not in types:
-        yield "no layer has experts (num_experts=null)"
 
 
 def _validate_rope(c: ModelConfig) -> Iterator[str]:

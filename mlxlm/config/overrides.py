@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from mlxlm.config.components import CHOICES, DENSE, FEED_FORWARDS, FULL, POSITIONS, SLIDING, SPARSE
-from mlxlm.config.model_config import EXPERT_FIELDS, ModelConfig
+from mlxlm.config.experts import EXPERT_FIELDS
+from mlxlm.config.model_config import ModelConfig
 from mlxlm.utils.errors import ConfigError
 
 Changes = dict[str, Any]  # values by field

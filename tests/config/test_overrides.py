@@ -138,6 +138,26 @@ def test_errors_are_one_line(overrides, message):
     assert "\n" not in str(found.value)
 
 
+def test_experts_are_together_as_wide_as_the_feed_forward():
+    """Where all layers have them, the model is a Mixtral, which other programs open."""
+    two = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "intermediate_size": 48}
+    assert changed("experts=8") == two
+    four = {**two, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "intermediate_size": 24}
+    assert changed("num_experts_per_tok=4", "experts=8") == four
+    dense_first = ("dense", "sparse", "sparse", "sparse")
+    assert changed("experts=8", "mlp_layer_types=1") == {
+        **{name: two[name] for name in two if name != "intermediate_size"}, "mlp_layer_types": dense_first,
+    }  # fmt: skip
+    mixture = apply_overrides(BASE, {"experts": "8"})
+    assert resolve_model_type(mixture).model_type == "mixtral"
+    assert mixture.active_parameter_count() - BASE.parameter_count() == 4 * 8 * 64  # the routers
+    assert changed("experts=none", "intermediate_size=96", base=mixture) == {
+        "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None, "intermediate_size": 96,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="experts is 'many' .try: a whole number"):
+        apply_overrides(BASE, {"experts": "many"})
+
+
 def test_ntk_stretches_the_longest_wavelength_by_the_factor():
     """(bloc97 2023): the last pair of dimensions as if positions were divided, the first as before."""
     base = changed("rope_scaling=ntk:4")["rope_theta"]

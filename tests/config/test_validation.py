@@ -14,6 +14,7 @@ SIZES = {
     "vocab_size": 100,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def test_all_problems_are_reported_at_once():
@@ -89,6 +90,18 @@ def test_all_problems_are_reported_at_once():
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0, yarn needs more than 1"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1]}}, "short_factor must be a list of 8 positive"),
         ({"positions": "learned", "max_position_embeddings": 2**31 - 1, "position_offset": 2}, "2147483649 rows"),
+        ({"num_experts": 0}, "num_experts is 0, it must be a positive whole number"),
+        ({"num_experts": 4}, "num_experts_per_tok is None, it must be"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok need a number of experts"),
+        (EXPERTS | {"moe_intermediate_size": float("nan")}, "moe_intermediate_size is nan"),
+        (EXPERTS | {"num_experts_per_tok": 5}, "there are only 4 experts"),
+        (EXPERTS | {"n_group": 3, "router": "sigmoid"}, "4 experts can't be in 3 groups"),
+        (EXPERTS | {"n_group": 2, "num_experts_per_tok": 3, "router": "sigmoid"}, "more than the experts of 1 groups"),
+        (EXPERTS | {"n_group": 2}, "groups need the sigmoid router"),
+        (EXPERTS | {"shared_expert_gate": True}, "but shared_expert_intermediate_size is null"),
+        (EXPERTS | {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        (EXPERTS | {"mlp_layer_types": ["dense"] * 2}, "no layer has experts"),
+        (EXPERTS | {"mlp_layer_types": [None] * 2}, "must be a list of dense and sparse"),
         ({"num_hidden_layers": 20_000}, "num_hidden_layers is 20000, at most 10000"),
     ],
 )
