@@ -17,6 +17,7 @@ from mlxlm.config.components import NORMS
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import compatibility_warning, get_quantization_config
 from mlxlm.utils.errors import CheckpointError, TokenizerError
+from mlxlm.utils.formatting import human_count
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,17 @@ def _tokenizer(checkpoint: AnyCheckpoint, config: ModelConfig | None) -> tuple[T
     return facts, [f"the tokenizer has {size} tokens and the model {config.vocab_size}: it can't be used"]
 
 
+def _widths(c: ModelConfig) -> str:
+    """The width of the feed-forward, or of the experts."""
+    if c.num_experts is None:
+        return str(c.intermediate_size)
+    shared = f" and a shared one of {c.shared_expert_intermediate_size}" if c.shared_expert_intermediate_size else ""
+    dense = sum(c.mlp(layer) == "mlp" for layer in range(c.num_hidden_layers))
+    others = f", {c.intermediate_size} in {dense} of {c.num_hidden_layers} layers" if dense else ""
+    active = f", {human_count(c.active_parameter_count())} parameters are active"
+    return f"{c.num_experts_per_tok} of {c.num_experts} experts of {c.moe_intermediate_size}{shared}{others}{active}"
+
+
 def _architecture(c: ModelConfig) -> dict[str, str]:
     norm = NORMS[c.norm].description
     parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
@@ -162,7 +174,7 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     parts = {
         "layers": f"{c.num_hidden_layers}, width {c.hidden_size}",
         "attention": _attention(c),
-        "feed-forward": f"{c.intermediate_size}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
+        "feed-forward": f"{_widths(c)}, {c.hidden_act}{', gated' if c.mlp_gated else ''}",
         "norms": f"{norm} {c.layer_norms.description}{parallel}, epsilon {c.rms_norm_eps:g}",
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",

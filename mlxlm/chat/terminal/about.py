@@ -25,7 +25,9 @@ def first_screen(chat: Chat) -> list[str]:
     """
     size = f"{human_bytes(chat.lm.weight_bytes)} of memory, a context of {chat.context_size:,} tokens"
     if isinstance(chat.lm.config, ModelConfig):  # mlx_lm's don't count their parameters
-        size = f"{human_count(chat.lm.config.parameter_count())} parameters, {size}"
+        config = chat.lm.config
+        active = "" if config.num_experts is None else f" ({human_count(config.active_parameter_count())} active)"
+        size = f"{human_count(config.parameter_count())} parameters{active}, {size}"
     lines = [model_name(chat.lm), size]
     weights = bandwidth.weight_bytes(chat.lm.model)
     if weights is not None and weights >= bandwidth.MIN_MODEL_BYTES:
