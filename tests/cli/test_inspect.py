@@ -4,8 +4,12 @@ import json
 
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import save_weights
+from mlxlm.checkpoint.huggingface import write
+from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.config import ModelConfig
 from mlxlm.utils.json_files import write_json
 from tests.cli.helpers import run
+from tests.small_models import arrays_of, random_decoder
 
 
 def test_inspect(model, capsys):
@@ -57,3 +61,20 @@ def test_equal_layers_are_grouped(model, capsys):
         "model.layers.*.mlp.down_proj",
         "model.layers.*.self_attn.v_proj",
     ]
+
+
+def test_experts(tmp_path, tiny_tokenizer, capsys):
+    config = ModelConfig(
+        32, 3, 2, 48, tiny_tokenizer.vocab_size, model_type="glm4_moe", num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=20, router="sigmoid", shared_expert_intermediate_size=20, attention_out_bias=False,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    )  # fmt: skip
+    weights = {name: lazy_tensor(value) for name, value in arrays_of(random_decoder(config)).items()}
+    write(tmp_path, {}, config, weights, tiny_tokenizer)
+    _, out, _ = run(capsys, "inspect", tmp_path)
+    line = next(line for line in out.splitlines() if line.startswith("feed-forward"))
+    experts = "2 of 6 experts of 20 and a shared one of 20, 48 in 1 of 3 layers"
+    assert (
+        line
+        == f"feed-forward   {experts}, {config.active_parameter_count() / 1000:.1f}k parameters are active, silu, gated"
+    )
