@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
@@ -23,16 +24,15 @@ _SORT_FROM = 64  # pairs of a token and an expert; fewer are multiplied one by o
 _MAX_BLOCK = 64 if ON_CPU else 1
 
 
-class Groups(NamedTuple):
+class Blocks(NamedTuple):
     """Where the pairs of a token and one of its experts are in blocks of one expert.
 
     Attributes:
         size: Rows of a block.
-        experts: Expert of each block, ascending if `is_sorted`, int `[N]`.
+        experts: Expert of each block, ascending, int `[N]`.
         pairs: Index of the pair in each row of the blocks, int `[N * size]`; 0 in padding.
         used: Whether a row is no padding, bool `[N * size]`.
         rows: Row of each pair, int `[T, K]`.
-        is_sorted: Whether the experts ascend.
     """
 
     size: int
@@ -40,28 +40,18 @@ class Groups(NamedTuple):
     pairs: mx.array
     used: mx.array
     rows: mx.array
-    is_sorted: bool
 
 
-def group_by_expert(chosen: mx.array, num_experts: int, sort: bool = False) -> Groups:
-    """Group pairs by expert.
-
-    Args:
-        chosen: The experts of each token, int `[T, K]`.
-        num_experts: Number of experts.
-        sort: Sort few pairs, too.
-    """
+def group_by_expert(chosen: mx.array, num_experts: int) -> Blocks:
+    """Group the pairs of tokens and their experts `chosen`, int `[T, K]`, by expert."""
     flat, count = chosen.flatten(), chosen.size
-    if count < _SORT_FROM and not sort:
-        pairs = mx.arange(count)
-        return Groups(1, flat, pairs, mx.ones(count, mx.bool_), pairs.reshape(chosen.shape), False)
     size = 1
     while size < _MAX_BLOCK and 2 * size * num_experts <= count:
         size *= 2
     order = mx.argsort(flat)
     if size == 1:
         rows = mx.argsort(order).reshape(chosen.shape)
-        return Groups(1, flat[order], order, mx.ones(count, mx.bool_), rows, True)
+        return Blocks(1, flat[order], order, mx.ones(count, mx.bool_), rows)
     counts = expert_counts(chosen, num_experts)
     blocks = (counts + size - 1) // size
     last_blocks = mx.cumsum(blocks)
@@ -72,7 +62,7 @@ def group_by_expert(chosen: mx.array, num_experts: int, sort: bool = False) -> G
     experts = mx.minimum(experts, num_experts - 1)
     pairs, used = mx.zeros(num_blocks * size, order.dtype), mx.zeros(num_blocks * size, mx.bool_)
     pairs[sorted_rows], used[sorted_rows] = order, True
-    return Groups(size, experts, pairs, used, sorted_rows[mx.argsort(order)].reshape(chosen.shape), True)
+    return Blocks(size, experts, pairs, used, sorted_rows[mx.argsort(order)].reshape(chosen.shape))
 
 
 @mx.custom_function
@@ -132,15 +122,21 @@ class SwitchLinear(nn.Module):
         """Number of experts."""
         return self.weight.shape[0]
 
-    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
-        """Project blocks `[N, size, input]` by their experts: `[N, size, output]`."""
-        if self.training:
-            x = eval_point(_multiply_blocks(x, self.weight, groups.experts))
+    def __call__(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
+        """Project each token by its experts.
+
+        Args:
+            x: `[N, size, input]` for blocks, else `[T, 1, 1, input]` or `[T, K, 1, input]`.
+            experts: The blocks, or int `[T, K]`.
+
+        Returns:
+            `[N, size, output]` or `[T, K, 1, output]`.
+        """
+        if self.training and isinstance(experts, Blocks):
+            out = eval_point(_multiply_blocks(x, self.weight, experts.experts))
         else:
-            x = mx.gather_mm(
-                x, self.weight.swapaxes(-1, -2), rhs_indices=groups.experts, sorted_indices=groups.is_sorted
-            )
-        return x + self.bias[groups.experts][:, None] if "bias" in self else x
+            out = mx.gather_mm(x, self.weight.swapaxes(-1, -2), **_indices(x, experts))
+        return _add_bias(self, out, experts)
 
     def to_quantized(self, group_size: int, bits: int, mode: str = "affine", **_options: Any) -> QuantizedSwitchLinear:
         """Quantize the weights of all experts."""
@@ -159,13 +155,34 @@ class QuantizedSwitchLinear(nn.Module):
         if "bias" in layer:
             self.bias = layer.bias
 
-    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
-        """Project blocks `[N, size, input]` by their experts: `[N, size, output]`."""
-        x = mx.gather_qmm(
-            x, self.weight, self.scales, self.get("biases"), rhs_indices=groups.experts, transpose=True,
-            group_size=self.group_size, bits=self.bits, mode=self.mode, sorted_indices=groups.is_sorted,
+    def __call__(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
+        """Project each token by its experts; see `SwitchLinear`."""
+        out = mx.gather_qmm(
+            x, self.weight, self.scales, self.get("biases"), transpose=True, group_size=self.group_size,
+            bits=self.bits, mode=self.mode, **_indices(x, experts),
         )  # fmt: skip
-        return x + self.bias[groups.experts][:, None] if "bias" in self else x
+        return _add_bias(self, out, experts)
+
+
+def _indices(x: mx.array, experts: mx.array | Blocks) -> dict[str, Any]:
+    """The arguments of a gathered product. MLX would launch two kernels for the indices of `x` in each one."""
+    if isinstance(experts, Blocks):
+        return {"rhs_indices": experts.experts, "sorted_indices": True}
+    return {"lhs_indices": _rows(*x.shape[:2], experts.shape[1]), "rhs_indices": experts}
+
+
+@cache
+def _rows(tokens: int, rows: int, used: int) -> mx.array:
+    """The row for each use of a token, of which there is one or one for each use, uint32 `[T, K]`."""
+    indices = mx.arange(tokens * rows, dtype=mx.uint32).reshape(tokens, rows)
+    indices = mx.contiguous(mx.broadcast_to(indices, (tokens, used)))
+    mx.eval(indices)
+    return indices
+
+
+def _add_bias(layer: nn.Module, out: mx.array, experts: mx.array | Blocks) -> mx.array:
+    indices = experts.experts if isinstance(experts, Blocks) else experts
+    return out + layer.bias[indices][..., None, :] if "bias" in layer else out
 
 
 class SwitchMLP(nn.Module):
@@ -176,22 +193,27 @@ class SwitchMLP(nn.Module):
         hidden, bias = config.hidden_size, config.mlp_bias
         inner: int = config.moe_intermediate_size  # type: ignore[assignment]
         self.gated, self.activation = config.mlp_gated, make_activation(config)
-        experts: int = config.num_experts  # type: ignore[assignment]
+        self.num_experts: int = config.num_experts  # type: ignore[assignment]
         if self.gated:
-            self.gate_proj = SwitchLinear(hidden, inner, experts, bias)
-        self.up_proj = SwitchLinear(hidden, inner, experts, bias)
-        self.down_proj = SwitchLinear(inner, hidden, experts, bias)
+            self.gate_proj = SwitchLinear(hidden, inner, self.num_experts, bias)
+        self.up_proj = SwitchLinear(hidden, inner, self.num_experts, bias)
+        self.down_proj = SwitchLinear(inner, hidden, self.num_experts, bias)
 
-    def __call__(self, x: mx.array, groups: Groups) -> mx.array:
-        """Apply each token's experts to `x` `[T, hidden]`: `[T, K, hidden]`."""
-        pairs, rows = groups.pairs, groups.rows
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Apply to each token of `x` `[T, hidden]` its experts `chosen`, int `[T, K]`: `[T, K, hidden]`."""
+        if chosen.size < _SORT_FROM and not self.training:
+            return self._apply(x.reshape(-1, 1, 1, x.shape[-1]), chosen).squeeze(-2)
+        blocks = group_by_expert(chosen, self.num_experts)
+        pairs, rows = blocks.pairs, blocks.rows
         x = _gather_tokens(x, pairs, rows) if self.training else x[pairs // rows.shape[1]]
-        x = x.reshape(-1, groups.size, x.shape[-1])
-        inputs = [self.gate_proj(x, groups), self.up_proj(x, groups)] if self.gated else [self.up_proj(x, groups)]
+        out = self._apply(x.reshape(-1, blocks.size, x.shape[-1]), blocks)
+        out = out.reshape(-1, out.shape[-1])
+        return _gather_pairs(out, rows, pairs, blocks.used) if self.training else out[rows]
+
+    def _apply(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
+        inputs = [self.gate_proj(x, experts), self.up_proj(x, experts)] if self.gated else [self.up_proj(x, experts)]
         activation = with_fused_gradients(self.activation) if self.training else self.activation
-        x = self.down_proj(activation(*inputs), groups)
-        x = x.reshape(-1, x.shape[-1])
-        return _gather_pairs(x, rows, pairs, groups.used) if self.training else x[rows]
+        return self.down_proj(activation(*inputs), experts)
 
 
 class Router(Linear):
@@ -251,8 +273,8 @@ class MixtureOfExperts(nn.Module):
         weights = mx.take_along_axis(scores, chosen, axis=-1)
         if self.normalized:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        outputs = self.switch_mlp(tokens, group_by_expert(chosen, self.num_experts, self.training))
-        out = (outputs * (weights * self.scale)[..., None].astype(outputs.dtype)).sum(axis=-2)
+        outputs = self.switch_mlp(tokens, chosen)
+        out = ((weights * self.scale)[:, None].astype(outputs.dtype) @ outputs).squeeze(-2)
         if self.training and (self.router_aux_loss or self.router_z_loss):
             out = _with_loss(out, self._router_loss(logits, scores, chosen))
         out = out.reshape(x.shape)
@@ -272,7 +294,7 @@ class MixtureOfExperts(nn.Module):
             mask = mx.zeros(best.shape, mx.bool_)
             mask = mx.put_along_axis(mask, considered, mx.array(True), axis=-1)
             scores = mx.where(mask[..., None], groups, -mx.inf).reshape(scores.shape)
-        return mx.argpartition(-scores, self.k - 1, axis=-1)[..., : self.k]
+        return mx.argpartition(scores, -self.k, axis=-1)[..., -self.k :]
 
     def _router_loss(self, logits: mx.array, scores: mx.array, chosen: mx.array) -> mx.array:
         """The losses of the router, times the number of tokens, as the loss of the model is a sum over tokens."""

@@ -14,7 +14,7 @@ import numpy as np
 from mlxlm.backend.mlx import mx, nn, tree_flatten
 from mlxlm.config import ModelConfig
 from mlxlm.config.quantization import Format
-from mlxlm.model.experts import Groups
+from mlxlm.model.experts import Blocks
 from mlxlm.quantize.intercept import intercept
 from mlxlm.quantize.layers import Layers
 from mlxlm.quantize.rtn import PackedMatrix
@@ -87,12 +87,12 @@ class ExpertInputs:
     def __init__(self) -> None:
         self._batches: list[tuple[mx.array, np.ndarray, np.ndarray]] = []  # rows [N, width], row and expert of each use
 
-    def add(self, x: mx.array, experts: mx.array | Groups) -> None:
+    def add(self, x: mx.array, experts: mx.array | Blocks) -> None:
         """Add inputs `[..., 1, width]`, whose leading dimensions broadcast to those of the `experts` that read them.
 
         Or blocks `[N, size, width]` of mlxlm's decoder.
         """
-        if isinstance(experts, Groups):
+        if isinstance(experts, Blocks):
             rows_in_use = mx.array(np.flatnonzero(np.array(experts.used)))
             x, experts = x.reshape(-1, 1, x.shape[-1])[rows_in_use], experts.experts[rows_in_use // experts.size]
         rows = np.arange(math.prod(x.shape[:-2])).reshape(x.shape[:-2])
