@@ -275,7 +275,7 @@ DAMAGE = {
         )),
         *((gguf_llama(change), message) for change, message in (
             ({"general.architecture": "mamba"}, "'mamba'.*one of llama, qwen2"),
-            ({"llama.expert_count": 8}, "mixture of experts"),
+            ({"llama.expert_count": 8}, "lacks llama.expert_used_count"),
             ({"llama.block_count": 2**32 - 1}, "block_count"),
             ({"llama.block_count": 2**30}, "block_count is 1073741824, there are 11 tensors"),
             ({"llama.block_count": 2}, "layers.1 is missing"),

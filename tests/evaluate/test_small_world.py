@@ -38,7 +38,7 @@ def test_right_answers_are_counted(answers):
 
 
 def test_the_command(answers, monkeypatch, capsys):
-    monkeypatch.setattr("mlxlm.generation.load", lambda model: None)
+    monkeypatch.setattr("mlxlm.generation.load", lambda model, adapter=None: None)
     answers |= GOLD
     assert _run(["evaluate", "MODEL", "--small-world", "--num-questions", "4", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
