@@ -1,4 +1,4 @@
-"""Models that mlx_lm runs, by the kinds of their caches: 1 to 16 texts at once, and the second turn of a conversation.
+"""Models by the kinds of their caches, beside mlx_lm: 1 to 16 texts at once, and the second turn of a conversation.
 
 The weights are random, and both programs use the same ones and the same BLAS, in one process and in turn.
 
@@ -61,7 +61,7 @@ def main() -> None:
         shares = [second / whole for second, whole in zip(turn, again, strict=True)]
         rows.append((f"{kind}: second turn", f"{spread(shares)} of the time of reading {options.turn} tokens again"))
         result[kind] = {"ratio": {n: round(r, 2) for n, r in ratios.items()}, "second_turn": round(median(shares), 3)}
-    report("Models of mlx_lm's classes", rows, {"benchmark": "architectures", "kinds": result})
+    report("Models by their caches", rows, {"benchmark": "architectures", "kinds": result})
 
 
 def measure(model_type: str, values: dict[str, Any], options: argparse.Namespace) -> dict[Any, list[float]]:
