@@ -155,6 +155,18 @@ def test_peft_computes_what_the_formulas_say(name, tmp_path):
     assert np.abs(found - wanted).max() < tolerance * wanted.std()
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "mamba", "qwen3_moe"])
+def test_convert_merges_adapters_of_peft(name, tmp_path):
+    oracles = pytest.importorskip("tests.transformers_oracle", reason="needs PyTorch and transformers")
+    model_type, sizes, targets, config = PEFT_CASES[name]
+    oracle = oracles.make_oracle(model_type, sizes, VOCABULARY, "eager")
+    oracle.save_pretrained(tmp_path / "model")
+    adapt(oracle, targets, tmp_path / "adapter", **config)
+    convert(tmp_path / "model", tmp_path / "out", adapter=tmp_path / "adapter")
+    wanted = oracles.logits_of(oracle, TOKENS)
+    assert np.abs(logits(load_model(tmp_path / "out")[0]) - wanted).max() < 5e-4 * wanted.std()
+
+
 # mlx_lm
 
 
