@@ -42,8 +42,11 @@ KINDS = {
 
 NATIVE = {  # run by mlxlm's decoder
     "mixtral": {**_BASE, **_EXPERTS, "intermediate_size": 64},
-    "qwen3_moe": {**_BASE, **_EXPERTS, "tie_word_embeddings": True, "mlp_only_layers": [0]},
-    "qwen2_moe": {**_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen2_moe": {
+        **_BASE,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 
 
