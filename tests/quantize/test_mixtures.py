@@ -108,9 +108,11 @@ def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     assert_runs_alike(tmp_path / "gptq", 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_one_after_another_are_the_model(kind, mixtures):
-    checkpoint = open_module_checkpoint(mixtures(kind))
+@pytest.mark.parametrize("kind", [*KINDS, "granitemoe:float32"])
+def test_layers_one_after_another_are_the_model(kind, mixtures, tiny_tokenizer, tmp_path):
+    name, _, dtype = kind.partition(":")
+    folder = write_mixture(tmp_path / name, name, tiny_tokenizer, dtype) if dtype else mixtures(name)
+    checkpoint = open_module_checkpoint(folder)
     tokens = mx.array(np.random.default_rng(0).integers(0, VOCABULARY, (2, 40)))
     layers = layers_of(checkpoint)
     [state] = layers.embed([tokens])

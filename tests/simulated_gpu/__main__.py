@@ -20,14 +20,15 @@ GPU_TESTS = """
 ALL_TESTS = f"""
     {GPU_TESTS} model cache plan backend
     checkpoint/test_load.py checkpoint/test_dequantize.py checkpoint/test_huggingface.py checkpoint/test_mlx_lm.py
-    checkpoint/gguf/test_affine.py
+    checkpoint/gguf/test_affine.py checkpoint/test_quantized_formats.py
     generation/test_engine.py generation/test_decoding.py generation/test_decode_step.py generation/test_prefill.py
     generation/test_deterministic.py generation/test_speculative_text.py generation/test_logit_filters.py
     generation/test_launches.py
     chat/test_session.py chat/test_context_overflow.py chat/test_generate.py
     server/test_chat_completions.py server/test_models.py server/test_run.py
     train/test_step.py train/test_run.py train/test_loop.py train/test_finetune.py train/test_start.py
-    quantize/test_pipeline.py
+    quantize/test_pipeline.py quantize/test_mixtures.py::test_methods_that_are_not_possible
+    quantize/test_mixtures.py::test_layers_one_after_another_are_the_model[granitemoe:float32]
     cli/test_doctor.py cli/test_inspect.py cli/test_kernels.py cli/test_quickstart.py doctor
 """
 
