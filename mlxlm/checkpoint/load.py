@@ -11,7 +11,7 @@ from mlxlm.backend import platform
 from mlxlm.backend.mlx import ON_CPU, eval_in_parallel, mx, nn
 from mlxlm.checkpoint.checkpoint import AnyCheckpoint, Checkpoint
 from mlxlm.checkpoint.dequantize import dequantize_tensors, quantize_modules
-from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors, dtype_sizes, memory_size
+from mlxlm.checkpoint.lazy_tensor import LazyTensors, dtype_sizes, memory_size
 from mlxlm.checkpoint.mlx_lm import MlxLmConfig, ModuleCheckpoint, build_with_mlx_lm, load_with_mlx_lm
 from mlxlm.checkpoint.open import open_checkpoint
 from mlxlm.checkpoint.safetensors import as_float32
@@ -57,7 +57,7 @@ def load_checkpoint(checkpoint: AnyCheckpoint) -> tuple[nn.Module, ModelConfig |
     in_float32 = ON_CPU and _fits_float32(stored)
     source = checkpoint if in_float32 else stored
     model = Decoder(source.config)
-    load_submodule(model, source.tensors, "", source.config.quantization, in_float32)
+    load_submodule(model, _rounded_scales(source), "", source.config.quantization, in_float32)
     return model, source.config
 
 
@@ -119,7 +119,6 @@ def load_submodule(
     if quantization and ON_CPU and fits_float32:
         part = dequantize_tensors(part, quantization)
     elif quantization:
-        part = _round_scales(part)
         quantize_modules(module, part, prefix, quantization)
     if ON_CPU and (fits_float32 or quantization):  # with 16-bit scales, quantized products are even slower
         values = _in_float32(part)
@@ -129,16 +128,19 @@ def load_submodule(
     module.eval()
 
 
-def _round_scales(tensors: LazyTensors) -> dict[str, LazyTensor]:
-    """Round float32 scales and biases to the dtype that most other tensors have: activations get the wider of the two.
+def _rounded_scales(checkpoint: Checkpoint) -> LazyTensors:
+    """The tensors of a checkpoint, on a GPU with rounded scales and biases of models that other programs quantized.
 
-    Those of models that other programs quantized are float32, to be exact.
+    They are float32, to be exact, and get the dtype of most other tensors: activations get the wider of the two.
     """
+    foreign, tensors = checkpoint.hf_config.get("quantization_config"), checkpoint.tensors
+    if ON_CPU or not (isinstance(foreign, Mapping) and "quant_method" in foreign):
+        return tensors
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith((".scales", ".biases"))}
     others = (t for name, t in tensors.items() if name not in scales and mx.issubdtype(t.dtype, mx.floating))
     sizes = dtype_sizes(others)
     if not sizes:
-        return dict(tensors)
+        return tensors
     dtype = getattr(mx, sizes.most_common(1)[0][0])
     rounded = {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
     return {**tensors, **rounded}
@@ -166,8 +168,8 @@ class LayerwiseModel:
 
     def __init__(self, checkpoint: Checkpoint):
         self.config = checkpoint.config
-        self._tensors = checkpoint.tensors
-        self._top_tensors = {n: t for n, t in checkpoint.tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
+        self._tensors = _rounded_scales(checkpoint)
+        self._top_tensors = {n: t for n, t in self._tensors.items() if not n.startswith(f"{LAYER_PREFIX}.")}
 
     def embeddings(self, batches: Iterable[mx.array]) -> Iterator[HiddenState]:
         """Yield the state before the first layer of each batch of tokens, int `[B, T]`; the embedding is read once."""

@@ -101,6 +101,13 @@ def mixed(name):
     return None if "blk.1.ffn_up" in name else "F16" if "blk.1.ffn_gate" in name else "Q4_K"
 
 
+def test_scales_stay_exact_beside_16_bit_matrices(tiny_tokenizer, tmp_path, monkeypatch):
+    model_file(tmp_path / "m.gguf", tiny_tokenizer, lambda name: "Q4_K" if "ffn_up" in name else "F16")
+    _, _, model = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.scales.dtype == layer.biases.dtype == mx.float32
+
+
 def test_mixed_types(tiny_tokenizer, tmp_path, monkeypatch):
     model_file(tmp_path / "m.gguf", tiny_tokenizer, mixed)
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
