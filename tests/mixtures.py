@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def write_mixture(folder: Path, kind: str, tokenizer: Tokenizer, dtype: str = "b
     oracle = pytest.importorskip("tests.transformers_oracle", reason="the models are made by transformers")
     import torch
 
-    made = oracle.make_oracle(kind, copy.deepcopy({**{**KINDS, **NATIVE}[kind], **changes}), VOCABULARY, "eager")
+    made = oracle.make_oracle(kind, {**{**KINDS, **NATIVE}[kind], **changes}, VOCABULARY, "eager")
     made.to(getattr(torch, dtype)).save_pretrained(folder)
     change_config(folder, torch_dtype=dtype)
     tokenizer.save(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ torch.set_num_threads(1)  # for tiny matrices, threads only cost time
 def make_oracle(model_type: str, sizes: dict[str, Any], vocabulary: int, attention: str | None = None):
     """A model of transformers in which every parameter matters: no norm is 1, no bias 0."""
     tokens = {"vocab_size": vocabulary, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(model_type, **tokens, **sizes)
+    config = transformers.AutoConfig.for_model(model_type, **tokens, **copy.deepcopy(sizes))  # which it changes
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval().float()
     rng = np.random.default_rng(0)
     with torch.no_grad():

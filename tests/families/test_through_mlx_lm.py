@@ -12,6 +12,7 @@ from mlxlm.checkpoint.load import load_model
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.utils.errors import CheckpointError
+from tests.small_models import change_config
 
 torch = pytest.importorskip("torch", reason="the oracle needs PyTorch (pip install torch)")
 transformers_oracle = pytest.importorskip("tests.transformers_oracle", reason="the oracle is transformers")
@@ -186,5 +187,24 @@ REFUSED = {
 def test_what_mlx_lm_ignores_is_refused(model_type, tmp_path):
     changes, expected = REFUSED[model_type]
     saved(tmp_path, model_type, changes)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{expected}"):
+        load_model(tmp_path)
+
+
+NATIVE_REFUSED = {
+    "qwen2_moe": ({**EXPERTS, "norm_topk_prob": True}, {"quant_method": "mxfp4"}, "norm_topk_prob is True"),
+    "glm4_moe": ({**ROUTED, "n_group": 2}, {"quant_method": "mxfp4"}, "n_group is 2"),
+    "olmoe": ({**EXPERTS, "clip_qkv": 0.5}, None, "clip_qkv is 0.5"),
+}
+
+
+@pytest.mark.parametrize("model_type", NATIVE_REFUSED)
+def test_what_mlx_lm_ignores_is_refused_of_families_of_the_decoder(model_type, tmp_path):
+    """If the decoder lacks their quantization or a field, mlx_lm would run them."""
+    changes, quantization, expected = NATIVE_REFUSED[model_type]
+    oracle = transformers_oracle.make_oracle(model_type, {**BASE, "head_dim": 8, **changes}, VOCABULARY, "eager")
+    oracle.save_pretrained(tmp_path)
+    if quantization:
+        change_config(tmp_path, quantization_config=quantization)
     with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{expected}"):
         load_model(tmp_path)

@@ -45,6 +45,7 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_use_aux_free": False},
     "exaone_moe": {"n_group": 1},
     "falcon_h1": {"attention_in_multiplier": 1.0, "key_multiplier": 1.0},
+    "glm4_moe": {"n_group": 1},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "granitemoehybrid": {"mamba_n_groups": 1},
     "jamba": {"num_experts": 1},
@@ -53,6 +54,7 @@ _IMPLICIT_BY_MODEL: dict[str, dict[str, Any]] = {
     "minicpm3": {"tie_word_embeddings": False},
     "nanochat": {"final_logit_softcapping": 15.0},
     "nemotron_h": {"mamba_hidden_act": "silu"},
+    "qwen2_moe": {"norm_topk_prob": False},
 }
 _NEED_LAYER_TYPES = ("llama", "ministral3", "mistral3")  # ignore sliding_window without layer_types
 _READ_ACTIVATION = ("gear", "kimi_k3", "muse_glimmer", "muse_spark", "nemotron-nas", "phi3small", "spark2_5")
