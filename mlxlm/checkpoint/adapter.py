@@ -32,7 +32,6 @@ CONFIG_FILE = "adapter_config.json"
 MLX_LM_FILE = "adapters.safetensors"
 PEFT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_CONFIG = 4 << 20  # bytes; patterns for thousands of modules have 1 MB
-_DTYPE_NAMES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16"}
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 # Fields of PEFT's LoraConfig that, if they are set, compute something else or train other parameters.
 _UNSUPPORTED = (
@@ -242,7 +241,7 @@ class Adapter:
                 base = base.transform(update.apply)
             nbytes = math.prod(base.shape) * dtype.size
             merged = base.transform(partial(mx.array.astype, dtype=dtype), dtype=dtype)
-            result[name] = replace(merged, stored_dtype=_DTYPE_NAMES[dtype], nbytes=nbytes)
+            result[name] = replace(merged, stored_dtype=safetensors.DTYPE_NAMES[dtype], nbytes=nbytes)
         if num_dequantized:
             matrices = "matrix is" if num_dequantized == 1 else "matrices are"
             problem = f"{num_dequantized} quantized {matrices} dequantized, because {self.file.parent} changes them"

@@ -25,14 +25,14 @@ def to_decoder_weights(
     """
     by_name = {mapping.name: mapping for mapping in weight_mappings if not mapping.experts}
     of_expert = {name: (m, expert) for m in weight_mappings for expert, name in enumerate(m.expert_names())}
-    stacks: dict[tuple[str, str], dict[int, LazyTensor]] = {}
+    stacks: dict[tuple[WeightMapping, str], dict[int, LazyTensor]] = {}
     cache: dict[str, list[mx.array | None]] = {}  # the unread parts of one fused tensor
     result = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if module in of_expert:
             stacked, expert = of_expert[module]
-            stacks.setdefault((f"{stacked.name}.{parameter}", stacked.modules[0]), {})[expert] = tensor
+            stacks.setdefault((stacked, parameter), {})[expert] = tensor
             continue
         mapping = by_name.get(module)
         if mapping is None:
@@ -55,9 +55,9 @@ def to_decoder_weights(
         for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
             read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[0]
             result[f"{part}.{parameter}"] = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
-    counts = {mapping.modules[0]: mapping.experts for mapping in weight_mappings if mapping.experts}
-    for (name, target), parts in stacks.items():
-        result[f"{target}.{name.rpartition('.')[2]}"] = _stack(name, parts, counts[target], source)
+    for (stacked, parameter), parts in stacks.items():
+        names = [f"{name}.{parameter}" for name in stacked.expert_names()]
+        result[f"{stacked.modules[0]}.{parameter}"] = _stack(names, parts, source)
     return result
 
 
@@ -112,20 +112,19 @@ def _part_reader(
     return part
 
 
-def _stack(name: str, parts: Mapping[int, LazyTensor], count: int, source: str) -> LazyTensor:
-    """The tensors of all experts as one."""
-    missing = [name.replace("*", str(expert)) for expert in range(count) if expert not in parts]
+def _stack(names: Sequence[str], parts: Mapping[int, LazyTensor], source: str) -> LazyTensor:
+    """The tensors `names` of all experts as one."""
+    missing = [name for expert, name in enumerate(names) if expert not in parts]
     if missing:
-        raise CheckpointError(f"{source}: {missing[0]} is missing ({len(missing)} of {count} experts)")
-    tensors = [parts[expert] for expert in range(count)]
+        raise CheckpointError(f"{source}: {missing[0]} is missing ({len(missing)} of {len(names)} experts)")
+    tensors = [parts[expert] for expert in range(len(names))]
     first = tensors[0]
-    for expert, tensor in enumerate(tensors):
+    for name, tensor in zip(names, tensors, strict=True):
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-            other = name.replace("*", str(expert))
-            raise CheckpointError(f"{source}: {other} is {list(tensor.shape)}, that of expert 0 {list(first.shape)}")
+            raise CheckpointError(f"{source}: {name} is {list(tensor.shape)}, that of expert 0 {list(first.shape)}")
     nbytes = sum(tensor.nbytes for tensor in tensors)
     read = lambda: mx.stack([tensor.read() for tensor in tensors])  # noqa: E731
-    return replace(first, shape=(count, *first.shape), nbytes=nbytes, read=read)
+    return replace(first, shape=(len(names), *first.shape), nbytes=nbytes, read=read)
 
 
 def _split(whole: mx.array, mapping: WeightMapping) -> list[mx.array | None]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ from mlxlm.checkpoint.quantized_module import (
 )
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
-from mlxlm.config.quantization import Format
+from mlxlm.config.quantization import Format, quantization_settings
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import parse_json_object
 
@@ -88,11 +87,7 @@ def read_quantized(
             result |= {f"{name}.{part}": tensor for part, tensor in values.packed(group_size).items()}
         elif values is not None:
             result[f"{name}.weight"] = values.dequantized() if isinstance(values, Integers) else values
-    if not formats:
-        return result, None
-    default = Counter(formats.values()).most_common(1)[0][0]
-    others = {name: format.to_dict() for name, format in formats.items() if format != default}
-    return result, default.to_dict() | others
+    return result, quantization_settings(formats) if formats else None
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,19 @@ class Format:
     def to_dict(self) -> dict[str, Any]:
         """The format as in config.json."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+
+def quantization_settings(formats: Mapping[str, Format | None], default: Format | None = None) -> dict[str, Any]:
+    """The `quantization` of ModelConfig for the format of each module, of which None isn't quantized.
+
+    Args:
+        formats: By module, at least one.
+        default: The format that isn't repeated for each module. Defaults to the most frequent one.
+    """
+    if default is None:
+        [(default, _)] = Counter(chosen for chosen in formats.values() if chosen is not None).most_common(1)
+    others = {module: chosen.to_dict() if chosen else False for module, chosen in formats.items() if chosen != default}
+    return {**default.to_dict(), **others}
 
 
 def module_quantization(quantization: Mapping[str, Any], module: str) -> dict[str, Any] | None:

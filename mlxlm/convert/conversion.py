@@ -252,9 +252,9 @@ def convert(
     check_not_exists(out, CheckpointError, "another name for the output")
     source_checkpoint = open_module_checkpoint(source, adapter)
     is_folder = format is _FOLDER
-    packed = source_checkpoint.packed if isinstance(source_checkpoint, Checkpoint) else None
-    if not is_folder or dtype is not None:
-        packed = None
+    packed = None
+    if is_folder and dtype is None and isinstance(source_checkpoint, Checkpoint):
+        packed = source_checkpoint.packed
     unpacked = dequantized_tensors(source_checkpoint)
     parameters = sum(math.prod(tensor.shape) for tensor in unpacked.values())
     tensors = with_read_progress(packed.tensors if packed else unpacked, partial(progress, "writing"))

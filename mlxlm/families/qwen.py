@@ -24,10 +24,13 @@ from mlxlm.families.family import (
 _DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
+def _window(values: HFConfig) -> Any:
+    return values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
+
+
 def _read_windows(values: HFConfig) -> dict[str, Any]:
-    window = values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
     first = values.get("max_window_layers", 28)
-    return read_sliding_window(values, window, lambda layer: isinstance(first, int) and layer >= first)
+    return read_sliding_window(values, _window(values), lambda layer: isinstance(first, int) and layer >= first)
 
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
@@ -84,9 +87,8 @@ def _unsupported_experts(values: HFConfig) -> str | None:
 
 
 def _read_qwen2_moe(values: HFConfig) -> dict[str, Any]:
-    window = values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
     last = values.get("max_window_layers", 28)
-    windows = read_sliding_window(values, window, lambda i: i % 2 == 0 and isinstance(last, int) and i < last)
+    windows = read_sliding_window(values, _window(values), lambda i: i % 2 == 0 and isinstance(last, int) and i < last)
     return {**windows, **_read_dense_layers(values), "attention_bias": read_bool(values, "qkv_bias", True)}
 
 
@@ -111,11 +113,6 @@ QWEN2_MOE = Family(
 )
 
 
-def _read_qwen3_moe(values: HFConfig) -> dict[str, Any]:
-    window = values.get("sliding_window", 4096) if read_bool(values, "use_sliding_window", False) else None
-    return {"sliding_window": window, **_read_dense_layers(values)}
-
-
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -128,8 +125,8 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    fixed_values={"qk_norm": "head", "attention_out_bias": None},
-    read_extra=_read_qwen3_moe,
+    fixed_values=QWEN3.fixed_values,
+    read_extra=lambda values: {"sliding_window": _window(values), **_read_dense_layers(values)},
     write_extra=lambda c: {**_write_dense_layers(c), "use_sliding_window": c.sliding_window is not None},
     find_unsupported=_unsupported_experts,
     layer_modules=EXPERTS,

@@ -98,7 +98,8 @@ class ModuleLayers:
     def __init__(self, checkpoint: ModuleCheckpoint):
         self._model, _ = build_with_mlx_lm(checkpoint)
         self._tensors, self._kind = checkpoint.tensors, checkpoint.config.model_type
-        names = {id(module): name for name, module in self._model.named_modules()}
+        modules = dict(self._model.named_modules())
+        names = {id(module): name for name, module in modules.items()}
         self._layers = list(self._model.layers)
         self.names = [names[id(layer)] for layer in self._layers]
         prefixes = tuple(f"{name}." for name in self.names)
@@ -117,7 +118,7 @@ class ModuleLayers:
             intercept(layer, "__call__", partial(self._call, index))
         self.tables = []
         for name, module in checkpoint.quantizable().items():
-            own = dict(self._model.named_modules())[name]
+            own = modules[name]
             if isinstance(module, nn.Embedding):
                 self.tables.append(name)
                 intercept(own, "as_linear", partial(self._note_input, name))

@@ -14,7 +14,8 @@ from mlxlm.checkpoint.checkpoint import Checkpoint
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.config import ModelConfig
-from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format
+from mlxlm.config.model_config import sublayers
+from mlxlm.config.quantization import GROUP_SIZES, RECIPES, Format, quantization_settings
 from mlxlm.families import weight_mappings
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -74,11 +75,7 @@ class QuantizationPlan:
 
     def quantization_config(self) -> dict[str, Any]:
         """The `quantization` of ModelConfig: the default, and the modules with another format."""
-        quantization_config: dict[str, Any] = self.default.to_dict()
-        for module, chosen in self.formats.items():
-            if chosen != self.default:
-                quantization_config[module] = False if chosen is None else chosen.to_dict()
-        return quantization_config
+        return quantization_settings(self.formats, self.default)
 
     def nbytes(self) -> int:
         """Bytes of all matrices."""
@@ -110,8 +107,7 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
     """The matrices of mlxlm's decoder."""
     home = {module: stored for stored in weight_mappings(config, for_mlx=True) for module in stored.modules}
     found: dict[str, Matrix] = {}
-    sublayers = [sublayer for layer in config.layer_sublayers for sublayer in layer]
-    routers = tuple({m.module for sublayer in sublayers for m in sublayer.matrices if m.group == "router"})
+    routers = tuple(m.module for sublayer, _ in sublayers(config) for m in sublayer.matrices if m.group == "router")
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if parameter != "weight" or len(tensor.shape) < 2:

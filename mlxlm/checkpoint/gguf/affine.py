@@ -10,7 +10,6 @@ Norms of GGUF files are float32, and so are activations: MLX would convert 16-bi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint.gguf.header import TensorInfo, mmap_tensor
 from mlxlm.checkpoint.gguf.tensors import dequantized_rows, map_in_threads, row_slices
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.config.quantization import Format
+from mlxlm.config.quantization import Format, quantization_settings
 
 EXACT_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}
 GROUP_SIZE = 32
@@ -54,16 +53,9 @@ def packed_tensors(
 
 
 def quantization_config(tensors: LazyTensors) -> dict[str, Any] | None:
-    """The `quantization` of ModelConfig for packed tensors, None if there are none.
-
-    That is the most frequent format, and the modules with another one.
-    """
+    """The `quantization` of ModelConfig for packed tensors, None if there are none."""
     formats = {module: _format(kind) for module, kind in packed_types(tensors).items()}
-    if not formats:
-        return None
-    [(default, _)] = Counter(formats.values()).most_common(1)
-    others = {module: chosen.to_dict() for module, chosen in formats.items() if chosen != default}
-    return {**default.to_dict(), **others}
+    return quantization_settings(formats) if formats else None
 
 
 def packed_types(tensors: LazyTensors) -> dict[str, str]:
