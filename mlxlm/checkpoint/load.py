@@ -138,10 +138,7 @@ def _rounded_scales(checkpoint: Checkpoint) -> LazyTensors:
         return tensors
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith((".scales", ".biases"))}
     others = (t for name, t in tensors.items() if name not in scales and mx.issubdtype(t.dtype, mx.floating))
-    sizes = dtype_sizes(others)
-    if not sizes:
-        return tensors
-    dtype = getattr(mx, sizes.most_common(1)[0][0])
+    dtype = getattr(mx, dtype_sizes(others).most_common(1)[0][0])
     rounded = {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
     return {**tensors, **rounded}
 
