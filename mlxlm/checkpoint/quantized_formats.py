@@ -33,7 +33,7 @@ from mlxlm.checkpoint.quantized_module import (
 )
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
-from mlxlm.config.quantization import Format, quantization_settings
+from mlxlm.config.quantization import Format
 from mlxlm.utils.errors import CheckpointError
 from mlxlm.utils.json_files import parse_json_object
 
@@ -51,7 +51,7 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 
 def read_quantized(
     tensors: LazyTensors, settings: Mapping[str, Any], source: str
-) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
+) -> tuple[dict[str, LazyTensor], dict[str, Format]]:
     """Replace the parts of quantized modules by MLX's packed weights, scales and biases, or by a dequantized weight.
 
     Dequantized weights are float32 on a CPU, else of the dtype that most other tensors have.
@@ -62,7 +62,7 @@ def read_quantized(
         source: Name of the file or folder, for errors.
 
     Returns:
-        The tensors, and MLX's `quantization` of those that are packed; None if all are dequantized.
+        The tensors, and MLX's formats of the modules that are packed.
 
     Raises:
         CheckpointError: Names the module and the part that is missing, has another shape or dtype, or has a layout that
@@ -87,7 +87,7 @@ def read_quantized(
             result |= {f"{name}.{part}": tensor for part, tensor in values.packed(group_size).items()}
         elif values is not None:
             result[f"{name}.weight"] = values.dequantized() if isinstance(values, Integers) else values
-    return result, quantization_settings(formats) if formats else None
+    return result, formats
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:

@@ -193,7 +193,8 @@ class Integers:
         def compute() -> np.ndarray:
             return scale_blocks(decode(self.codes(), self.bits), self.scales(), self.zeros(), index=self.index())
 
-        return self.module.weight(self.shape, self.stored_dtype, compute)
+        reason = f"in groups of {self.shape[1] // self.groups}" if self.index() is None else "in act-order"
+        return self.module.weight(self.shape, f"{self.stored_dtype} {reason}", compute)
 
 
 def config_groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -44,9 +44,8 @@ def convert(
 
     SOURCE is a name of mlxlm models, a folder, a run (its best checkpoint), a hub id (owner/name), or a .gguf or
     llama2.c .bin file. --out chooses the format: NAME.gguf for llama.cpp, NAME.bin for llama2.c (Llama 2 models and
-    SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. In a folder, the weights of a
-    quantized .gguf file stay quantized, for mlxlm and mlx_lm, unless you give --dtype. Others are dequantized; use
-    mlxlm quantize to write quantized ones.
+    SentencePiece tokenizers only), else a folder for mlxlm, mlx_lm and transformers. In a folder, quantized weights
+    stay quantized, for mlxlm and mlx_lm, unless you give --dtype. Use mlxlm quantize to change their bits.
     """
     dtype = renamed("--outtype", outtype and _OLD_NAMES.get(outtype, outtype), "--dtype", dtype)
     from mlxlm.convert.conversion import convert as run_convert

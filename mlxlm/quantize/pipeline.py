@@ -18,7 +18,7 @@ from mlxlm.checkpoint.lazy_tensor import UNQUANTIZED_DTYPES, LazyTensors, bits_o
 from mlxlm.checkpoint.mlx_lm import ModuleCheckpoint, WritableCheckpoint
 from mlxlm.checkpoint.open import open_module_checkpoint
 from mlxlm.config.quantization import GROUP_SIZES
-from mlxlm.convert.compare import to_float32
+from mlxlm.convert.compare import dequantized_tensors, to_float32
 from mlxlm.convert.conversion import check_folder_name, folder_name
 from mlxlm.convert.cross_check import cross_check, cross_check_length, greedy_tokens
 from mlxlm.convert.metadata import Check, check_metadata
@@ -58,7 +58,7 @@ def quantize(
     to the folder, as JSON and as a plot. If anything fails, `out` is not created.
 
     Args:
-        source: Whatever `open_checkpoint` opens, unless MLX quantized it already.
+        source: Whatever `open_checkpoint` opens. A quantized model is dequantized first, with a warning.
         out: New folder.
         settings: How to quantize.
         adapter: Folder or hub id of an adapter that is merged into the weights.
@@ -124,7 +124,7 @@ def quantize(
             metrics=metrics,
             seconds=time.monotonic() - started,
             checks=checks,
-            warnings=[*_warnings(model.checkpoint.tensors, texts.evaluation), *warnings],
+            warnings=[*_warnings(dequantized_tensors(model.checkpoint), texts.evaluation), *warnings],
         )
         write_json(folder / REPORT_FILE, report.to_dict())
         plot_quantization(report, folder / PLOT_FILE)
@@ -146,7 +146,7 @@ def _initial_plan(source: Source, settings: QuantizationSettings) -> Quantizatio
     Raises:
         CheckpointError: No group size divides the width of any matrix.
     """
-    found = matrices(source.checkpoint)
+    found = matrices(source.checkpoint_16bit)
     if settings.recipe is not None:
         plan = recipe(found, settings.recipe, settings.format.group_size)
     else:
@@ -184,8 +184,9 @@ def _warnings(source_tensors: LazyTensors, text: EvalText) -> list[str]:
     warnings = []
     types = sorted({t.stored_dtype for t in source_tensors.values()} - UNQUANTIZED_DTYPES)
     if types:
-        names = " and ".join(types)
-        warnings.append(f"the source is already quantized ({names}): the report shows the additional loss")
+        names = " and ".join(types).replace("U32", "MLX")
+        problem = f"the source is already quantized ({names}): the report shows only what is lost in addition"
+        warnings.append(f"{problem} (try: its unquantized original; mlxlm convert keeps the weights as they are)")
     if text.documents and text.predicted < _FEW_TOKENS:
         warnings.append(f"evaluated on {text.predicted} tokens of {text.name}: fewer than {_FEW_TOKENS} say little")
     return warnings

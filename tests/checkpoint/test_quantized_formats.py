@@ -14,7 +14,7 @@ from mlxlm.checkpoint import Checkpoint, load, load_model, open_checkpoint, quan
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
-from mlxlm.convert import convert, inspect
+from mlxlm.convert import inspect
 from mlxlm.convert.compare import dequantized_tensors
 from mlxlm.families import config_to_hf, weight_mappings
 from mlxlm.utils.errors import CheckpointError
@@ -190,9 +190,9 @@ def test_on_a_gpu_weights_have_the_dtype_of_the_others(monkeypatch, expected):
     others = {name: lazy_tensor(mx.array(value).astype(expected)) for name, value in stored.items() if name in values}
     packed = {name: lazy_tensor(mx.array(value)) for name, value in stored.items() if name not in values}
     monkeypatch.setattr(quantized_formats, "ON_CPU", False)
-    tensors, quantization = quantized_formats.read_quantized(others | packed, V1, "here")
+    tensors, formats = quantized_formats.read_quantized(others | packed, V1, "here")
     weight = tensors[f"{UP}.weight"]
-    assert quantization is None and weight.dtype == weight.read().dtype == expected
+    assert not formats and weight.dtype == weight.read().dtype == expected
     assert mx.array_equal(weight.read(), mx.array(values[f"{UP}.weight"].astype(np.float32)).astype(expected))
 
 
@@ -294,22 +294,6 @@ def test_experts_are_read_one_by_one(tmp_path, name, family):
     model.load_weights([(n, t.read()) for n, t in to_decoder_weights(mappings, values, "test").items()])
     logits = np.array(load_model(tmp_path)[0](TOKENS))
     np.testing.assert_allclose(logits, np.array(model(TOKENS)), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["gptq", "fp8", "nf4"])
-def test_conversion_to_a_plain_folder(tmp_path, name):
-    settings, make = FORMATS[name]
-    stored, values = pack_model(arrays_of(random_decoder(CONFIG)), make)
-    others = values.keys() - {n for n in values if ".layers." in n and values[n].ndim == 2}
-    stored = {n: array.astype(np.float16) if n in others else array for n, array in stored.items()}
-    report = convert(write(tmp_path, stored, settings), tmp_path / "out")
-    assert report.dtype == "float16"
-    assert {check.result for check in report.checks} <= {"equal", "within rounding", "skipped"}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config and config["torch_dtype"] == "float16"
-    assert "quantization" not in config
-    read = open_checkpoint(tmp_path / "out").tensors[f"{UP}.weight"].read()
-    np.testing.assert_array_equal(np.array(read), values[f"{UP}.weight"].astype(np.float16))
 
 
 UP = "model.layers.0.mlp.up_proj"

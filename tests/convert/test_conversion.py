@@ -137,7 +137,7 @@ def test_a_quantized_folder_becomes_plain(write_model, tmp_path):
     save_weights(source, weights | {f"{name}.{part}": value for part, value in packed.items()})
     plan = {"group_size": 32, "bits": 4, "mode": "affine"}
     change_config(source, quantization=plan, quantization_config=plan)
-    report = convert(source, tmp_path / "out")
+    report = convert(source, tmp_path / "out", dtype="float16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert "quantization" not in written and "quantization_config" not in written
     assert written["their_own_field"] == [1, 2] and report.dtype == "float16"

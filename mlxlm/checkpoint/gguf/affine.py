@@ -10,6 +10,7 @@ Norms of GGUF files are float32, and so are activations: MLX would convert 16-bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ def packed_tensors(
     result: dict[str, LazyTensor] = {}
     for name, info in infos.items():
         module, _, parameter = name.rpartition(".")
-        if module in modules and parameter == "weight" and len(info.shape) == 2 and info.type.block_size > 1:
+        if module in modules and parameter == "weight" and len(info.shape) > 1 and info.type.block_size > 1:
             result |= _parts(module, info, unread)
         else:
             result[name] = tensors[name]
@@ -69,7 +70,7 @@ def _format(kind: str) -> Format:
 
 
 def _parts(module: str, info: TensorInfo, unread: dict[str, mx.array]) -> dict[str, LazyTensor]:
-    rows, width = info.shape
+    *rows, width = info.shape
     words, groups = width * _format(info.type.name).bits // 32, width // GROUP_SIZE
 
     def read(name: str) -> mx.array:
@@ -81,14 +82,17 @@ def _parts(module: str, info: TensorInfo, unread: dict[str, mx.array]) -> dict[s
     names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
     columns, dtypes = (words, groups, groups), (mx.uint32, mx.float32, mx.float32)
     return {
-        name: LazyTensor((rows, n), dtype, info.type.name, 4 * rows * n, partial(read, name))
+        name: LazyTensor((*rows, n), dtype, info.type.name, 4 * math.prod(rows) * n, partial(read, name))
         for name, n, dtype in zip(names, columns, dtypes, strict=True)
     }
 
 
 def pack(info: TensorInfo) -> tuple[mx.array, mx.array, mx.array]:
-    """Read a quantized matrix as packed uint32 `[rows, width · bits / 32]`, scales and biases `[rows, width / 32]`."""
-    rows, width = info.shape
+    """Read a quantized matrix as packed uint32 `[rows, width · bits / 32]`, scales and biases `[rows, width / 32]`.
+
+    Or a stack of them, one for each expert.
+    """
+    rows, width = math.prod(info.shape[:-1]), info.shape[-1]
     bits = _format(info.type.name).bits
     weight = np.empty((rows, width * bits // 32), np.uint32)
     scales, biases = np.empty((2, rows, width // GROUP_SIZE), np.float32)
@@ -109,7 +113,8 @@ def pack(info: TensorInfo) -> tuple[mx.array, mx.array, mx.array]:
             for part, values in dequantized_rows(info, data):
                 parts = mx.quantize(mx.array(values), GROUP_SIZE, bits)
                 weight[part], scales[part], biases[part] = map(np.array, parts)
-    return mx.array(weight), mx.array(scales), mx.array(biases)
+    shape = (*info.shape[:-1], -1)
+    return mx.array(weight.reshape(shape)), mx.array(scales.reshape(shape)), mx.array(biases.reshape(shape))
 
 
 def _unpack(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
