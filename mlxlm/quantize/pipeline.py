@@ -25,7 +25,7 @@ from mlxlm.convert.metadata import Check, check_metadata
 from mlxlm.convert.verify import Progress, comparison_tokens, parameter_count
 from mlxlm.quantize.bit_search import search_bits
 from mlxlm.quantize.calibration_text import EvalText, read_texts
-from mlxlm.quantize.methods import Job, QuantizedTensors, check_method, quantize_tensors
+from mlxlm.quantize.methods import Job, QuantizedTensors, quantize_tensors
 from mlxlm.quantize.quantization_plan import QuantizationPlan, matrices, recipe, uniform
 from mlxlm.quantize.report import QuantizationReport, evaluate, plot_quantization
 from mlxlm.quantize.settings import QuantizationSettings
@@ -66,7 +66,7 @@ def quantize(
         **options: Fields of QuantizationSettings that replace those of `settings`: `bits=4, method="gptq"`.
 
     Raises:
-        ArgumentError: Settings contradict each other, one has no effect, or the method isn't possible for this model.
+        ArgumentError: Settings contradict each other, one has no effect, or the model's layers can't be calibrated.
         CheckpointError: `out` exists, or the weights can't be quantized.
         ConfigError: A value can't work, or a target can't be reached; the hint is the nearest one that can.
         DataError: A text is too short.
@@ -81,7 +81,6 @@ def quantize(
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source, adapter)
-    check_method(settings, model)
     if settings.needs_eval_text and isinstance(model.checkpoint, ModuleCheckpoint):
         _check_memory(model)
     plan = _initial_plan(model, settings)
