@@ -41,8 +41,13 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 OUTTYPES = gguf.OUTTYPES
 _MAX_FLOAT16 = 65504
 _OUTTYPE_OF = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# Why a matrix of a GGUF file is of another type than the outtype.
+# Why a matrix of a GGUF file is of another type than the outtype, also for K-quants.
 _OTHER_TYPE_REASONS = {"Q8_0": "its errors are errors of the logits", "F16": "its rows are not a multiple of 32"}
+_OTHER_K_REASONS = {
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q8_0"), "its rows are not a multiple of 256"),
+    **dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), "as in llama.cpp"),
+    "F16": "its rows are not a multiple of 32",
+}
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,8 @@ def convert(
             checks = verify(source_checkpoint, written, str(out), backends, progress, files.tokens_may_differ)
         size = sum(file.stat().st_size for file in folder.iterdir())
     sizes, other_types = dtype_sizes(written.tensors.values()), group_layers_by_value(files.other_types)
-    notes = [f"kept in {kind}: {names} ({_OTHER_TYPE_REASONS[kind]})" for kind, names in other_types.items()]
+    reasons = _OTHER_K_REASONS if "_K" in (files.outtype or "") else _OTHER_TYPE_REASONS
+    notes = [f"kept in {kind}: {names} ({reasons[kind]})" for kind, names in other_types.items()]
     return ConversionReport(
         source=str(source),
         source_format=source_checkpoint.format,

@@ -77,7 +77,7 @@ def quantize(
     progress = progress or (lambda phase, done, total: None)
     out = Path(out)
     gguf = out.suffix.lower() == ".gguf"
-    hint = f"mlxlm convert SOURCE --out {out} --dtype q4_0" if gguf else f"{folder_name(out)}, for a folder"
+    hint = f"mlxlm convert SOURCE --out {out} --dtype q4_k_m" if gguf else f"{folder_name(out)}, for a folder"
     check_folder_name(out, "quantize", hint)
     check_not_exists(out, CheckpointError, "another name for the output")
     model = open_source(source, adapter)
