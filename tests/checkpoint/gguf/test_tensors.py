@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.checkpoint import gguf
 from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, encode_tensor, read_tensor
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
