@@ -15,7 +15,7 @@ from mlxlm.convert import convert
 from mlxlm.families import config_to_hf, weight_mappings
 from tests.checkpoint.packed_weights import compressed, gptq, pack_model
 from tests.checkpoint.test_quantized_formats import AFFINE, CONFIG, FORMATS, PACKED, TOKENS, UP, V1, write
-from tests.small_models import arrays_of, random_decoder
+from tests.small_models import arrays_of, random_decoder, write_peft
 
 STAY = "the matrices stay quantized, in MLX's format, which transformers doesn't read"
 WIDE = "scales and biases are float32, because float16 would round some of them: activations are float32, too"
@@ -132,3 +132,14 @@ def test_dequantized_folders(tmp_path, name, dtype):
     assert "quantization" not in config
     read = open_checkpoint(tmp_path / "out").tensors[f"{UP}.weight"].read()
     np.testing.assert_array_equal(np.array(read), values[f"{UP}.weight"].astype(np.float16))
+
+
+def test_what_an_adapter_changes_has_the_dtype_of_the_others(tmp_path):
+    source = folder_of(tmp_path / "in", random_decoder(CONFIG), lambda shape, _: gptq(shape), V1)
+    halves = {f"{UP}.lora_A.weight": mx.ones((2, 64)), f"{UP}.lora_B.weight": mx.full((96, 2), 0.1)}
+    adapter = write_peft(tmp_path / "adapter", halves)
+    with pytest.warns(UserWarning, match="1 quantized matrix is dequantized"):
+        report = convert(source, tmp_path / "out", adapter=adapter, verify_output=False)
+    tensors = open_checkpoint(tmp_path / "out").tensors
+    assert report.dtype == "4-bit" and tensors[f"{UP}.weight"].dtype == mx.float16
+    assert tensors[UP.replace("up", "gate") + ".weight"].dtype == mx.uint32

@@ -53,7 +53,8 @@ def _search_scales_and_minima(groups: np.ndarray, top: int, steps: np.ndarray) -
     width = groups.max(axis=2, keepdims=True) - low
     unit = (groups - low) / width
     low = low[..., 0]
-    sum_w, sum_x, sum_xx = _dot(weights, 1), _dot(weighted, 1), _dot(weighted, groups)
+    sum_w, sum_x = (part.sum(axis=2, dtype=np.float64) for part in (weights, weighted))
+    sum_xx = _dot(weighted, groups)
     best_scale, best_low, best = width[..., 0] / top, low, np.full(low.shape, np.inf)
     for step in (None, *steps):
         rounded = np.rint(unit * np.float32(top + _STEP * (step or 0)))
@@ -75,9 +76,9 @@ def _search_scales_and_minima(groups: np.ndarray, top: int, steps: np.ndarray) -
     return np.where(width[..., 0] > 0, best_scale, 0), 0 - best_low
 
 
-def _dot(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
-    """The sums of products of each group, float64: the error is a small difference of them."""
-    return (a.sum(axis=2) if isinstance(b, int) else np.einsum("ijk,ijk->ij", a, b)).astype(np.float64)
+def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The dot product of each group, in float64, since errors are small differences of them."""
+    return np.einsum("ijk,ijk->ij", a, b).astype(np.float64)
 
 
 def _quantize_6bit(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -102,9 +103,7 @@ def _with_scales(blocks: np.ndarray) -> np.ndarray:
     scale = np.where(usable, largest / -128, 0).astype(np.float16)
     scales = np.where(usable, np.minimum(np.rint(group_scales * (-128 / largest)), 127), 0)
     step = (scale.astype(np.float32) * scales)[..., None]
-    integers = np.where(step != 0, np.clip(np.rint(groups / step), -32, 31), 0).astype(np.int8).view(
-        np.uint8
-    ) + np.uint8(32)
+    integers = (32 + np.where(step != 0, np.clip(np.rint(groups / step), -32, 31), 0)).astype(np.uint8)
     halves = integers.reshape(-1, 2, 4, 32)
     lower = halves[:, :, :2] & 15 | halves[:, :, 2:] << 4
     upper = halves >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]
