@@ -32,6 +32,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.v_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.o_proj = Linear(self.heads * d, h, bias=out_bias)
+        if config.attention_sinks:
+            self.sinks = mx.zeros(self.heads)
         self.qk_norm = config.qk_norm
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
@@ -70,8 +72,9 @@ class Attention(nn.Module):
         queries, keys, values = self.split_and_rotate(self._project(x), angles)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
-            queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
-        )
+            queries, keys, values, self.scale, cache,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
+        )  # fmt: skip
         return self._project_out(out.reshape(x.shape[0], self.heads * self.head_dim))
 
     def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
@@ -129,7 +132,7 @@ class Attention(nn.Module):
             first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,
-            training=self.training,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"), first=first,
+            segment_ids=segment_ids, training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))

@@ -263,8 +263,8 @@ class Decoder(nn.Module):
         weights = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
-            if weight.ndim == 1:
-                from_zero = name.endswith("bias") or self.config.norm_unit_offset
+            if weight.ndim == 1 or name.endswith(".bias"):
+                from_zero = name.endswith(("bias", "sinks")) or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             else:
                 scale = output_deviation if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation

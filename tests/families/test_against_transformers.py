@@ -190,6 +190,20 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt_oss, other limits": (
+        "gpt_oss",
+        {
+            **LLAMA,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 1.3,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
 }
@@ -313,7 +327,7 @@ def test_counts_are_those_of_the_arrays(case):
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
-    matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith(tables)]
+    matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith((*tables, ".bias"))]
     experts = [value.size // len(value) for value in arrays.values() if value.ndim == 3]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
