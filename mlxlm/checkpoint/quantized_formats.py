@@ -2,10 +2,11 @@
 
 Integers with a scale and a zero point for each group of neighboring inputs become MLX's affine format, repacked when
 they are read: `(code - zero point) * scale` is `code * scale + bias`. Every other matrix is dequantized when it is
-read, in float32. MXFP4, in which OpenAI publishes the experts of GPT-OSS, is a format of MLX. The names and layouts of the parts are those of the program that wrote them, `quant_method` in
-config.json: `gptq` (https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout
-GEMM), `compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers),
-and `bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
+read, in float32. MXFP4, in which OpenAI publishes the experts of GPT-OSS, is a format of MLX. The names and layouts
+of the parts are those of the program that wrote them, `quant_method` in config.json: `gptq`
+(https://github.com/ModelCloud/GPTQModel), `awq` (https://github.com/casper-hansen/AutoAWQ, layout GEMM),
+`compressed-tensors` (https://github.com/vllm-project/compressed-tensors), `fp8` and `fbgemm_fp8` (transformers), and
+`bitsandbytes` (https://github.com/bitsandbytes-foundation/bitsandbytes).
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor
         blocks, stem = result.pop(name), name.removesuffix("_blocks")
         scales = result.get(f"{stem}_scales")
         if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != format.group_size or blocks.dtype != mx.uint8:
-            raise CheckpointError(f"{source}: {name} is {list(blocks.shape)}, it must be U8 and [experts, out, groups, 16]")
+            raise CheckpointError(
+                f"{source}: {name} is {list(blocks.shape)}, it must be [experts, out, groups, 16] bytes"
+            )
         if scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != mx.uint8:
-            raise CheckpointError(f"{source}: {stem}_scales must be there, U8 and {list(blocks.shape[:-1])}")
+            raise CheckpointError(f"{source}: {stem}_scales must be {list(blocks.shape[:-1])} bytes, for {name}")
         *rows, groups, _ = blocks.shape
         words = blocks.transform(lambda value: value.view(mx.uint32).flatten(-2), (*rows, groups * 4), mx.uint32)
         result[stem] = replace(words, stored_dtype="MXFP4")

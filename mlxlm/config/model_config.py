@@ -79,8 +79,8 @@ class ModelConfig:
         shared_expert_gate: The output of the shared expert is multiplied by a gate (Qwen 2).
         mlp_layer_types: "sparse" for layers with experts, "dense" for others. None: all have experts.
         mlp_gated: Feed-forward with a gate, else one up projection and the activation.
-        swiglu_limit: Clamp of SwiGLU, which becomes gate · sigmoid(swiglu_alpha · gate) · (up + 1), with the gate clamped
-            above and `up` on both sides (GPT-OSS). None: there is no clamp.
+        swiglu_limit: Limit of the gate, and of `up` on both sides, in SwiGLU, which is then gate · sigmoid(swiglu_alpha
+            · gate) · (up + 1) (GPT-OSS). None: plain SwiGLU.
         swiglu_alpha: See `swiglu_limit`.
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).

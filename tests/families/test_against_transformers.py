@@ -327,7 +327,9 @@ def test_counts_are_those_of_the_arrays(case):
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
-    matrices = [value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith((*tables, ".bias"))]
+    matrices = [
+        value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith((*tables, ".bias"))
+    ]
     experts = [value.size // len(value) for value in arrays.values() if value.ndim == 3]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
