@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlxlm.backend.mlx import mx
-from mlxlm.kernels import QuantizedKV, attention, dispatch, use_kernels
+from mlxlm.kernels import QuantizedKV, attention, dispatch, masked_attention, use_kernels
 from tests import oracle
 
 SINKS = mx.array([-2.0, 0.0, 1.5, 4.0, 90.0, -90.0])  # of six heads: the last two outweigh everything and nothing
@@ -38,6 +38,31 @@ def test_quantized_keys_and_values(T, bits, monkeypatch):
     plain = [x if b is None else x.dequantized() for x, b in zip(quantized, bits, strict=True)]
     found = attention(q, *quantized, 0.3, window=9, sinks=SINKS)
     np.testing.assert_allclose(np.array(found), reference(q, *plain, 0.3, window=9), atol=2e-5)
+
+
+class LastKeys:
+    """In a decoding step: both rows see all of the keys, or those of a window."""
+
+    def __init__(self, S):
+        self.ranges, self.distances = mx.array([[0, S]] * 2, mx.int32), mx.arange(S) - S + 1
+
+    def mask(self, window, heads=1):
+        visible = self.distances > -(window or 1 << 30)
+        return mx.broadcast_to(visible, (2, heads, 1, visible.size))
+
+
+@pytest.mark.parametrize("S", [20, 3000])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_decoding_step(S, options, quantized, monkeypatch):
+    monkeypatch.setattr(dispatch, "metal_available", lambda: False)
+    q, k, v = arrays(1, S)
+    k, v = (mx.repeat(x, 3, axis=1) for x in (k, v))  # with fewer key heads, a CPU dequantizes them
+    if quantized:
+        k, v = (QuantizedKV.of(x, 8, 32) for x in (k, v))
+    found = masked_attention(q, k, v, 0.3, LastKeys(S), sinks=SINKS, **options)
+    plain = (x.dequantized() if quantized else x for x in (k, v))
+    np.testing.assert_allclose(np.array(found), reference(q, *plain, 0.3, **options), atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"segment_ids": True}, {"softcap": 2.0}], ids=str)

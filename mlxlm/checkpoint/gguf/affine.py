@@ -1,8 +1,9 @@
 """Quantized matrices of GGUF in MLX's formats: w = scale · q + bias, with a scale and a bias for 32 weights, or MXFP4.
 
-A block of Q4_0 to Q8_0 is such a group, one of Q4_K and Q5_K has eight of them, with scales and minima of 6 bits: their
-integers are packed in MLX's order, and every weight is the same number, bit for bit (a zero may have another sign).
-MXFP4 has the same values in another order. The other types have groups of 16, or values that are not evenly spaced: they are dequantized and rounded to 8 bits.
+A block of Q4_0 to Q8_0 is such a group, one of Q4_K and Q5_K has eight of them, with scales and minima of 6 bits:
+their integers are packed in MLX's order, and every weight is the same number, bit for bit (a zero may have another
+sign). MXFP4 has the same values in another order. The other types have groups of 16, or values that are not evenly
+spaced: they are dequantized and rounded to 8 bits.
 
 Scales and biases are float32. Those of K-quants have 17 bits, and -128 · scale of Q8_0 may be too large for float16.
 Norms of GGUF files are float32, and so are activations: MLX would convert 16-bit scales again for each product.
