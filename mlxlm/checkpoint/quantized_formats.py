@@ -94,13 +94,14 @@ def read_quantized(
     return result, quantization_settings(formats) if formats else None
 
 
-def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor], dict[str, Any] | None]:
     """MXFP4: stacks of matrices as `NAME_blocks`, two values in a byte, the first in its lower half, and `NAME_scales`.
 
     MLX has the same bits in words. The weights are named NAME; `families.gpt_oss` lists what is called so.
     """
     result, format = dict(tensors), Format.of("mxfp4")
-    for name in [name for name in tensors if name.endswith("_blocks")]:
+    names = [name for name in tensors if name.endswith("_blocks")]
+    for name in names:
         blocks, stem = result.pop(name), name.removesuffix("_blocks")
         scales = result.get(f"{stem}_scales")
         if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != format.group_size or blocks.dtype != mx.uint8:
@@ -112,7 +113,7 @@ def _read_mxfp4(tensors: LazyTensors, source: str) -> tuple[dict[str, LazyTensor
         *rows, groups, _ = blocks.shape
         words = blocks.transform(lambda value: value.view(mx.uint32).flatten(-2), (*rows, groups * 4), mx.uint32)
         result[stem] = replace(words, stored_dtype="MXFP4")
-    return result, format.to_dict()
+    return result, format.to_dict() if names else None
 
 
 def without_zero_biases(tensors: LazyTensors, config: ModelConfig) -> dict[str, LazyTensor]:

@@ -190,19 +190,18 @@ def test_what_mlx_lm_ignores_is_refused(model_type, tmp_path):
 
 
 NATIVE_REFUSED = {
-    "qwen2_moe": ({**EXPERTS, "norm_topk_prob": True}, {"quant_method": "mxfp4"}, "norm_topk_prob is True"),
-    "glm4_moe": ({**ROUTED, "n_group": 2}, {"quant_method": "mxfp4"}, "n_group is 2"),
-    "olmoe": ({**EXPERTS, "clip_qkv": 0.5}, None, "clip_qkv is 0.5"),
+    "qwen2_moe": ({**EXPERTS, "norm_topk_prob": True}, "norm_topk_prob is True"),
+    "glm4_moe": ({**ROUTED, "n_group": 2}, "n_group is 2"),
+    "gpt_oss": ({**WINDOWS, **EXPERTS, "swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
 }
 
 
 @pytest.mark.parametrize("model_type", NATIVE_REFUSED)
 def test_what_mlx_lm_ignores_is_refused_of_families_of_the_decoder(model_type, tmp_path):
-    """If the decoder lacks their quantization or a field, mlx_lm would run them."""
-    changes, quantization, expected = NATIVE_REFUSED[model_type]
+    """If the decoder lacks their RoPE, mlx_lm would run them."""
+    changes, expected = NATIVE_REFUSED[model_type]
     oracle = transformers_oracle.make_oracle(model_type, {**BASE, "head_dim": 8, **changes}, VOCABULARY, "eager")
     oracle.save_pretrained(tmp_path)
-    if quantization:
-        change_config(tmp_path, quantization_config=quantization)
+    change_config(tmp_path, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}, rope_scaling=None)
     with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{expected}"):
         load_model(tmp_path)
