@@ -78,6 +78,8 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     q, k, v = (linear(x, weights, f"{name}.{p}_proj") for p in "qkv")
     if c.qk_norm == "projection":
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
+    if c.clip_qkv:
+        q, k, v = (np.clip(y, -c.clip_qkv, c.clip_qkv) for y in (q, k, v))
     q, k, v = (y.reshape(B, T, -1, D).transpose(0, 2, 1, 3) for y in (q, k, v))
     if c.qk_norm == "head":
         q, k = norm(q, weights, f"{name}.q_norm", c), norm(k, weights, f"{name}.k_norm", c)
@@ -247,6 +249,7 @@ def architectures(draw):
         residual_multiplier=draw(st.sampled_from([1.0, 0.6])),
         logits_scaling=draw(st.sampled_from([1.0, 3.0])),
         attention_sinks=draw(flags),
+        clip_qkv=draw(st.none() | st.just(0.5)),
         mlp_gated=bool(swiglu_limit) or draw(flags),
         swiglu_limit=swiglu_limit,
         swiglu_alpha=draw(st.sampled_from([1.702, 1.2])) if swiglu_limit else 1.702,

@@ -56,6 +56,7 @@ class ModelConfig:
         sliding_window: Number of tokens that a token attends to, including itself.
         layer_types: "sliding_attention" for layers with the window, "full_attention" for others. None: all have it.
         qk_norm: Norms of queries and keys: "head" (Qwen 3) or "projection" (OLMo 2).
+        clip_qkv: Queries, keys and values are clipped to this magnitude, before their positions (OLMo).
         alibi_scaled: ALiBi's biases are divided by sqrt(head_dim), like the scores (Falcon).
         attn_logit_softcapping: Soft cap of attention scores (Gemma 2).
         final_logit_softcapping: Soft cap of the output logits (Gemma 2).
@@ -121,6 +122,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     qk_norm: str | None = None
+    clip_qkv: float | None = None
     alibi_scaled: bool = False
     attention_out_bias: bool | None = None
     attn_logit_softcapping: float | None = None

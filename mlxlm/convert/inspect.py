@@ -193,8 +193,9 @@ def _attention(c: ModelConfig) -> str:
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
     norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
+    clip = "" if c.clip_qkv is None else f", clipped at {c.clip_qkv:g}"
     sinks = ", with sinks" if c.attention_sinks else ""
-    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{sinks}"
+    return f"{kind}, {heads} heads of {c.head_dim}{shared}{norms[c.qk_norm]}{clip}{sinks}"
 
 
 def _positions(c: ModelConfig) -> str:

@@ -45,6 +45,8 @@ def same_activation(name: str, other: str) -> bool:
 
 def mlx_lm_mismatch(config: ModelConfig) -> str | None:
     """Describe what mlx_lm computes instead of what is configured; None if it computes the same."""
+    if config.clip_qkv is not None:
+        return f"its {config.model_type} doesn't clip queries, keys and values (clip_qkv)"
     if config.model_type == "gpt_oss":
         return _gpt_oss_mismatch(config)
     if config.model_type == "glm" and config.partial_rotary_factor != 1:

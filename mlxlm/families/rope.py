@@ -167,9 +167,9 @@ def read_rope(values: HFConfig, family: Family) -> dict[str, Any]:
 def write_rope(config: ModelConfig, has_local_rope: bool = False) -> dict[str, Any]:
     """The inverse of `read_rope`, in both the old and the new form."""
     scaling = dict(config.rope_scaling or {"rope_type": "default"})
-    parameters = {**scaling, _THETA: config.rope_theta}
     if config.partial_rotary_factor != 1:
-        parameters[_PARTIAL] = config.partial_rotary_factor
+        scaling[_PARTIAL] = config.partial_rotary_factor
+    parameters = {**scaling, _THETA: config.rope_theta}
     if has_local_rope:
         local_base = config.rope_local_base_freq or config.rope_theta
         local = {"rope_type": "default", _THETA: local_base}

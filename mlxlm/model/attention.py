@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * d, h, bias=out_bias)
         if config.attention_sinks:
             self.sinks = mx.zeros(self.heads)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
             eps, offset = config.rms_norm_eps, config.norm_unit_offset
@@ -91,6 +91,7 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
             projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+        projected = self._clipped(projected)
         norms, eps = None, 0.0
         if self.qk_norm == "head":
             norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
@@ -117,13 +118,13 @@ class Attention(nn.Module):
         def split(y: mx.array, heads: int) -> mx.array:
             return y.reshape(B, T, heads, self.head_dim).swapaxes(1, 2)
 
-        queries, keys = self.q_proj(x), self.k_proj(x)
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "projection":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = split(queries, self.heads), split(keys, self.kv_heads)
+        queries, keys, values = map(self._clipped, (queries, keys, values))
+        queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
         if self.qk_norm == "head":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        values = split(self.v_proj(x), self.kv_heads)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
         first = None
@@ -136,3 +137,6 @@ class Attention(nn.Module):
             segment_ids=segment_ids, training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+
+    def _clipped(self, x: mx.array) -> mx.array:
+        return x if self.clip is None else mx.clip(x, -self.clip, self.clip)

@@ -126,7 +126,7 @@ CASES = {
     "smollm3": ("smollm3", {**LLAMA, "num_hidden_layers": 4}),
     "gemma3": ("gemma3_text", WINDOWS | {"num_hidden_layers": 6, "rope_parameters": TWO_ROPES}),
     "gemma3 without windows": ("gemma3_text", {**WINDOWS, "layer_types": ["full_attention"] * 4}),
-    "olmo": ("olmo", LLAMA),
+    "olmo": ("olmo", {**LLAMA, "clip_qkv": 0.4}),
     "olmo3": ("olmo3", WINDOWS),
     "olmo3 yarn": ("olmo3", {**WINDOWS, "rope_parameters": {**TWO_ROPES, "full_attention": YARN}}),
     "granite": (
@@ -173,7 +173,7 @@ CASES = {
         "qwen2_moe",
         {**LLAMA, **EXPERTS, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 36},
     ),
-    "olmoe": ("olmoe", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe": ("olmoe", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.4}),
     "glm4_moe": ("glm4_moe", {**LLAMA, **GLM_EXPERTS, "n_routed_experts": 6, "use_qk_norm": True}),
     "glm4_moe, groups": (
         "glm4_moe",
