@@ -177,6 +177,7 @@ def decoder(weights, c, tokens, segment_ids=None):
     logits = (
         x @ weights["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T / c.logits_scaling
     )
+    logits = logits + weights.get("lm_head.bias", 0)
     cap = c.final_logit_softcapping
     return cap * np.tanh(logits / cap) if cap else logits
 
@@ -207,6 +208,7 @@ def architectures(draw):
     parallel, rms = placement == "pre" and draw(flags), draw(flags)
     positions = draw(st.sampled_from(["rope", "rope", "learned", "sinusoidal", "alibi", "none"]))
     swiglu_limit = draw(st.none() | st.just(0.1))
+    tied = draw(flags)
     rope, window = positions == "rope", draw(st.none() | st.integers(1, LONGEST))
     share = draw(st.sampled_from([0.5, 1.0])) if head_dim > 2 else 1.0
     kinds = st.sampled_from(["full_attention", "sliding_attention"])
@@ -223,7 +225,8 @@ def architectures(draw):
         rope_theta=draw(st.sampled_from([100.0, 10_000.0])),
         attention_bias=draw(flags),
         mlp_bias=draw(flags),
-        tie_word_embeddings=draw(flags),
+        tie_word_embeddings=tied,
+        head_bias=not tied and draw(flags),
         norm="rms" if rms else draw(st.sampled_from(["layer", "layer_no_bias", "layer_no_weight"])),
         norm_unit_offset=rms and draw(flags),
         hidden_act="silu"

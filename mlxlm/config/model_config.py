@@ -83,6 +83,7 @@ class ModelConfig:
         swiglu_limit: Limit of the gate, and of `up` on both sides, in SwiGLU, which is then gate · sigmoid(swiglu_alpha
             · gate) · (up + 1) (GPT-OSS). None: plain SwiGLU.
         swiglu_alpha: See `swiglu_limit`.
+        head_bias: The output matrix has a bias (Phi).
         embedding_multiplier: Factor on the embeddings.
         embedding_norm: Normalize the embeddings (BLOOM).
         quantization: MLX's object, such as `{"bits": 4, "group_size": 64, "mode": "affine"}`, with an object or False
@@ -148,6 +149,7 @@ class ModelConfig:
     mlp_gated: bool = True
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
+    head_bias: bool = False
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False
     quantization: Mapping[str, Any] | None = None
@@ -336,6 +338,8 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
         yield "shared_norm is true, but sublayers share a norm only if parallel_residual is true"
     if c.norm_unit_offset and not NORMS[c.norm].unit_offset:
         yield f"norm_unit_offset is true, but the norm {c.norm} has no such offset (rms has)"
+    if c.head_bias and c.tie_word_embeddings:
+        yield "head_bias is true, but the head is the embedding (tie_word_embeddings=false)"
     if c.swiglu_limit is not None and not (c.mlp_gated and c.hidden_act == "silu"):
         yield "swiglu_limit is for SwiGLU (mlp_gated=true, hidden_act=silu)"
     if c.layer_types is not None:
@@ -400,7 +404,7 @@ def count_parameters(c: ModelConfig) -> dict[str, int]:
     positions = c.max_position_embeddings + c.position_offset if POSITIONS[c.positions].trainable else 0
     norms = c.num_hidden_layers * len(placement.names) + (not placement.after_addition) + c.embedding_norm
     counts = Counter({"embedding": c.vocab_size * hidden, "positions": positions * hidden})
-    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=0)
+    counts.update(norms=norms * hidden * NORMS[c.norm].vectors, biases=c.vocab_size * c.head_bias)
     for sublayer, layers in sublayers(c):
         counts["norms"] += layers * sublayer.norms
         counts["biases"] += layers * sublayer.biases

@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         self.final_logit_softcap = None if softcap is None else float(softcap)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Compute the logits.
@@ -234,6 +234,11 @@ class Decoder(nn.Module):
     def head_weight(self) -> mx.array:
         """The output matrix `[V, hidden]`, which is the embedding if they are tied. Before quantization only."""
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
+
+    @property
+    def head_bias(self) -> mx.array | None:
+        """The bias of the output matrix, `[V]`; None if there is none."""
+        return self.lm_head.bias if self.config.head_bias else None
 
     @property
     def layers(self) -> list[Block]:

@@ -76,6 +76,14 @@ PUBLISHED = {
             "rope_scaling": {"type": "su", "short_factor": [1.05] * 48, "long_factor": [2.5] * 48},
         },
     ),
+    "phi-2": (
+        2_779_683_840,
+        {
+            "model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "vocab_size": 51200, "partial_rotary_factor": 0.4, "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu_new", "tie_word_embeddings": False,
+        },
+    ),
     "gpt-oss-20b": (
         20_914_757_184,
         {

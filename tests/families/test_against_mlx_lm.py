@@ -41,7 +41,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
-    "gemma3_text",
+    "gemma3_text", "phi",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
 MIXTURES = {

@@ -108,6 +108,7 @@ CASES = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "phi": ("phi", LLAMA),
     "phi3": ("phi3", {**LLAMA, "sliding_window": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "phi3 longrope, short": ("phi3", {**LLAMA, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
     "phi3 longrope, long": ("phi3", {**LLAMA, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
@@ -293,7 +294,7 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
-SIZES["glm4_moe"] = SIZES["stablelm"]
+SIZES["glm4_moe"] = SIZES["phi"] = SIZES["stablelm"]
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 

@@ -521,6 +521,14 @@ ARCHITECTURES = {
             problems=_gpt_oss_problems,
         ),
         Architecture(
+            "phi2",
+            ("phi",),
+            {"attn_norm": ("input_layernorm",), **_SEPARATE_QKV, **_PLAIN_MLP},
+            biases="all",
+            ties_head=False,
+            activations=_GELU,
+        ),
+        Architecture(
             "phi3",
             ("phi3",),
             {**_NORMS, **_FUSED_QKV, "ffn_up": ("mlp.gate_proj", "mlp.up_proj"), "ffn_down": ("mlp.down_proj",)},

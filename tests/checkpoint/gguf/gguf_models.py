@@ -66,6 +66,7 @@ MODELS = {
     },
     "arcee": {**_COMMON, "model_type": "arcee"},
     "starcoder2": {**_COMMON, "model_type": "starcoder2"},
+    "phi2": {**_COMMON, "model_type": "phi", "partial_rotary_factor": 0.5},
     "phi3": {**_COMMON, "model_type": "phi3"},
     "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "phi3-longrope": {**_COMMON, "model_type": "phi3", "rope_scaling": _LONGROPE},
