@@ -166,7 +166,7 @@ def _widths(c: ModelConfig) -> str:
 def _architecture(c: ModelConfig) -> dict[str, str]:
     norm = NORMS[c.norm].description
     parallel = ", attention and feed-forward in parallel" if c.parallel_residual else ""
-    biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias}
+    biases = {"attention": c.attention_bias, "feed-forward": c.mlp_bias, "head": c.head_bias}
     limit = "" if c.swiglu_limit is None else f", clamped at {c.swiglu_limit:g}"
     caps = {"attention scores": c.attn_logit_softcapping, "logits": c.final_logit_softcapping}
     multipliers = {"embeddings": c.embedding_multiplier, "residual": c.residual_multiplier}
@@ -180,7 +180,7 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
         "positions": _positions(c),
         "context": f"{c.max_position_embeddings} tokens",
         "vocabulary": f"{c.vocab_size}, {'tied' if c.tie_word_embeddings else 'untied'} head",
-        "biases": " and ".join(name for name, value in biases.items() if value),
+        "biases": ", ".join(name for name, value in biases.items() if value),
         "window": f"{c.sliding_window} tokens in {windows} of {c.num_hidden_layers} layers" if windows else "",
         "multipliers": ", ".join(f"{name} {value:g}" for name, value in multipliers.items() if value != 1),
         "soft caps": ", ".join(f"{name} at {cap:g}" for name, cap in caps.items() if cap),

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: parallel sublayers that share a LayerNorm, partial rotary positions, and biases, also of the head."""
+"""Phi 1, 1.5 and 2: parallel sublayers that share a LayerNorm, partial rotary positions, and biases everywhere."""
 
 from mlxlm.families.family import COMMON_FIELDS, GPT_VALUES, Family, first_unexpected, same_names
 
