@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.kernels import (
     attention,
+    clamped_swiglu,
     cross_entropy,
     gelu,
     gelu_tanh,
@@ -58,6 +59,21 @@ def test_swiglu_value_and_gradient():
         close(found, expected, 2e-6)
     far = mx.array([[-1e4, -200.0, 0.0, 200.0, 1e4]])
     close(swiglu(far, mx.ones_like(far)), [[0, 0, 0, 200, 1e4]], 1e-6)
+
+
+@pytest.mark.parametrize("count", [50, 900])
+def test_clamped_swiglu_value_and_gradient(count):
+    gate, up, weight = (random((3, count), seed, 2.0) for seed in (1, 2, 3))
+    ours = with_fused_gradients(clamped_swiglu(1.702, 1.5))
+
+    def plain(gate, up):
+        gate = mx.where(gate > 1.5, 1.5, gate)
+        return gate * mx.sigmoid(1.702 * gate) * (mx.maximum(mx.minimum(up, 1.5), -1.5) + 1)
+
+    close(ours(gate, up), plain(gate, up), 2e-6)
+    gradients = [mx.grad(lambda g, u, f=f: (f(g, u) * weight).sum(), (0, 1))(gate, up) for f in (ours, plain)]
+    for found, expected in zip(*gradients, strict=True):
+        close(found, expected, 5e-6)
 
 
 @pytest.mark.parametrize("ours, plain", [(gelu, nn.gelu), (gelu_tanh, nn.gelu_approx)])

@@ -174,6 +174,8 @@ def _qwen3_moe_problems(config: ModelConfig) -> Iterator[str]:
 
 
 def _olmoe_problems(config: ModelConfig) -> Iterator[str]:
+    if config.clip_qkv is not None:
+        yield f"clip_qkv is {config.clip_qkv:g}"
     if config.norm_topk_prob:
         yield "norm_topk_prob is True"
     if config.num_key_value_heads != config.num_attention_heads:

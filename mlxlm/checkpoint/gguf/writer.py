@@ -199,10 +199,6 @@ def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
         optional = architecture.biases == "any" or (architecture.biases == "qkv" and name == "attention_bias")
         if not optional and value != (architecture.biases == "all"):
             yield f"{name} is {value}"
-    if config.head_bias and architecture.name != "phi2":
-        yield "the head has a bias"
-    if config.clip_qkv is not None:
-        yield f"clip_qkv is {config.clip_qkv:g}"
     if config.layer_types is not None and not architecture.sliding_window:
         yield "layer_types differ"
     yield from architecture.problems(config)
