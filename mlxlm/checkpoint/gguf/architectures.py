@@ -525,7 +525,8 @@ ARCHITECTURES = {
         Architecture(
             "phi2",
             ("phi",),
-            {"attn_norm": ("input_layernorm",), **_SEPARATE_QKV, **_PLAIN_MLP},
+            # files from before 2024 have fused projections
+            {"attn_norm": ("input_layernorm",), **_FUSED_QKV, **_SEPARATE_QKV, **_PLAIN_MLP},
             biases="all",
             ties_head=False,
             activations=_GELU,
