@@ -136,7 +136,7 @@ def _unsupported_reason(path: str, case: Case) -> str | None:
         # MLX has no gradient of sinks
         unsupported = ("softcap", "slopes", "sinks") if case.operation == TRAINING.name else ("softcap", "slopes")
     elif path == "metal":
-        unsupported = ("first", "segment_ids", "sinks") if decoding else ("softcap", "slopes", "first")
+        unsupported = ("first", "segment_ids") if decoding else ("softcap", "slopes", "first")
     if missing := [name for name in case.features if name in unsupported]:
         return f"it doesn't support {' and '.join(missing)}"
     if path != "metal":
@@ -159,8 +159,8 @@ def _decode_unsupported_reason(case: Case) -> str | None:
 def _quantized_unsupported_reason(path: str, case: Case) -> str | None:
     if path != "metal":
         return None
-    if missing := [name for name in case.features if name in ("first", "sinks")]:
-        return f"it doesn't support {' and '.join(missing)}"
+    if "first" in case.features:
+        return "it doesn't support first"
     bits, group_size = case.size("key_bits"), case.size("group_size")
     if bits not in (4, 8) or bits != case.size("value_bits") or group_size not in (32, 64):
         return f"it doesn't support {bits} and {case.size('value_bits')} bits in groups of {group_size}"

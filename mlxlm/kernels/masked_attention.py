@@ -89,10 +89,9 @@ def masked_attention(
     K, S = keys.shape[1:3]
     if ON_CPU and H > K:  # as in `attention`
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
-    options = {"window": window, "softcap": softcap, "slopes": slopes}
+    options = {"window": window, "softcap": softcap, "slopes": slopes, "sinks": sinks}
     form = quantization(keys, values)
-    given, operation = {**options, "sinks": sinks}, QUANTIZED if form else DECODE
-    features = tuple(name for name, x in given.items() if x is not None)
+    features, operation = tuple(name for name, x in options.items() if x is not None), QUANTIZED if form else DECODE
     case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, 1, S, features, **form)
     if (kernel := operation.implementation(case)) is operation.paths["metal"]:
         arrays = (x.arrays if isinstance(x, QuantizedKV) else x for x in (keys, values))
