@@ -36,7 +36,6 @@ KINDS = {
         **_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
         "block_auto_adjust_ff_dim": False, "intermediate_size": 96,
     },
-    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }  # fmt: skip
 
 NATIVE = {  # run by mlxlm's decoder
@@ -46,6 +45,7 @@ NATIVE = {  # run by mlxlm's decoder
         **_EXPERTS,
         "shared_expert_intermediate_size": 32,
     },
+    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 
 

@@ -341,7 +341,7 @@ def _folder_notes(source: WritableCheckpoint, packed: WritableCheckpoint | None)
     if packed:
         notes.append("the matrices stay quantized, in MLX's format, which transformers doesn't read")
         kinds = affine.packed_types(packed.tensors) if source.format == "gguf" else {}
-        rounded = {name: kind for name, kind in kinds.items() if kind not in affine.EXACT_BITS}
+        rounded = {name: kind for name, kind in kinds.items() if not affine.is_exact(kind)}
         for kind, names in group_layers_by_value(rounded).items():
             notes.append(f"rounded from {kind} to {affine.ROUNDED_BITS} bits: {names}")
         if any(tensor.dtype != mx.float32 for tensor in rounded_scales(packed.tensors).values()):
@@ -354,5 +354,5 @@ def _folder_notes(source: WritableCheckpoint, packed: WritableCheckpoint | None)
 
 def _backend_warnings(checks: list[Check]) -> list[str]:
     """Warnings about other programs that can't run the output, or compute something else."""
-    verbs = {"refused": "can't run this output", "differs": "computes something else"}
+    verbs = {"refused": "can't run this output", "differs": "can't run this output as it is"}
     return [f"{check.name} {verbs[check.result]}: {check.detail}" for check in checks if check.result in verbs]
