@@ -54,7 +54,11 @@ def to_decoder_weights(
             )
         for i, (part, rows) in enumerate(zip(mapping.modules, mapping.rows, strict=True)):
             read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[0]
-            result[f"{part}.{parameter}"] = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
+            tensor = replace(whole, shape=(rows, *whole.shape[1:]), nbytes=nbytes, read=read)
+            if mapping.per_head and len(whole.shape) == 2:
+                shape = mapping.groups, rows // mapping.groups, whole.shape[1]
+                tensor = _per_head(tensor, shape, transposed=i == 0)
+            result[f"{part}.{parameter}"] = tensor
     for (stacked, parameter), parts in stacks.items():
         names = [f"{name}.{parameter}" for name in stacked.expert_names()]
         result[f"{stacked.modules[0]}.{parameter}"] = _stack(names, parts, source)
@@ -82,6 +86,8 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         if target in result:
             continue
         parts = [tensors[f"{module}.{parameter}"] for module in mapping.modules]
+        if mapping.per_head:
+            parts = [_stacked(part, transposed=i == 0) for i, part in enumerate(parts)]
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
@@ -148,6 +154,22 @@ def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
 
     rows = sum(part.shape[0] for part in parts)
     return replace(parts[0], shape=(rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
+
+
+def _per_head(tensor: LazyTensor, shape: tuple[int, int, int], transposed: bool) -> LazyTensor:
+    """Rows of all heads as a matrix for each head: `shape`, or with swapped axes."""
+    heads, rows, width = shape
+    if transposed:
+        return tensor.transform(lambda x: x.reshape(shape).swapaxes(1, 2), shape=(heads, width, rows))
+    return tensor.transform(lambda x: x.reshape(shape), shape=shape)
+
+
+def _stacked(tensor: LazyTensor, transposed: bool) -> LazyTensor:
+    """The inverse of `_per_head`."""
+    heads, rows, width = tensor.shape
+    if transposed:
+        return tensor.transform(lambda x: x.swapaxes(1, 2).reshape(-1, rows), shape=(heads * width, rows))
+    return tensor.transform(lambda x: x.reshape(-1, width), shape=(heads * rows, width))
 
 
 def _reorder(value: mx.array, mapping: WeightMapping, pairs: tuple[int, int]) -> mx.array:

@@ -181,6 +181,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if quant_method := families.get_quant_method(values):
         tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
         values = {**values, "quantization": quantization}
+    values, tensors = _without_packed_kv_b(values, tensors)
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
@@ -189,6 +190,21 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if quant_method == "gptq":
         decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
+
+
+def _without_packed_kv_b(
+    values: Mapping[str, Any], tensors: LazyTensors
+) -> tuple[Mapping[str, Any], LazyTensors]:
+    """Dequantize the `kv_b_proj` of latent attention: the decoder has the transpose of some rows, with other groups."""
+    suffix = ".kv_b_proj.scales"
+    packed = [name.removesuffix(".scales") for name in tensors if name.endswith(suffix)]
+    quantization = families.get_quantization_config(values)
+    if not packed or not isinstance(quantization, Mapping):
+        return values, tensors
+    parts = {name: tensor for name, tensor in tensors.items() if ".kv_b_proj." in name}
+    others = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    changed = {**quantization, **dict.fromkeys(packed, False)}
+    return {**values, "quantization": changed}, others | dequantize.dequantize_to_scales(parts, quantization)
 
 
 def _has_no_head(values: Mapping[str, Any], tensors: LazyTensors, folder: Path) -> bool:
@@ -239,7 +255,8 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path, fo
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
     for_mlx = for_mlx or families.is_mlx_layout(config, tensors)
-    return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
+    mappings = families.weight_mappings(config, for_mlx=for_mlx) + families.kv_b_mappings(config)
+    return to_decoder_weights(mappings, by_hf_name, str(folder))
 
 
 def _check_shapes(config: ModelConfig, tensors: LazyTensors, path: Path) -> None:

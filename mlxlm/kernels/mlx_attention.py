@@ -48,7 +48,7 @@ def _decode_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: floa
     if first is not None:
         scores = mx.where(causal_mask(relative_positions(1, keys.shape[2]), None, first), scores, -mx.inf)
     e = exp_nonpositive(scores - mx.max(scores, axis=-1, keepdims=True))
-    return ((e @ values) / mx.sum(e, axis=-1, keepdims=True)).reshape(B, H, 1, D)
+    return ((e @ values) / mx.sum(e, axis=-1, keepdims=True)).reshape(B, H, 1, -1)
 
 
 def _attention_cpu(
@@ -75,8 +75,8 @@ def _attention_cpu(
         visible = causal_mask(relative_positions(stop - start, seen - skip), window, padding, segments)
         mask = mx.tile(mx.where(visible, 0.0, -mx.inf), (groups, 1))
         block, *_ = _attend(rows, keys[:, :, skip:seen], values[:, :, skip:seen], mask)
-        out.append(block.reshape(B, kv_heads, groups, stop - start, D))
-    return mx.concatenate(out, axis=3).reshape(B, H, T, D)
+        out.append(block.reshape(B, kv_heads, groups, stop - start, -1))
+    return mx.concatenate(out, axis=3).reshape(B, H, T, -1)
 
 
 @mx.custom_function

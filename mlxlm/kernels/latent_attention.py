@@ -1,0 +1,44 @@
+"""Attention to the latent vectors of multi-head latent attention, with MLX's operations."""
+
+from __future__ import annotations
+
+from mlxlm.backend.mlx import ON_CPU, mx
+from mlxlm.kernels.masked_attention import product, weighted_values
+from mlxlm.kernels.quantized_kv import QuantizedKV
+
+
+def latent_attention(
+    queries: mx.array,
+    rotated: mx.array,
+    latents: mx.array | QuantizedKV,
+    keys: mx.array | QuantizedKV,
+    scale: float,
+    mask: mx.array,
+) -> mx.array:
+    """Compute softmax((queries · latentsᵀ + rotated · keysᵀ) · scale) · latents.
+
+    The scores are in memory. MLX has no fused kernel for such wide heads.
+
+    Args:
+        queries: `[B, H, T, R]`.
+        rotated: `[B, H, T, P]`, rotated queries.
+        latents: `[B, 1, S, R]` in the same dtype, or `QuantizedKV`.
+        keys: `[B, 1, S, P]`, rotated keys, or `QuantizedKV`.
+        scale: Multiplies the scores.
+        mask: Which keys each query sees, at least one, bool `[T, S]` or `[B, 1, T, S]`.
+
+    Returns:
+        `[B, H, T, R]`.
+    """
+    if ON_CPU:  # see `attention`
+        latents, keys = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (latents, keys))
+    B, H, T, R = queries.shape
+    S = keys.shape[2]
+    rows = (queries * scale).reshape(B, 1, H * T, R)  # one product for all heads
+    scores = product((rotated * scale).reshape(B, 1, H * T, -1), keys, transpose=True)
+    if isinstance(latents, QuantizedKV):
+        scores = scores + product(rows, latents, transpose=True)
+    else:
+        scores = mx.addmm(scores, rows, latents.swapaxes(-1, -2))
+    scores = scores.astype(mx.float32).reshape(B, H, T, S)
+    return weighted_values(scores, mask, latents, (B, 1, H * T), queries.dtype).reshape(B, H, T, R)
