@@ -181,7 +181,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if quant_method := families.get_quant_method(values):
         tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
         values = {**values, "quantization": quantization}
-    values, tensors = _without_packed_kv_b(values, tensors)
+    values, tensors = _without_packed_kv_b(values, dict(tensors))
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
@@ -193,8 +193,8 @@ def _open_folder(path: Path) -> AnyCheckpoint:
 
 
 def _without_packed_kv_b(
-    values: Mapping[str, Any], tensors: LazyTensors
-) -> tuple[Mapping[str, Any], LazyTensors]:
+    values: Mapping[str, Any], tensors: dict[str, LazyTensor]
+) -> tuple[Mapping[str, Any], dict[str, LazyTensor]]:
     """Dequantize the `kv_b_proj` of latent attention: the decoder has the transpose of some rows, with other groups."""
     suffix = ".kv_b_proj.scales"
     packed = [name.removesuffix(".scales") for name in tensors if name.endswith(suffix)]

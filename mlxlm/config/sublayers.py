@@ -100,9 +100,8 @@ def latent_attention(c: Config) -> Sublayer:
     hidden, heads, bias, rank = c.hidden_size, c.num_attention_heads, c.attention_bias, c.kv_lora_rank
     queries, nope, values = heads * c.head_dim, heads * c.qk_nope_head_dim, heads * c.v_head_dim
     compressed = rank + c.qk_rope_head_dim
-    if c.q_lora_rank is None:
-        query = (Matrix("self_attn.q_proj", "query", hidden, queries, False),)
-    else:
+    query: tuple[Matrix, ...] = (Matrix("self_attn.q_proj", "query", hidden, queries, False),)
+    if c.q_lora_rank is not None:
         query = (
             Matrix("self_attn.q_a_proj", "query", hidden, c.q_lora_rank, bias),
             Matrix("self_attn.q_b_proj", "query", c.q_lora_rank, queries, False),

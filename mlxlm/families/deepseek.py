@@ -24,14 +24,15 @@ from mlxlm.families.family import (
     write_shared_experts,
 )
 
-_FIELDS = (
-    LLAMA_FIELDS
-    | same_names(
-        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
-        "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "routed_scaling_factor",
-    )
+_FIELDS = LLAMA_FIELDS | same_names(
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias",
+    "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group", "routed_scaling_factor",
 )  # fmt: skip
-_V3_FIELDS = _FIELDS | {"num_experts": ("n_routed_experts", "num_local_experts"), "norm_topk_prob": "norm_topk_prob"}
+_V3_FIELDS: dict[str, str | tuple[str, ...]] = {
+    **_FIELDS,
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "norm_topk_prob": "norm_topk_prob",
+}
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "kv_lora_rank": 512,

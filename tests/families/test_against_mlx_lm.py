@@ -50,6 +50,14 @@ MIXTURES = {
     "olmoe": {},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
+LATENT = {
+    **SIZES, **EXPERTS, **MIXTURES["glm4_moe"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+    "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
@@ -62,6 +70,9 @@ FAMILIES = {
     "olmo2": SIZES,
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": YARN},
+    "deepseek_v3": {**LATENT, "rope_scaling": YARN},
+    "glm4_moe_lite": LATENT,
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }
@@ -113,11 +124,15 @@ def test_logits_in_mlx_lm(model, tmp_path):
 def test_quantized_logits_in_mlx_lm(model, tmp_path):
     """8 bits, with 4 bits in the query, key and value of the first layer, and its down projection unquantized."""
     special = {f"model.layers.0.self_attn.{name}_proj": {"group_size": 32, "bits": 4} for name in "qkv"}
+    if model.config.kv_lora_rank is not None:
+        special = {"model.layers.0.self_attn.embed_q": {"group_size": 32, "bits": 4}}
+    if model.config.model_type == "deepseek_v2":  # they are one matrix in mlx_lm, kv_b_proj
+        special = {f"model.layers.{i}.self_attn.{part}": False for i in range(2) for part in ("embed_q", "unembed_out")}
     plan = {"group_size": 32, "bits": 8, "mode": "affine", **special, "model.layers.0.mlp.down_proj": False}
     config = model.config.with_changes(quantization=plan)
 
     def parameters(name, module):
-        if config.router == "sigmoid" and name.endswith("mlp.gate"):
+        if name.endswith("mlp.gate") and (config.router == "sigmoid" or config.kv_lora_rank is not None):
             return False
         return hasattr(module, "to_quantized") and module_quantization(config.quantization, name)
 
@@ -128,7 +143,7 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox", *MIXTURES))
+    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox") or config.num_experts is not None)
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"

@@ -201,13 +201,25 @@ CASES = {
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3 without q_lora_rank": (
         "deepseek_v3",
-        {**LATENT, "q_lora_rank": None, "attention_bias": True, "rope_parameters": MSCALE, "n_group": 1,
-         "topk_group": 1, "norm_topk_prob": False},
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_parameters": MSCALE,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek_v2": (
         "deepseek_v2",
-        {**LATENT, "topk_method": "group_limited_greedy", "rope_parameters": MSCALE, "routed_scaling_factor": 1.7,
-         "attention_bias": True},
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": MSCALE,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
     ),
     "deepseek_v2, greedy": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
     "glm4_moe_lite": (
@@ -340,9 +352,7 @@ def test_counts_are_those_of_the_arrays(case):
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
     stacks = {name for name, value in arrays.items() if "switch_mlp" in name and value.ndim == 3}
-    matrices = [
-        value.size for name, value in arrays.items() if value.ndim > 1 and not name.endswith(tables) and name not in stacks
-    ]
+    matrices = [v.size for name, v in arrays.items() if v.ndim > 1 and not name.endswith(tables) and name not in stacks]
     experts = [arrays[name].size // len(arrays[name]) for name in stacks]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
