@@ -82,7 +82,7 @@ def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "lfm2"])
 def test_bits_are_searched_for_a_size(kind, mixtures, tmp_path, texts):
     report = quantize(
         mixtures(kind), tmp_path / "out", target_bpw=5.6, group_size=32, calibration_text=texts[0], evaluate=False
@@ -98,7 +98,7 @@ def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, text
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "qwen3_next", "gpt_oss"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
@@ -207,7 +207,7 @@ def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
 
 
 def test_report_and_cross_check(mixtures, tmp_path, texts, plots):
-    report = quantize(mixtures("deepseek_v3"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
+    report = quantize(mixtures("granitemoe"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
     assert report.checks[-1].name == "mlx_lm" and report.checks[-1].result == "equal"
-    assert set(report.errors) == set(report.bits) and "model.layers.1.self_attn.embed_q" in report.errors
+    assert set(report.errors) == set(report.bits)
     assert report.metrics.hidden_state_errors == {} and (tmp_path / "out/quantization.png").stat().st_size > 10_000
