@@ -10,7 +10,9 @@ Norms of GGUF files are float32, and so are activations: MLX would convert 16-bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,8 @@ def packed_tensors(
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a file with its quantized matrices in MLX's format: `.weight`, `.scales` and `.biases`.
 
+    So are stacks of matrices, one for each expert or head.
+
     A matrix is read once for its three parts: the others stay in memory until they are read, or until a part of another
     matrix is.
 
@@ -45,7 +49,7 @@ def packed_tensors(
     result: dict[str, LazyTensor] = {}
     for name, info in infos.items():
         module, _, parameter = name.rpartition(".")
-        if module in modules and parameter == "weight" and len(info.shape) == 2 and info.type.block_size > 1:
+        if module in modules and parameter == "weight" and len(info.shape) > 1 and info.type.block_size > 1:
             result |= _parts(module, info, unread)
         else:
             result[name] = tensors[name]
@@ -69,19 +73,20 @@ def _format(kind: str) -> Format:
 
 
 def _parts(module: str, info: TensorInfo, unread: dict[str, mx.array]) -> dict[str, LazyTensor]:
-    rows, width = info.shape
+    *stack, width = info.shape
+    rows = math.prod(stack)
     words, groups = width * _format(info.type.name).bits // 32, width // GROUP_SIZE
 
     def read(name: str) -> mx.array:
         if name not in unread:
             unread.clear()
-            unread.update(zip(names, pack(info), strict=True))
-        return unread.pop(name)
+            unread.update(zip(names, pack(replace(info, shape=(rows, width))), strict=True))
+        return unread.pop(name).reshape(*stack, -1)
 
     names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
     columns, dtypes = (words, groups, groups), (mx.uint32, mx.float32, mx.float32)
     return {
-        name: LazyTensor((rows, n), dtype, info.type.name, 4 * rows * n, partial(read, name))
+        name: LazyTensor((*stack, n), dtype, info.type.name, 4 * rows * n, partial(read, name))
         for name, n, dtype in zip(names, columns, dtypes, strict=True)
     }
 

@@ -41,7 +41,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
     mappings = architecture.weight_mappings(config)
 
     def decoder_weights(tensors: LazyTensors) -> LazyTensors:
-        return to_decoder_weights(mappings, architecture.with_norm_offset(tensors, -1), str(header.path))
+        tensors = architecture.renamed(architecture.with_norm_offset(tensors, -1), from_file=True)
+        return to_decoder_weights(mappings, tensors, str(header.path))
 
     described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
@@ -51,7 +52,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
     values, tensors = family_config(config), decoder_weights(described)
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
-    packed = decoder_weights(affine.packed_tensors(infos, described, {mapping.name for mapping in mappings}))
+    modules = {mapping.name for mapping in mappings if not mapping.per_head}
+    packed = decoder_weights(affine.packed_tensors(infos, described, modules))
     if (quantization := affine.quantization_config(packed)) is None:
         return opened
     return replace(opened, packed=opened.with_tensors(packed, quantization))

@@ -41,7 +41,7 @@ def rope_problems(config: ModelConfig, supported: Sequence[str]) -> Iterator[str
         yield "rope_scaling has a factor, it uses the ratio of the two context lengths"
     if kind == "llama3" and any(scaling[name] != value for name, value in _LLAMA3_BOUNDS.items()):
         yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
-    if kind == "yarn" and not _is_plain_yarn(scaling):
+    if kind == "yarn" and config.kv_lora_rank is None and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
 

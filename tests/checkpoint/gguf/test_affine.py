@@ -7,8 +7,8 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_weights
-from mlxlm.checkpoint.gguf import affine
-from mlxlm.checkpoint.gguf.header import ggml_types
+from mlxlm.checkpoint.gguf import affine, deepseek2
+from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
@@ -132,7 +132,20 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
     assert_close(logits, expected, 1e-4)
     assert sorted(set(formats(quantized).values())) == [4, 8]
-    assert "model.layers.0.self_attn.q_proj" in formats(quantized)
+    assert "model.layers.0.self_attn.o_proj" in formats(quantized)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite"], indirect=True)
+def test_latent_attention_in_older_files(model, tensors, tiny_tokenizer, tmp_path, monkeypatch):
+    """They have one matrix of keys and values, which is dequantized."""
+    for name in ("attn_k_b", "attn_v_b"):
+        monkeypatch.delitem(deepseek2.LAYER, name)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "Q8_0")
+    monkeypatch.undo()
+    assert "blk.0.attn_kv_b.weight" in read_header(tmp_path / "m.gguf").tensors
+    logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
+    assert_close(logits, expected, 1e-4)
+    assert not any(name.endswith(("embed_q", "unembed_out")) for name in formats(quantized))
 
 
 def test_default_is_as_the_device_computes(tiny_tokenizer, tmp_path, monkeypatch):
