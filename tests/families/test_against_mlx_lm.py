@@ -8,8 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_map
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import (
@@ -151,3 +152,22 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     assert back.keys() == weights.keys()
     for name, tensor in back.items():
         assert mx.array_equal(tensor.read(), weights[name]), name
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
+    """DeepSeek V2 has kv_b_proj in one piece, as older folders of V3."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    values = {"model_type": model_type, "rope_theta": 1e4, "rope_scaling": YARN, **LATENT, "routed_scaling_factor": 1.5}
+    values |= {"topk_method": "greedy", "n_group": 1} if model_type == "deepseek_v2" else {}
+    model_class, args_class = utils._get_classes(values)
+    theirs = model_class(args_class.from_dict(values))
+    mx.random.seed(0)
+    theirs.update(tree_map(lambda x: (x.ndim == 1) + 0.2 * mx.random.normal(x.shape), theirs.parameters()))
+    plan = {"group_size": 32, "bits": 4}
+    nn.quantize(theirs, **plan)
+    stored = dict(tree_flatten(theirs.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization": plan}))
+    assert any("kv_b_proj" in name for name in stored) == (model_type == "deepseek_v2")
+    np.testing.assert_allclose(np.array(load_model(tmp_path)[0](mx.array(TOKENS))), mlx_lm_logits(tmp_path), atol=5e-4)
