@@ -26,6 +26,12 @@ from mlxlm.train.step import TrainStep
 pytestmark = pytest.mark.usefixtures("new_machine")
 
 
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
+
 @pytest.fixture
 def looked_up(monkeypatch):
     """The cases that are looked up, on a device without Metal."""
@@ -43,7 +49,7 @@ def model_of(config, dtype):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("change", [{}, {"qk_norm": "head", "norm_unit_offset": True}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"qk_norm": "head", "norm_unit_offset": True}, LATENT], ids=len)
 def test_cases_of_a_training_step(tiny_config, change, masked, looked_up, monkeypatch):
     """Of a device that trains in bfloat16, all rows at once."""
     monkeypatch.setattr("mlxlm.train.step.num_batch_shards", lambda rows: 1)
