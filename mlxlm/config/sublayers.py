@@ -143,7 +143,8 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
     }  # fmt: skip
     for name, value in required.items():
         if getattr(c, name) != value:
-            yield f"{name} is {short_repr(getattr(c, name))}, latent attention needs {value}"
+            needed = "null" if value is None else value
+            yield f"{name} is {short_repr(getattr(c, name))}, latent attention needs {needed}"
 
 
 def mlp(c: Config) -> Sublayer:

@@ -44,7 +44,7 @@ class RotaryEmbedding:
             self.long_wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling, long=True))
         self.varies = self.rope_type in ("dynamic", "longrope")
         self.interleaved = config.kv_lora_rank is not None
-        self.fixed = self._with(self.base if self.wavelengths is None else None, self.wavelengths)
+        self.fixed = self._rotation(self.base if self.wavelengths is None else None, self.wavelengths)
         self._frequencies: mx.array | None = None  # 1 / wavelengths, of all tokens
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
@@ -91,7 +91,7 @@ class RotaryEmbedding:
         B, H, n, D = keys.shape
         return rope.rotate(keys.reshape(B, H * n, 1, D), by).reshape(keys.shape)
 
-    def _with(self, base: float | None, wavelengths: mx.array | None) -> RoPE:
+    def _rotation(self, base: float | None, wavelengths: mx.array | None) -> RoPE:
         return RoPE(self.dims, base, wavelengths, self.interleaved)
 
     def _rope(self, offset: int | mx.array, count: int, cache: Any) -> RoPE:
@@ -109,10 +109,10 @@ class RotaryEmbedding:
         if cache is not None and cache.max_size is not None:  # the largest distance between a query and a key
             length = min(length, cache.max_size)
         if self.rope_type == "dynamic":
-            return self._with(self._grown_base(length), None)
+            return self._rotation(self._grown_base(length), None)
         long = None if cache is None else cache.long_factors
         is_long = length > self.longrope_threshold if long is None else long
-        return self._with(None, self.long_wavelengths) if is_long else self.fixed
+        return self._rotation(None, self.long_wavelengths) if is_long else self.fixed
 
     def _grown_base(self, length: int) -> float:
         """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""

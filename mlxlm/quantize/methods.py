@@ -79,10 +79,13 @@ def check_method(settings: QuantizationSettings, source: Source) -> None:
         ArgumentError: It isn't; the hint names those that are.
     """
     checkpoint, method = source.checkpoint, METHODS[settings.method]
-    is_dense = isinstance(checkpoint, Checkpoint) and checkpoint.config.num_experts is None
-    if method is not None and method.needs_dense_decoder and not is_dense:
+    reason = None if isinstance(checkpoint, Checkpoint) else "which mlx_lm runs"
+    if isinstance(checkpoint, Checkpoint) and checkpoint.config.num_experts is not None:
+        reason = "which have experts"
+    elif isinstance(checkpoint, Checkpoint) and checkpoint.config.kv_lora_rank is not None:
+        reason = "which have latent attention"
+    if method is not None and method.needs_dense_decoder and reason is not None:
         problem = f"`method` {settings.method} isn't possible for {checkpoint.config.model_type} models"
-        reason = "which have experts" if isinstance(checkpoint, Checkpoint) else "which mlx_lm runs"
         possible = [name for name, other in METHODS.items() if other is None or not other.needs_dense_decoder]
         raise ArgumentError(f"{problem}, {reason}", " or ".join(possible))
 

@@ -17,7 +17,7 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
-from mlxlm.families import FAMILIES, config_from_hf, family_config
+from mlxlm.families import FAMILIES, config_from_hf, family_config, weight_mappings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
@@ -52,7 +52,9 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
     values, tensors = family_config(config), decoder_weights(described)
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
-    modules = {mapping.name for mapping in mappings if not mapping.per_head}
+    # Parts of a matrix with other groups, in this file or in mlx_lm's.
+    parts = {part for m in weight_mappings(config, for_mlx=True) if m.per_head for part in m.modules}
+    modules = {m.name for m in mappings if not m.per_head and parts.isdisjoint(m.modules)}
     packed = decoder_weights(affine.packed_tensors(infos, described, modules))
     if (quantization := affine.quantization_config(packed)) is None:
         return opened

@@ -10,6 +10,7 @@ from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_
 from mlxlm.checkpoint.gguf import affine, deepseek2
 from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
+from mlxlm.convert import convert
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.plan import find_config
@@ -133,6 +134,17 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     assert_close(logits, expected, 1e-4)
     assert sorted(set(formats(quantized).values())) == [4, 8]
     assert "model.layers.0.self_attn.o_proj" in formats(quantized)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"], indirect=True)
+def test_latent_attention_in_folders_of_mlx(model, tensors, tiny_tokenizer, tmp_path):
+    """DeepSeek V2's have one matrix of keys and values there."""
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "Q8_0")
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    is_packed = open_checkpoint(tmp_path / "out").tensors["model.layers.0.self_attn.embed_q.weight"].dtype == mx.uint32
+    assert is_packed == (model.config.model_type == "deepseek_v3")
+    found, wanted = (load_checkpoint(open_checkpoint(tmp_path / name))[0](TOKENS) for name in ("out", "m.gguf"))
+    assert_close(np.array(found), np.array(wanted), 1e-4)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v2-lite"], indirect=True)
