@@ -29,6 +29,7 @@ from mlxlm.checkpoint.mlx_lm import WritableCheckpoint, build_with_mlx_lm, to_mo
 from mlxlm.checkpoint.quantized_formats import read_quantized, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
+from mlxlm.config.quantization import validate_quantization
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
@@ -181,7 +182,7 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if quant_method := families.get_quant_method(values):
         tensors, quantization = read_quantized(tensors, values["quantization_config"], str(weights))
         values = {**values, "quantization": quantization}
-    values, tensors = _without_packed_kv_b(values, dict(tensors))
+    values, tensors = _without_packed_kv_b(values, dict(tensors), str(weights))
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
@@ -193,15 +194,15 @@ def _open_folder(path: Path) -> AnyCheckpoint:
 
 
 def _without_packed_kv_b(
-    values: Mapping[str, Any], tensors: dict[str, LazyTensor]
+    values: Mapping[str, Any], tensors: dict[str, LazyTensor], source: str
 ) -> tuple[Mapping[str, Any], dict[str, LazyTensor]]:
     """Dequantize the `kv_b_proj` of latent attention: the decoder has the transpose of some rows, with other groups."""
-    suffix = ".kv_b_proj.scales"
-    packed = [name.removesuffix(".scales") for name in tensors if name.endswith(suffix)]
+    packed = [name.removesuffix(".scales") for name in tensors if name.endswith(".kv_b_proj.scales")]
     quantization = families.get_quantization_config(values)
-    if not packed or not isinstance(quantization, Mapping):
+    if not packed or not isinstance(quantization, Mapping) or any(validate_quantization(quantization)):
         return values, tensors
     parts = {name: tensor for name, tensor in tensors.items() if ".kv_b_proj." in name}
+    dequantize.unpacked_shapes(parts, quantization, source)  # raises for what can't be unpacked
     others = {name: tensor for name, tensor in tensors.items() if name not in parts}
     changed = {**quantization, **dict.fromkeys(packed, False)}
     return {**values, "quantization": changed}, others | dequantize.dequantize_to_scales(parts, quantization)

@@ -12,19 +12,17 @@ def latent_attention(
     rotated: mx.array,
     latents: mx.array | QuantizedKV,
     keys: mx.array | QuantizedKV,
-    scale: float,
     mask: mx.array,
 ) -> mx.array:
-    """Compute softmax((queries · latentsᵀ + rotated · keysᵀ) · scale) · latents.
+    """Compute softmax(queries · latentsᵀ + rotated · keysᵀ) · latents.
 
     The scores are in memory. MLX has no fused kernel for such wide heads.
 
     Args:
-        queries: `[B, H, T, R]`.
-        rotated: `[B, H, T, P]`, rotated queries.
+        queries: `[B, H, T, R]`, already multiplied by the scale of attention.
+        rotated: `[B, H, T, P]`, rotated queries, also multiplied.
         latents: `[B, 1, S, R]` in the same dtype, or `QuantizedKV`.
         keys: `[B, 1, S, P]`, rotated keys, or `QuantizedKV`.
-        scale: Multiplies the scores.
         mask: Which keys each query sees, at least one, bool `[T, S]` or `[B, 1, T, S]`.
 
     Returns:
@@ -34,11 +32,10 @@ def latent_attention(
         latents, keys = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (latents, keys))
     B, H, T, R = queries.shape
     S = keys.shape[2]
-    rows = (queries * scale).reshape(B, 1, H * T, R)  # one product for all heads
-    scores = product((rotated * scale).reshape(B, 1, H * T, -1), keys, transpose=True)
+    rows = queries.reshape(B, 1, H * T, R)  # one product for all heads
+    scores = product(rotated.reshape(B, 1, H * T, -1), keys, transpose=True)
     if isinstance(latents, QuantizedKV):
         scores = scores + product(rows, latents, transpose=True)
     else:
         scores = mx.addmm(scores, rows, latents.swapaxes(-1, -2))
-    scores = scores.astype(mx.float32).reshape(B, H, T, S)
-    return weighted_values(scores, mask, latents, (B, 1, H * T), queries.dtype).reshape(B, H, T, R)
+    return weighted_values(scores.reshape(B, H, T, S), mask, latents, (B, 1, H * T), queries.dtype).reshape(B, H, T, R)

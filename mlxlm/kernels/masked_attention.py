@@ -118,7 +118,7 @@ def weighted_values(
     """Compute softmax(scores) · values over the keys of a mask.
 
     Args:
-        scores: float32 `[B, H, T, S]`.
+        scores: `[B, H, T, S]`. The softmax is computed in float32.
         mask: bool, broadcastable to the scores.
         values: `[..., S, D]`.
         rows: The scores' dimensions before S in the product with the values.
@@ -129,11 +129,12 @@ def weighted_values(
     """
     scores = mx.where(mask, scores, -mx.inf)
     if ON_CPU and scores.size >= MANY_SCORES:
+        scores = scores.astype(mx.float32)
         e = exp_nonpositive(scores - mx.max(scores, axis=-1, keepdims=True))
         probs = mx.where(mask, e, 0)  # its exp(-inf) is 1.6e-38
         total = mx.sum(probs, axis=-1, keepdims=True)
     else:
-        probs, total = mx.softmax(scores, axis=-1), None
+        probs, total = mx.softmax(scores, axis=-1, precise=True), None
     out = product(probs.astype(dtype).reshape(*rows, scores.shape[-1]), values, transpose=False)
     return out if total is None else (out / total.reshape(*rows, 1)).astype(dtype)
 

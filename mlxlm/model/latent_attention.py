@@ -133,7 +133,7 @@ class LatentAttention(nn.Module):
     def split_and_rotate(
         self, queries: mx.array, compressed: mx.array, cache: Any
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Return both parts of the queries, rotated keys, and normalized latent vectors.
+        """Return both parts of the queries, times the scale of attention, rotated keys, and normalized latent vectors.
 
         Args:
             queries: `[B, T, H · (nope + rope)]`.
@@ -144,7 +144,7 @@ class LatentAttention(nn.Module):
             Queries `[B, H, T, nope]` and `[B, H, T, rope]`, keys `[B, 1, T, rope]` and latents `[B, 1, T, rank]`.
         """
         B, T, _ = queries.shape
-        queries = queries.reshape(B, T, self.heads, -1).swapaxes(1, 2)
+        queries = (queries * self.scale).reshape(B, T, self.heads, -1).swapaxes(1, 2)
         queries, rotated = mx.split(queries, [self.nope_dim], axis=-1)
         latents, keys = mx.split(compressed[:, None], [self.rank], axis=-1)
         rotated, keys = self.rope(rotated, keys, cache)
@@ -171,9 +171,7 @@ class LatentAttention(nn.Module):
             keys = mx.concatenate([self.embed_q(latents, transpose=False), keys], axis=-1)
             queries = mx.concatenate([queries, rotated], axis=-1)
             values = self.unembed_out(latents)
-            out = attention(
-                queries, keys, values, self.scale, first=first, segment_ids=segment_ids, training=self.training
-            )
+            out = attention(queries, keys, values, 1.0, first=first, segment_ids=segment_ids, training=self.training)
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
 
     def _latents_are_cheaper(self, T: int, S: int) -> bool:
@@ -189,4 +187,4 @@ class LatentAttention(nn.Module):
 
     def _attend_to_latents(self, queries: mx.array, rotated: mx.array, keys: Any, latents: Any, mask: mx.array) -> Any:
         """Attention to latent vectors with a mask: `[B, H, T, value_dim]`."""
-        return self.unembed_out(latent_attention(self.embed_q(queries), rotated, latents, keys, self.scale, mask))
+        return self.unembed_out(latent_attention(self.embed_q(queries), rotated, latents, keys, mask))
