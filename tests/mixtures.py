@@ -34,7 +34,6 @@ KINDS = {
         **_BASE, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
         "block_auto_adjust_ff_dim": False, "intermediate_size": 96,
     },
-    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }  # fmt: skip
 
 NATIVE = {  # run by mlxlm's decoder
@@ -60,6 +59,7 @@ NATIVE = {  # run by mlxlm's decoder
         "n_group": 2,
         "topk_group": 1,
     },
+    "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }
 
 

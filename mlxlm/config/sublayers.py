@@ -84,6 +84,7 @@ def attention(c: Config) -> Sublayer:
             Matrix("self_attn.o_proj", "output", queries, hidden, out_bias),
         ),
         activations=2 * queries + 2 * keys,  # queries, keys, values and attention's output
+        biases=c.num_attention_heads if c.attention_sinks else 0,
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
         score_flops=(2 * queries, 2 * queries),
         kv_heads=c.num_key_value_heads,
@@ -140,6 +141,7 @@ def validate_latent_attention(c: Config) -> Iterator[str]:
     required = {
         "positions": "rope", "partial_rotary_factor": 1.0, "qk_norm": None, "sliding_window": None, "rope_layers": None,
         "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "attention_out_bias": None,
+        "attention_sinks": False, "clip_qkv": None,
     }  # fmt: skip
     for name, value in required.items():
         if getattr(c, name) != value:
@@ -163,7 +165,7 @@ def experts(c: Config) -> Sublayer:
     values = 3 if c.mlp_gated else 2
     return Sublayer(
         matrices=(
-            Matrix("mlp.gate", "router", hidden, c.num_experts, False),
+            Matrix("mlp.gate", "router", hidden, c.num_experts, c.router_bias),
             *_feed_forward(c, "mlp.switch_mlp", inner, c.num_experts, used),
             *(_feed_forward(c, "mlp.shared_expert", shared) if shared else ()),
             *gate,

@@ -34,6 +34,8 @@ class Family:
         layer_modules: The same inside one layer. Several modules of the decoder, separated by spaces, are fused into
             one matrix of the file. Modules with the same name on both sides may be omitted. A module for each expert
             has its number at "*".
+        layer_tensors: Tensors of a layer whose names aren't a module and its parameter -> tensors of the decoder. They
+            are stacks of all experts, `[E, in, out]`, in which the outputs of several modules alternate.
         extra_layer_modules: Entries of `layer_modules` that depend on the configuration.
         qkv_interleaved: The fused query, key and value are interleaved by key-value head.
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
@@ -60,6 +62,7 @@ class Family:
     head: str = "lm_head"
     top_modules: Mapping[str, str] = field(default_factory=lambda: same_names("embed_tokens", "norm"))
     layer_modules: Mapping[str, str] = field(default_factory=dict)
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
     extra_layer_modules: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
     qkv_interleaved: bool = False
     has_local_rope: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from mlxlm.config import ModelConfig
 from mlxlm.families.family import KV_B_PARTS, KV_B_PROJ, Family, same_names
@@ -16,7 +17,7 @@ class WeightMapping:
     """One module of a file and the modules of the decoder whose rows it contains.
 
     Attributes:
-        name: Module in the file, without ".weight" or ".bias".
+        name: Module in the file, without ".weight" or ".bias"; or a whole tensor, as those in `modules` then are, too.
         modules: Modules of the decoder; more than one are fused.
         rows: Output rows of each fused module.
         groups: 1 if fused modules follow each other. With G groups, each module is cut into G equal parts, and the
@@ -29,6 +30,7 @@ class WeightMapping:
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
         per_head: The two fused modules have a matrix for each head in the decoder, `[G, in, rows]` and `[G, rows, in]`.
+        stacked: The first axis is that of the experts, the second one that of the rows.
     """
 
     name: str
@@ -40,6 +42,12 @@ class WeightMapping:
     rotary_dims: int = 0
     experts: int = 0
     per_head: bool = False
+    stacked: bool = False
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of the rows."""
+        return int(self.stacked)
 
     def expert_names(self) -> list[str]:
         """The modules of all experts."""
@@ -85,6 +93,11 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
             mappings.append(WeightMapping(stored, modules, rows, groups, transposed))
         elif transposed or interleaved or modules != (stored,):
             mappings.append(WeightMapping(stored, modules, (), 1, transposed, interleaved, config.rotary_dims))
+    for i, (name, fused) in product(range(config.num_hidden_layers), () if for_mlx else family.layer_tensors.items()):
+        tensors = tuple(f"model.layers.{i}.{tensor}" for tensor in fused.split())
+        rows = tuple(rows_of[tensor.rpartition(".")[0]] for tensor in tensors)
+        full_name = f"{family.prefix}{family.layers}.{i}.{name}"
+        mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
     if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
         mappings += kv_b_mappings(config)
     return mappings

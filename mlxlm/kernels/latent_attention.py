@@ -38,4 +38,4 @@ def latent_attention(
         scores = scores + product(rows, latents, transpose=True)
     else:
         scores = mx.addmm(scores, rows, latents.swapaxes(-1, -2))
-    return weighted_values(scores.reshape(B, H, T, S), mask, latents, (B, 1, H * T), queries.dtype).reshape(B, H, T, R)
+    return weighted_values(scores.reshape(B, H, T, S), mask, latents, (B, 1, H * T), queries.dtype)

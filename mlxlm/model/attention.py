@@ -32,7 +32,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.v_proj = Linear(h, self.kv_heads * d, bias=bias)
         self.o_proj = Linear(self.heads * d, h, bias=out_bias)
-        self.qk_norm = config.qk_norm
+        if config.attention_sinks:
+            self.sinks = mx.zeros(self.heads)
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         if self.qk_norm is not None:
             whole = self.qk_norm == "projection"
             eps, offset = config.rms_norm_eps, config.norm_unit_offset
@@ -69,7 +71,7 @@ class Attention(nn.Module):
         if any(forms):
             (key_bits, key_group), (value_bits, value_group) = (form or (0, 0) for form in forms)
             quantization = {"group_size": key_group or value_group, "key_bits": key_bits, "value_bits": value_bits}
-        options = {"window": self.window, "softcap": self.softcap, "slopes": self._slopes}
+        options = {"window": self.window, "softcap": self.softcap, "slopes": self._slopes, "sinks": self.get("sinks")}
         features = tuple(name for name, value in options.items() if value is not None)
         queries = self.head_dim, self.heads, dtype
         return prepare_masked_attention(queries, self.kv_heads, features, **quantization)
@@ -88,8 +90,9 @@ class Attention(nn.Module):
         queries, keys, values = self.split_and_rotate(self._project(x), angles)
         keys, values = cache.update_and_fetch(keys, values)
         out = masked_attention(
-            queries, keys, values, self.scale, cache, window=self.window, softcap=self.softcap, slopes=self._slopes
-        )
+            queries, keys, values, self.scale, cache,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"),
+        )  # fmt: skip
         return self._project_out(out.reshape(x.shape[0], self.heads * self.head_dim))
 
     def split_and_rotate(self, projected: mx.array, angles: Any) -> tuple[mx.array, mx.array, mx.array]:
@@ -106,6 +109,7 @@ class Attention(nn.Module):
         if self.qk_norm == "projection":
             queries, keys, values = mx.split(projected, [H * D, (H + K) * D], axis=-1)
             projected = mx.concatenate([self.q_norm(queries), self.k_norm(keys), values], axis=-1)
+        projected = self._clipped(projected)
         norms, eps = None, 0.0
         if self.qk_norm == "head":
             norms, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
@@ -132,13 +136,13 @@ class Attention(nn.Module):
         def split(y: mx.array, heads: int) -> mx.array:
             return y.reshape(B, T, heads, self.head_dim).swapaxes(1, 2)
 
-        queries, keys = self.q_proj(x), self.k_proj(x)
+        queries, keys, values = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.qk_norm == "projection":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = split(queries, self.heads), split(keys, self.kv_heads)
+        queries, keys, values = map(self._clipped, (queries, keys, values))
+        queries, keys, values = split(queries, self.heads), split(keys, self.kv_heads), split(values, self.kv_heads)
         if self.qk_norm == "head":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        values = split(self.v_proj(x), self.kv_heads)
         if self.rope is not None:
             queries, keys = self.rope(queries, keys, cache)
         first = None
@@ -147,7 +151,10 @@ class Attention(nn.Module):
             first = getattr(cache, "first", None)  # mlx_lm's caches don't have it
         out = attention(
             queries, keys, values, self.scale,
-            window=self.window, softcap=self.softcap, slopes=self._slopes, first=first, segment_ids=segment_ids,
-            training=self.training,
+            window=self.window, softcap=self.softcap, slopes=self._slopes, sinks=self.get("sinks"), first=first,
+            segment_ids=segment_ids, training=self.training,
         )  # fmt: skip
         return self.o_proj(out.swapaxes(1, 2).reshape(B, T, -1))
+
+    def _clipped(self, x: mx.array) -> mx.array:
+        return x if self.clip is None else mx.clip(x, -self.clip, self.clip)

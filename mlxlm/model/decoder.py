@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         self.final_logit_softcap = None if softcap is None else float(softcap)
         self.model = Backbone(config, dropout, config.num_hidden_layers if layers is None else layers)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
 
     def __call__(self, tokens: mx.array, cache: Any = None, *, segment_ids: mx.array | None = None) -> mx.array:
         """Compute the logits.
@@ -236,6 +236,11 @@ class Decoder(nn.Module):
         return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
 
     @property
+    def head_bias(self) -> mx.array | None:
+        """The bias of the output matrix, `[V]`; None if there is none."""
+        return self.lm_head.bias if self.config.head_bias else None
+
+    @property
     def layers(self) -> list[Block]:
         """The layers, as mlx_lm's models have them."""
         return self.model.layers
@@ -263,8 +268,8 @@ class Decoder(nn.Module):
         weights = []
         for name, weight in tree_flatten(self.parameters()):
             key = next(keys)
-            if weight.ndim == 1:
-                from_zero = name.endswith("bias") or self.config.norm_unit_offset
+            if weight.ndim == 1 or name.endswith(".bias"):
+                from_zero = name.endswith(("bias", "sinks")) or self.config.norm_unit_offset
                 value = mx.zeros_like(weight) if from_zero else mx.ones_like(weight)
             else:
                 scale = output_deviation if name.endswith(("o_proj.weight", "down_proj.weight")) else deviation

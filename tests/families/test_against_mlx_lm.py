@@ -39,9 +39,10 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = (  # mlx_lm's glm rotates whole heads, its olmo has other names
     "smollm3", "granite", "cohere", "cohere2", "olmo3", "exaone4", "seed_oss", "glm4", "stablelm", "starcoder2",
-    "gemma3_text",
+    "gemma3_text", "phi",
 )  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_window_layers": 2}
 MIXTURES = {
@@ -55,10 +56,7 @@ LATENT = {
     **SIZES, **EXPERTS, **MIXTURES["glm4_moe"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 64,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64, "first_k_dense_replace": 1,
 }  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
-    "mscale": 0.707, "mscale_all_dim": 0.707,
-}  # fmt: skip
+MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
@@ -71,8 +69,9 @@ FAMILIES = {
     "olmo2": SIZES,
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
-    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": YARN},
-    "deepseek_v3": {**LATENT, "rope_scaling": YARN},
+    "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
+    "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
     "glm4_moe_lite": LATENT,
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
@@ -118,7 +117,8 @@ def mlx_lm_logits(folder):
 
 
 def test_logits_in_mlx_lm(model, tmp_path):
-    write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx=False)
+    for_mlx = model.config.model_type == "gpt_oss"  # of which it can't read transformers' unquantized experts
+    write(tmp_path, model.config, dict(tree_flatten(model.parameters())), for_mlx)
     np.testing.assert_allclose(mlx_lm_logits(tmp_path), np.array(model(mx.array(TOKENS))), atol=2e-4)
 
 
@@ -144,7 +144,8 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox") or config.num_experts is not None)
+    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
+    assert is_mlx_layout(again, stored) == (config.model_type in own_names)
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
@@ -158,7 +159,13 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
     """DeepSeek V2 has kv_b_proj in one piece, as older folders of V3."""
     utils = pytest.importorskip("mlx_lm.utils")
-    values = {"model_type": model_type, "rope_theta": 1e4, "rope_scaling": YARN, **LATENT, "routed_scaling_factor": 1.5}
+    values = {
+        "model_type": model_type,
+        "rope_theta": 1e4,
+        "rope_scaling": MSCALE,
+        **LATENT,
+        "routed_scaling_factor": 1.5,
+    }
     values |= {"topk_method": "greedy", "n_group": 1} if model_type == "deepseek_v2" else {}
     model_class, args_class = utils._get_classes(values)
     theirs = model_class(args_class.from_dict(values))

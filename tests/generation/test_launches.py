@@ -15,6 +15,10 @@ LATENT = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 256,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
+GPT_OSS = {
+    **LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "router_bias": True,
+    "attention_sinks": True, "attention_bias": True, "mlp_bias": True, "swiglu_limit": 7.0,
+}  # fmt: skip
 LAYERS = {  # rows; launches of a layer, and of all that is outside of the layers
     "llama": (LLAMA, {}, 1, 11, 8),
     "llama, quantized cache": (LLAMA, QUANTIZED, 1, 22, 10),
@@ -26,6 +30,8 @@ LAYERS = {  # rows; launches of a layer, and of all that is outside of the layer
     "latent attention": (LATENT, {}, 1, 25, 8),
     "latent attention, quantized cache": (LATENT, QUANTIZED, 1, 32, 8),
     "latent attention, batch": (LATENT, {}, 8, 27, 8),
+    "gpt-oss": (GPT_OSS, {}, 1, 27, 8),
+    "gpt-oss, quantized cache": (GPT_OSS, QUANTIZED, 1, 38, 10),
 }
 SAMPLERS = {  # of a token, with a vocabulary of 128k
     "greedy": ({"temperature": 0.0}, 3),

@@ -98,7 +98,7 @@ def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, text
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
-@pytest.mark.parametrize("kind", ["exaone_moe", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "qwen3_next"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)

@@ -68,8 +68,13 @@ MODELS = {
     "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe", "num_key_value_heads": 4},
     "deepseek-v3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 2, "topk_group": 1},
     "deepseek-v2-lite": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
+    "gpt-oss": {
+        **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 16, "rope_scaling": {**_YARN, "truncate": False},
+    },
     "arcee": {**_COMMON, "model_type": "arcee"},
     "starcoder2": {**_COMMON, "model_type": "starcoder2"},
+    "phi2": {**_COMMON, "model_type": "phi", "partial_rotary_factor": 0.5},
     "phi3": {**_COMMON, "model_type": "phi3"},
     "phi3-partial": {**_COMMON, "model_type": "phi3", "partial_rotary_factor": 0.5},
     "phi3-longrope": {**_COMMON, "model_type": "phi3", "rope_scaling": _LONGROPE},
