@@ -439,9 +439,9 @@ def decode_launches(
     model = Decoder(config)
     set_zero_weights(model, bits)
     step, caches = DecodeStep(model.eval()), make_cache(model, kv)
-    keys = mx.zeros((rows, config.num_key_value_heads, context, config.head_dim), mx.bfloat16)
-    for layer_cache in caches:
-        layer_cache.update_and_fetch(keys, keys)
+    for layer_cache, (mixer, _) in zip(caches, config.layer_sublayers, strict=True):
+        keys, values = (mx.zeros((rows, mixer.kv_heads, context, dim), mx.bfloat16) for dim in mixer.kv_dims)
+        layer_cache.update_and_fetch(keys, values)
     return step_launches(lambda tokens: step(tokens, caches), caches, rows)
 
 

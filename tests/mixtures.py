@@ -18,10 +18,8 @@ _BASE = {
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 KINDS = {
     "granitemoe": {**_BASE, **_EXPERTS, "intermediate_size": 64, "tie_word_embeddings": True},
-    "deepseek_v3": {
-        **_BASE, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
-        "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "exaone_moe": {
+        **_BASE, **_EXPERTS, "num_hidden_layers": 4, "sliding_window": 24, "num_shared_experts": 1,
     },
     "qwen3_next": {
         **_BASE, **_EXPERTS, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
@@ -44,6 +42,22 @@ NATIVE = {  # run by mlxlm's decoder
         **_BASE,
         **_EXPERTS,
         "shared_expert_intermediate_size": 32,
+    },
+    "deepseek_v3": {
+        **_BASE,
+        "head_dim": 16,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
     },
     "gpt_oss": {**_BASE, **_EXPERTS, "intermediate_size": 64, "sliding_window": 24},
 }

@@ -2,6 +2,7 @@
 draws configurations of every part that the decoder has."""
 
 import math
+from dataclasses import fields
 
 import numpy as np
 from hypothesis import strategies as st
@@ -103,6 +104,34 @@ def attention(x, weights, name, c, layer, positions, segment_ids):
     return linear(out.transpose(0, 2, 1, 3).reshape(B, T, H * D), weights, f"{name}.o_proj")
 
 
+def latent_attention(x, weights, name, c, layer, positions, segment_ids):
+    """DeepSeek-AI 2024, "DeepSeek-V2", equations 37 to 47; the pairs that are rotated are neighbors."""
+    (B, T, _), H, N, R = x.shape, c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank
+
+    def rms(y, which):
+        return y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-6) * weights[f"{name}.{which}.weight"]
+
+    def rotate(y):  # [B, heads, T, P]
+        turn, size = frequencies(c, T, layer)
+        z = (y[..., ::2] + 1j * y[..., 1::2]) * size * np.exp(1j * positions[:, None, :, None] * turn)
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    q = x if c.q_lora_rank is None else rms(linear(x, weights, f"{name}.q_a_proj"), "q_a_layernorm")
+    q = linear(q, weights, f"{name}.{'q_proj' if c.q_lora_rank is None else 'q_b_proj'}")
+    q = q.reshape(B, T, H, -1).transpose(0, 2, 1, 3)
+    compressed = linear(x, weights, f"{name}.kv_a_proj_with_mqa")
+    latent, shared = rms(compressed[..., :R], "kv_a_layernorm"), rotate(compressed[:, None, :, R:])[:, 0]
+    rotated, down, up = rotate(q[..., N:]), weights[f"{name}.embed_q.weight"], weights[f"{name}.unembed_out.weight"]
+    out = np.zeros((B, H, T, c.v_head_dim))
+    for b in range(B):
+        seen = np.tri(T, dtype=bool) & (segment_ids[b][None] == segment_ids[b][:, None])
+        for h in range(H):
+            scores = (q[b, h, :, :N] @ (latent[b] @ down[h]).T + rotated[b, h] @ shared[b].T) / math.sqrt(c.head_dim)
+            e = np.exp(np.where(seen, scores, -np.inf))
+            out[b, h] = e / e.sum(-1, keepdims=True) @ (latent[b] @ up[h].T)
+    return linear(out.transpose(0, 2, 1, 3).reshape(B, T, -1), weights, f"{name}.o_proj")
+
+
 def activation(x, name):
     if name in ("silu", "sigmoid"):
         sigmoid = 1 / (1 + np.exp(-x))
@@ -149,7 +178,8 @@ def decoder(weights, c, tokens, segment_ids=None):
         name = f"model.layers.{layer}"
 
         def attend(y, name=name, layer=layer):
-            return attention(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
+            mixer = attention if c.kv_lora_rank is None else latent_attention
+            return mixer(y, weights, f"{name}.self_attn", c, layer, whole, segment_ids)
 
         def feed(y, name=name):
             return feed_forward(y, weights, f"{name}.mlp", c)
@@ -199,9 +229,37 @@ def scalings(draw, pairs):
     return scaling | (original if kind in ("llama3", "yarn") else {})
 
 
-@st.composite
-def architectures(draw):
+def architectures():
     """Any decoder that can be: small, and every part drawn by itself."""
+    return st.one_of(*(usual_architectures() for _ in range(4)), latent_architectures())
+
+
+@st.composite
+def latent_architectures(draw):
+    sizes, rotary = st.integers(1, 12), draw(st.sampled_from([2, 4]))
+    config = draw(usual_architectures())
+    plain = {f.name: f.default for f in fields(config) if f.name in NOT_LATENT}
+    return config.with_changes(
+        **plain,
+        num_key_value_heads=config.num_attention_heads,
+        rope_scaling=draw(st.none() | scalings(rotary // 2)),
+        kv_lora_rank=draw(sizes),
+        q_lora_rank=draw(st.none() | sizes),
+        qk_nope_head_dim=draw(sizes),
+        qk_rope_head_dim=rotary,
+        v_head_dim=draw(sizes),
+    )
+
+
+NOT_LATENT = (
+    "positions", "position_offset", "alibi_scaled", "partial_rotary_factor", "qk_norm", "sliding_window", "layer_types",
+    "rope_layers", "rope_local_base_freq", "attention_out_bias", "attn_logit_softcapping", "query_pre_attn_scalar",
+    "attention_sinks", "clip_qkv",
+)  # fmt: skip
+
+
+@st.composite
+def usual_architectures(draw):
     flags, heads = st.booleans(), draw(st.sampled_from([2, 3, 4, 6, 1]))
     layers, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([8, 4, 2]))
     placement = draw(st.sampled_from(["pre", "pre", "post", "output", "both"]))

@@ -75,7 +75,7 @@ def attention_grad(q, k, v, scale, do, window=None, segment_ids=None):
     dk, dv = scale * ds.swapaxes(-1, -2) @ q, probs.swapaxes(-1, -2) @ do
 
     def per_key_head(x):
-        return x.reshape(B, kv_heads, groups, S, D).sum(2)
+        return x.reshape(B, kv_heads, groups, S, -1).sum(2)
 
     return scale * ds @ keys, per_key_head(dk), per_key_head(dv)
 

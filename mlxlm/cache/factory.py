@@ -39,9 +39,10 @@ def make_cache(model: nn.Module, options: KVOptions = DEFAULT) -> list[Any]:
 
 
 def _make_layer_cache(model: Decoder, layer: int, options: KVOptions) -> KVCache:
-    if options.key_bits or options.value_bits:
-        group_size(model.config.head_dim)  # raises for head dims that can't be quantized
-    rope = model.layers[layer].self_attn.rope
+    bits, dims = (options.key_bits, options.value_bits), model.config.layer_sublayers[layer][0].kv_dims
+    if any(bits):
+        group_size(*(dim for dim, b in zip(dims, bits, strict=True) if b))  # raises for dims that can't be quantized
+    rope = model.layers[layer].mixer.rope
     rotation, window = cache_policies(options, model.config.window(layer), None if rope is None else rope.shift_keys)
     if rotation is not None and options.keep and rope is not None and not rope.can_shift_keys:
         raise GenerationError(

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 from mlxlm import families
 from mlxlm.backend.mlx import mx
 from mlxlm.checkpoint import hub, pytorch, safetensors
-from mlxlm.checkpoint.dequantize import dequantize_tensors, rounded_scales
+from mlxlm.checkpoint.dequantize import dequantize_tensors, dequantize_to_scales, rounded_scales
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
-from mlxlm.checkpoint.map_weights import to_decoder_weights
+from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config import ModelConfig
 from mlxlm.config.numbers import is_count, is_number
+from mlxlm.families import WeightMapping
 from mlxlm.utils.errors import CheckpointError, short_repr
 from mlxlm.utils.json_files import read_json_object
 
@@ -135,6 +136,7 @@ class Adapter:
         """
         untied = config.with_changes(tie_word_embeddings=False)
         mappings = families.weight_mappings(untied, for_mlx=self.from_mlx_lm)
+        mappings = [mapping for mapping in mappings if not mapping.per_head]
         fused = {mapping.name: mapping.modules for mapping in mappings}
 
         def file_name(name: str) -> str:
@@ -142,6 +144,8 @@ class Adapter:
             return families.normalize_tensor_name(untied, text_name) or name
 
         updates, weights = self._renamed(file_name)
+        kv_b = [m for m in families.kv_b_mappings(config) if m.name in updates or f"{m.name}.weight" in weights]
+        tensors = _with_kv_b(kv_b, tensors, config.quantization)
         part_updates: dict[str, LowRankUpdate | ExpertUpdates] = {}
         for mapping in mappings:
             names = {name: expert for expert, name in enumerate(mapping.expert_names()) if name in updates}
@@ -168,7 +172,8 @@ class Adapter:
             if quantization and _EMBEDDING in quantization:
                 quantization = {**quantization, _HEAD: quantization[_EMBEDDING]}
             config = untied.with_changes(quantization=quantization)
-        return config, self._merge(tensors, config.quantization, part_updates, part_weights)
+        merged = self._merge(tensors, config.quantization, part_updates, part_weights)
+        return config, to_decoder_weights(kv_b, merged, str(self.file))
 
     def merge_by_name(
         self, tensors: LazyTensors, quantization: Mapping[str, Any] | None, is_tied: bool
@@ -419,6 +424,16 @@ def _update(
     if transposed:
         a, b = _transpose(a), _transpose(b)
     return LowRankUpdate(a, b, float(scale), parts["magnitude"][1] if "magnitude" in parts else None, name)
+
+
+def _with_kv_b(
+    mappings: Sequence[WeightMapping], tensors: LazyTensors, quantization: Mapping[str, Any] | None
+) -> LazyTensors:
+    """The tensors of a decoder with the `kv_b_proj` of latent attention instead of its two parts, dequantized."""
+    modules = {module for mapping in mappings for module in mapping.modules}
+    parts = {name: tensor for name, tensor in tensors.items() if _module(name) in modules}
+    others = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    return others | to_file_weights(mappings, dequantize_to_scales(parts, quantization or {}))
 
 
 def _transpose(tensor: LazyTensor) -> LazyTensor:

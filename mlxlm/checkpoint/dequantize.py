@@ -78,6 +78,15 @@ def rounded_scales(tensors: LazyTensors) -> dict[str, LazyTensor]:
     return {name: tensor.astype(dtype) for name, tensor in scales.items() if tensor.dtype == mx.float32}
 
 
+def dequantize_to_scales(tensors: LazyTensors, quantization: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """`dequantize_tensors`, rounded to the dtype of the scales, which activations have; bfloat16 for integer scales."""
+    result, changed = dequantize_tensors(tensors, quantization), {}
+    for name in (name for name, tensor in result.items() if tensor is not tensors[name]):
+        dtype = tensors[f"{name.rpartition('.')[0]}.scales"].dtype
+        changed[name] = result[name].astype(dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16)
+    return result | changed
+
+
 def quantize_modules(module: nn.Module, tensors: LazyTensors, prefix: str, quantization: Mapping[str, Any]) -> None:
     """Replace the layers of `module` that have scales in `tensors` below `prefix` by MLX's quantized layers."""
 

@@ -58,6 +58,8 @@ def to_decoder_weights(
             read, nbytes = _part_reader(cache, name, i, whole.read, mapping), whole.nbytes * rows // whole.shape[axis]
             shape = (*whole.shape[:axis], rows, *whole.shape[axis + 1 :])
             result[part] = replace(whole, shape=shape, nbytes=nbytes, read=read)
+            if mapping.per_head and len(shape) == 2:
+                result[part] = _per_head(result[part], mapping.groups, transposed=i == 0)
     for (stacked, parameter), parts in stacks.items():
         names = [f"{name}.{parameter}" for name in stacked.expert_names()]
         result[f"{stacked.modules[0]}.{parameter}"] = _stack(names, parts, source)
@@ -86,6 +88,8 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
         if target in result:
             continue
         parts = [tensors[part + suffix] for part in mapping.modules]
+        if mapping.per_head:
+            parts = [_of_all_heads(part, transposed=i == 0) for i, part in enumerate(parts)]
         whole = tensor if len(parts) == 1 else _fuse(parts, mapping)
         if mapping.interleaved:
             whole = whole.transform(partial(_reorder, mapping=mapping, pairs=(2, -1)))
@@ -157,6 +161,22 @@ def _fuse(parts: Sequence[LazyTensor], mapping: WeightMapping) -> LazyTensor:
 
     rows = sum(part.shape[axis] for part in parts)
     return replace(parts[0], shape=(*experts, rows, *tail), nbytes=sum(part.nbytes for part in parts), read=read)
+
+
+def _per_head(tensor: LazyTensor, heads: int, transposed: bool) -> LazyTensor:
+    """Rows of all heads `[heads · rows, width]` as a matrix for each head, `[heads, rows, width]` or transposed."""
+    rows, width = tensor.shape[0] // heads, tensor.shape[1]
+    if transposed:
+        return tensor.transform(lambda x: x.reshape(heads, rows, width).swapaxes(1, 2), shape=(heads, width, rows))
+    return tensor.transform(lambda x: x.reshape(heads, rows, width), shape=(heads, rows, width))
+
+
+def _of_all_heads(tensor: LazyTensor, transposed: bool) -> LazyTensor:
+    """The inverse of `_per_head`."""
+    heads, rows, width = tensor.shape
+    if transposed:
+        return tensor.transform(lambda x: x.swapaxes(1, 2).reshape(-1, rows), shape=(heads * width, rows))
+    return tensor.transform(lambda x: x.reshape(-1, width), shape=(heads * rows, width))
 
 
 def _reorder(value: mx.array, mapping: WeightMapping, pairs: tuple[int, int]) -> mx.array:

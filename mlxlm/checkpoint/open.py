@@ -29,7 +29,7 @@ from mlxlm.checkpoint.mlx_lm import WritableCheckpoint, build_with_mlx_lm, to_mo
 from mlxlm.checkpoint.quantized_formats import read_quantized, without_zero_biases
 from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import is_unused_id
-from mlxlm.config.quantization import Format, quantization_settings
+from mlxlm.config.quantization import Format, quantization_settings, validate_quantization
 from mlxlm.families import config_from_hf
 from mlxlm.model import Decoder
 from mlxlm.tokenizer import Tokenizer
@@ -182,6 +182,14 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     formats: dict[str, Format] = {}
     if quant_method := families.get_quant_method(values):
         tensors, formats = read_quantized(tensors, values["quantization_config"], str(weights))
+    quantization = quantization_settings(formats) if formats else families.get_quantization_config(values)
+    if unpacked := _unpacked_kv_b(quantization, tensors, str(weights)):
+        tensors = {name: tensor for name, tensor in tensors.items() if ".kv_b_proj." not in name} | unpacked
+        modules = [name.rpartition(".")[0] for name in unpacked]
+        if formats:
+            formats = {name: chosen for name, chosen in formats.items() if name not in modules}
+        else:
+            values = {**values, "quantization": {**quantization, **dict.fromkeys(modules, False)}}
     if not values.get("tie_word_embeddings") and _has_no_head(values, tensors, location.root):
         values = {**values, "tie_word_embeddings": True}
     config = config_from_hf(values, source=str(file))
@@ -191,6 +199,16 @@ def _open_folder(path: Path) -> AnyCheckpoint:
     if quant_method == "gptq":
         decoder_tensors = without_zero_biases(decoder_tensors, config)
     return Checkpoint(weights, format, values, decoder_tensors, tokenizer, config, embedding=embedding)
+
+
+def _unpacked_kv_b(quantization: Any, tensors: LazyTensors, source: str) -> dict[str, LazyTensor]:
+    """The dequantized `kv_b_proj` of latent attention, of which the decoder has some rows transposed."""
+    is_packed = any(name.endswith(".kv_b_proj.scales") for name in tensors)
+    if not is_packed or not isinstance(quantization, Mapping) or any(validate_quantization(quantization)):
+        return {}
+    parts = {name: tensor for name, tensor in tensors.items() if ".kv_b_proj." in name}
+    dequantize.unpacked_shapes(parts, quantization, source)  # raises for what can't be unpacked
+    return dequantize.dequantize_to_scales(parts, quantization)
 
 
 def _has_no_head(values: Mapping[str, Any], tensors: LazyTensors, folder: Path) -> bool:
@@ -241,7 +259,8 @@ def _decoder_tensors(config: ModelConfig, tensors: LazyTensors, folder: Path) ->
         if hf_name is not None:
             by_hf_name[hf_name] = tensor
     for_mlx = config.quantization is not None or families.is_mlx_layout(config, tensors)
-    return to_decoder_weights(families.weight_mappings(config, for_mlx=for_mlx), by_hf_name, str(folder))
+    mappings = families.weight_mappings(config, for_mlx=for_mlx) + families.kv_b_mappings(config)
+    return to_decoder_weights(mappings, by_hf_name, str(folder))
 
 
 def _decoder_formats(config: ModelConfig, formats: Mapping[str, Format]) -> dict[str, Format]:

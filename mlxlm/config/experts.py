@@ -33,8 +33,6 @@ def validate_experts(c: Config) -> Iterator[str]:
         yield f"{c.num_experts} experts can't be in {c.n_group} groups of which {c.topk_group} are considered (1 and 1)"
     elif c.num_experts_per_tok > c.topk_group * (c.num_experts // c.n_group):
         yield f"num_experts_per_tok is {c.num_experts_per_tok}, more than the experts of {c.topk_group} groups"
-    if c.n_group > 1 and c.router != "sigmoid":
-        yield f"n_group is {c.n_group}, groups need the sigmoid router"
     if c.shared_expert_gate and c.shared_expert_intermediate_size is None:
         yield "shared_expert_gate is true, but shared_expert_intermediate_size is null"
     types = c.mlp_layer_types

@@ -24,7 +24,7 @@ from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
-from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer
+from mlxlm.config.sublayers import LATENT_FIELDS, MIXERS, MLPS, Sublayer, validate_latent_attention
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -38,7 +38,12 @@ class ModelConfig:
     Attributes:
         num_key_value_heads: Equal to `num_attention_heads` (the default) for multi-head attention, 1 for multi-query
             attention, between them for grouped-query attention.
-        head_dim: Default: `hidden_size / num_attention_heads`.
+        head_dim: Default: `hidden_size / num_attention_heads`. With latent attention, the sum of the two below.
+        kv_lora_rank: Size of the latent vector of multi-head latent attention (DeepSeek V2); None: other attention.
+        q_lora_rank: The same of queries; None: they are projected at once.
+        qk_nope_head_dim: Dimensions of its queries and keys without rotary positions.
+        qk_rope_head_dim: Dimensions with them; all heads have the same keys there.
+        v_head_dim: Dimensions of its values.
         rms_norm_eps: Epsilon of any norm.
         attention_bias: Biases of the query, key and value projections.
         attention_out_bias: Bias of the output projection. None: as `attention_bias`.
@@ -130,6 +135,11 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
     query_pre_attn_scalar: float | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     rope_layers: tuple[bool, ...] | None = None
     rope_local_base_freq: float | None = None
     residual_multiplier: float = 1.0
@@ -160,6 +170,9 @@ class ModelConfig:
         explicit_head_dim = self.head_dim is not None
         if not explicit_head_dim and is_count(self.hidden_size) and is_count(self.num_attention_heads):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        if self.kv_lora_rank is not None and is_count(self.qk_nope_head_dim) and is_count(self.qk_rope_head_dim):
+            object.__setattr__(self, "head_dim", self.qk_nope_head_dim + self.qk_rope_head_dim)
+            explicit_head_dim = True
         for name in ("layer_types", "rope_layers", "mlp_layer_types"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
@@ -184,7 +197,9 @@ class ModelConfig:
     @property
     def rotary_dims(self) -> int:
         """Number of dimensions of a head that are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor) if self.positions == "rope" else 0
+        if self.positions != "rope":
+            return 0
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def longrope_original_length(self) -> int | None:
@@ -204,7 +219,7 @@ class ModelConfig:
 
     def mixer(self, layer: int) -> str:
         """The sublayer that mixes tokens in this layer, a name in `mlxlm.config.sublayers.MIXERS`."""
-        return "attention"
+        return "attention" if self.kv_lora_rank is None else "latent_attention"
 
     def mlp(self, layer: int) -> str:
         """The feed-forward of this layer, a name in `mlxlm.config.sublayers.MLPS`."""
@@ -244,7 +259,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Bytes that a token adds to the key-value cache over all layers, until windows are full."""
-        return kv_cache_values(self, 1) * bytes_per_value
+        return sum(kv_cache_values(self, 1)) * bytes_per_value
 
 
 MAX_LAYERS = 10_000  # far more than any decoder has, and few enough for a list of names
@@ -327,6 +342,13 @@ def _validate_sizes(c: ModelConfig, explicit_head_dim: bool) -> Iterator[str]:
 
 def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     """Problems of fields that are valid on their own."""
+    if c.kv_lora_rank is not None:
+        if problems := list(validate_latent_attention(c)):
+            yield from problems
+            return
+    elif set_fields := [name for name in LATENT_FIELDS if getattr(c, name) is not None]:
+        yield f"{', '.join(set_fields)} need latent attention, but kv_lora_rank is null (512)"
+        return
     if c.positions == "rope":
         yield from _validate_rope(c)
     rows = c.max_position_embeddings + c.position_offset
@@ -463,17 +485,18 @@ def layer_activations(c: ModelConfig) -> int:
     return (2 + len(c.layer_norms.names)) * c.hidden_size + largest
 
 
-def kv_cache_values(c: ModelConfig, context_length: int) -> int:
-    """Number of values in the key-value cache of one sequence.
+def kv_cache_values(c: ModelConfig, context_length: int) -> tuple[int, int]:
+    """Number of elements of the keys and of the values in the cache of one sequence.
 
     A layer with a window stores at most the window, its slack and its spare positions.
     """
-    total = 0
+    keys = values = 0
     for layer, (mixer, _) in enumerate(c.layer_sublayers):
         window = c.window(layer)
         limit = context_length if window is None else window + window_slack(window) + window_spare(window)
-        total += mixer.kv_values * min(context_length, limit)
-    return total
+        vectors = mixer.kv_heads * min(context_length, limit)
+        keys, values = keys + vectors * mixer.kv_dims[0], values + vectors * mixer.kv_dims[1]
+    return keys, values
 
 
 def window_slack(window: int) -> int:

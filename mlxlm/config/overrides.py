@@ -37,7 +37,7 @@ _PRESETS: dict[str, dict[str, Changes]] = {
     "head": {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}},
 }
 _ALIASES = {"softcap": "attn_logit_softcapping", "kv_heads": "num_key_value_heads", "window": "sliding_window"}
-_ATTENTION = ("multi-head", "grouped-query", "multi-query")
+_ATTENTION = ("multi-head", "grouped-query", "multi-query", "latent")
 _ROPE_SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3")
 OVERRIDE_NAMES = tuple(sorted({*_FIELDS, *_PRESETS, *_ALIASES, "attention", "experts"} - _RESERVED.keys()))
 
@@ -68,7 +68,7 @@ def apply_overrides(
     Names are ModelConfig's fields, and:
 
     - `feed_forward`: relu, gelu, silu, glu, reglu, geglu or swiglu.
-    - `attention`: multi-head, grouped-query or multi-query.
+    - `attention`: multi-head, grouped-query, multi-query or latent.
     - `biases`: all or none. `head`: tied or untied.
     - `kv_heads`, `window` and `softcap` (of attention scores).
     - `experts`: their number, of which each token uses 2 or `num_experts_per_tok`, as wide together as the feed-forward
@@ -210,9 +210,17 @@ def _remove_unused_window(changes: Changes, values: Values) -> None:
 
 
 def _parse_attention(text: str, values: Values) -> Changes:
-    """Number of key-value heads. grouped-query: a quarter of the heads as in Llama 3 8B, else the next fewer."""
+    """Number of key-value heads. grouped-query: a quarter of the heads as in Llama 3 8B, else the next fewer.
+
+    latent: sizes that aren't set have the proportions of DeepSeek V2 Lite.
+    """
     heads = values["num_attention_heads"]
     _check_choice("attention", text, _ATTENTION)
+    if text == "latent":
+        size = values["head_dim"] or values["hidden_size"] // heads
+        rotary = max(2, size // 4 * 2)
+        sizes = {"kv_lora_rank": 4 * size, "qk_nope_head_dim": size, "qk_rope_head_dim": rotary, "v_head_dim": size}
+        return {"num_key_value_heads": heads} | {name: n for name, n in sizes.items() if values[name] is None}
     if text != "grouped-query":
         return {"num_key_value_heads": heads if text == "multi-head" else 1}
     group_size = next((n for n in (4, *range(2, heads)) if heads % n == 0 and n < heads), None)

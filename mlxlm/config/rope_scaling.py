@@ -126,10 +126,17 @@ def attention_factor(scaling: Mapping[str, Any], max_position_embeddings: int) -
         original = scaling["original_max_position_embeddings"]
         factor = scaling.get("factor", max_position_embeddings / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-    def temperature(weight: float) -> float:
-        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
-
     if "mscale" in scaling and "mscale_all_dim" in scaling:
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+        return _temperature(scaling, scaling["mscale"]) / _temperature(scaling, scaling["mscale_all_dim"])
+    return _temperature(scaling, 1.0)
+
+
+def latent_attention_factor(scaling: Mapping[str, Any]) -> float:
+    """Further factor on the scores of multi-head latent attention with "yarn" (DeepSeek V2's code)."""
+    if scaling["rope_type"] != "yarn" or "mscale_all_dim" not in scaling:
+        return 1.0
+    return _temperature(scaling, scaling["mscale_all_dim"]) ** 2
+
+
+def _temperature(scaling: Mapping[str, Any], weight: float) -> float:
+    return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0

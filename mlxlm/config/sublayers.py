@@ -5,9 +5,12 @@ Each declares its matrices, activations and cache; `mlxlm.model` implements it u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from mlxlm.config.numbers import is_count
+from mlxlm.utils.errors import short_repr
 
 Config = Any  # a ModelConfig, whose module imports this one
 
@@ -55,7 +58,8 @@ class Sublayer:
         norms: Parameters of its own norms.
         biases: Parameters that belong to no matrix and no norm.
         score_flops: Operations of a token and one key: of the score, and of the weighted sum of values.
-        kv_values: Values in the cache per token.
+        kv_heads: Number of heads in the cache.
+        kv_dims: Size of a head of the two arrays in the cache, of keys and of values.
     """
 
     matrices: tuple[Matrix, ...]
@@ -63,7 +67,8 @@ class Sublayer:
     norms: int = 0
     biases: int = 0
     score_flops: tuple[int, int] = (0, 0)
-    kv_values: int = 0
+    kv_heads: int = 0
+    kv_dims: tuple[int, int] = (0, 0)
 
 
 def attention(c: Config) -> Sublayer:
@@ -82,8 +87,66 @@ def attention(c: Config) -> Sublayer:
         biases=c.num_attention_heads if c.attention_sinks else 0,
         norms={None: 0, "head": 2 * d, "projection": queries + keys}[c.qk_norm],
         score_flops=(2 * queries, 2 * queries),
-        kv_values=2 * keys,
+        kv_heads=c.num_key_value_heads,
+        kv_dims=(d, d),
     )
+
+
+def latent_attention(c: Config) -> Sublayer:
+    """Multi-head latent attention.
+
+    The cache has the rotated part of the keys, which all heads share, and the latent vector from which the rest of the
+    keys and the values are computed.
+    """
+    hidden, heads, bias, rank = c.hidden_size, c.num_attention_heads, c.attention_bias, c.kv_lora_rank
+    queries, nope, values = heads * c.head_dim, heads * c.qk_nope_head_dim, heads * c.v_head_dim
+    compressed = rank + c.qk_rope_head_dim
+    query: tuple[Matrix, ...] = (Matrix("self_attn.q_proj", "query", hidden, queries, False),)
+    if c.q_lora_rank is not None:
+        query = (
+            Matrix("self_attn.q_a_proj", "query", hidden, c.q_lora_rank, bias),
+            Matrix("self_attn.q_b_proj", "query", c.q_lora_rank, queries, False),
+        )
+    return Sublayer(
+        matrices=(
+            *query,
+            Matrix("self_attn.kv_a_proj_with_mqa", "key", hidden, compressed, bias),
+            Matrix("self_attn.embed_q", "key", c.qk_nope_head_dim, heads * rank, False),
+            Matrix("self_attn.unembed_out", "value", rank, values, False),
+            Matrix("self_attn.o_proj", "output", values, hidden, bias),
+        ),
+        # Latent vectors and their norms, queries, keys and values, and attention's output.
+        activations=2 * compressed + 2 * (c.q_lora_rank or 0) + 2 * queries + nope + 2 * values,
+        norms=rank + (c.q_lora_rank or 0),
+        score_flops=(2 * queries, 2 * values),
+        kv_heads=1,
+        kv_dims=(c.qk_rope_head_dim, rank),
+    )
+
+
+LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def validate_latent_attention(c: Config) -> Iterator[str]:
+    """Yield a message for each problem of the fields of multi-head latent attention, whose `kv_lora_rank` is set."""
+    bad = [name for name in LATENT_FIELDS[1:] if not is_count(getattr(c, name))]
+    if c.q_lora_rank is not None and not is_count(c.q_lora_rank):
+        bad.append("q_lora_rank")
+    for name in bad:
+        yield f"{name} is {short_repr(getattr(c, name))}, it must be a positive whole number"
+    if c.num_key_value_heads != c.num_attention_heads:
+        yield f"num_key_value_heads is {c.num_key_value_heads}, latent attention has one for each of the heads"
+    if not bad and c.qk_rope_head_dim % 2:
+        yield f"qk_rope_head_dim {c.qk_rope_head_dim} is odd, rotary positions need an even one"
+    required = {
+        "positions": "rope", "partial_rotary_factor": 1.0, "qk_norm": None, "sliding_window": None, "rope_layers": None,
+        "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "attention_out_bias": None,
+        "attention_sinks": False, "clip_qkv": None,
+    }  # fmt: skip
+    for name, value in required.items():
+        if getattr(c, name) != value:
+            needed = "null" if value is None else value
+            yield f"{name} is {short_repr(getattr(c, name))}, latent attention needs {needed}"
 
 
 def mlp(c: Config) -> Sublayer:
@@ -121,5 +184,5 @@ def _feed_forward(c: Config, name: str, inner: int, experts: int = 1, experts_pe
     )
 
 
-MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention}
+MIXERS: dict[str, Callable[[Config], Sublayer]] = {"attention": attention, "latent_attention": latent_attention}
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}

@@ -190,6 +190,10 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
 
 def _attention(c: ModelConfig) -> str:
     heads, kv = c.num_attention_heads, c.num_key_value_heads
+    if c.kv_lora_rank is not None:
+        queries = "" if c.q_lora_rank is None else f", queries of {c.q_lora_rank}"
+        sizes = f"{heads} heads of {c.head_dim} and {c.v_head_dim} for values"
+        return f"multi-head latent, {sizes}; latent vectors of {c.kv_lora_rank}{queries}"
     kind = "multi-head" if kv == heads else "multi-query" if kv == 1 else "grouped-query"
     shared = "" if kv == heads else f" on {kv} key-value head{'s' if kv > 1 else ''}"
     norms = {None: "", "head": ", each query and key normalized", "projection": ", queries and keys normalized"}
@@ -202,6 +206,8 @@ def _positions(c: ModelConfig) -> str:
     if c.positions != "rope":
         return c.positions.replace("alibi", "ALiBi")
     text = f"rotary, base {c.rope_theta:g}"
+    if c.qk_rope_head_dim is not None:
+        text += f", {c.qk_rope_head_dim} dimensions of a head"
     if c.partial_rotary_factor != 1:
         text += f", {100 * c.partial_rotary_factor:g} % of a head"
     if c.rope_scaling:

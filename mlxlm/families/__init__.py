@@ -23,7 +23,13 @@ from mlxlm.families.config_conversion import (
 from mlxlm.families.mlxlm import MLXLM_MODEL_TYPE
 from mlxlm.families.registry import FAMILIES
 from mlxlm.families.rope import rope_parameters
-from mlxlm.families.weight_mapping import WeightMapping, is_mlx_layout, normalize_tensor_name, weight_mappings
+from mlxlm.families.weight_mapping import (
+    WeightMapping,
+    is_mlx_layout,
+    kv_b_mappings,
+    normalize_tensor_name,
+    weight_mappings,
+)
 
 __all__ = [
     "SUPPORTED_QUANT_METHODS",
@@ -37,6 +43,7 @@ __all__ = [
     "get_quant_method",
     "get_quantization_config",
     "is_mlx_layout",
+    "kv_b_mappings",
     "load_config",
     "load_preset",
     "mlx_lm_mismatch",

@@ -41,6 +41,8 @@ class Family:
         has_local_rope: Layers with a sliding window have a RoPE of their own (`rope_local_base_freq`).
         rope_interleaved: Rotary pairs are neighboring rows of queries and keys, not the two halves of a head.
         transposed: Modules of a layer whose weight is `[in, out]`.
+        fused_kv_b: Programs whose files have the `kv_b_proj` of latent attention instead of its two parts:
+            "transformers", "mlx_lm".
         has_mtp_layers: Files may have more layers, which predict several tokens and aren't used.
         mlx_lm_prefixes: Pairs of a prefix in the file and the prefix in mlx_lm, where they differ.
         ignored_suffixes: Suffixes of tensors that aren't parameters.
@@ -66,6 +68,7 @@ class Family:
     has_local_rope: bool = False
     rope_interleaved: bool = False
     transposed: frozenset[str] = frozenset()
+    fused_kv_b: tuple[str, ...] = ()
     has_mtp_layers: bool = False
     mlx_lm_prefixes: tuple[tuple[str, str], ...] = ()
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
@@ -110,6 +113,13 @@ QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 # The experts of most mixtures, and their number, which transformers 5 saves by the second name.
 NUM_EXPERTS = "num_experts", "num_local_experts"
 EXPERTS = {f"mlp.experts.*.{name}": f"mlp.switch_mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+
+SHARED_EXPERTS = {
+    f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+}
+
+# The matrix of latent attention from whose rows the decoder makes two modules, see `WeightMapping.per_head`.
+KV_B_PROJ, KV_B_PARTS = "self_attn.kv_b_proj", "self_attn.embed_q self_attn.unembed_out"
 
 # LayerNorm and a feed-forward without a gate, as in GPT-2 and its successors.
 GPT_VALUES = {"norm": "layer", "mlp_gated": False}
@@ -174,6 +184,32 @@ def read_mlp_layer_types(values: HFConfig, is_dense: Callable[[int], bool]) -> d
         return {}
     types = tuple(DENSE if is_dense(layer) else SPARSE for layer in range(layers))
     return {"mlp_layer_types": types} if DENSE in types else {}
+
+
+def read_first_dense_layers(values: HFConfig, default: int) -> dict[str, Any]:
+    """`read_mlp_layer_types` of files in which the first `first_k_dense_replace` layers are dense."""
+    dense = values.get("first_k_dense_replace", default)
+    return read_mlp_layer_types(values, lambda layer: isinstance(dense, int) and layer < dense)
+
+
+def write_first_dense_layers(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_first_dense_layers`."""
+    types = config.mlp_layer_types or ()
+    dense = next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))
+    return {"first_k_dense_replace": dense}
+
+
+def read_shared_experts(values: HFConfig, default_width: int, default_count: int) -> dict[str, Any]:
+    """ModelConfig's width of the shared expert, of files with a number of experts as wide as the others."""
+    width, count = values.get("moe_intermediate_size", default_width), values.get("n_shared_experts", default_count)
+    sizes = isinstance(width, int) and isinstance(count, int)
+    return {"shared_expert_intermediate_size": (width * count or None) if sizes else count}
+
+
+def write_shared_experts(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_shared_experts`."""
+    width = config.moe_intermediate_size or 1
+    return {"n_shared_experts": (config.shared_expert_intermediate_size or 0) // width}
 
 
 def unsupported_layer_types(types: Mapping[str, Any]) -> str | None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from mlxlm.config import ModelConfig
-from mlxlm.config.components import DENSE
 from mlxlm.families.family import (
     EXPERTS,
     LLAMA_FIELDS,
+    SHARED_EXPERTS,
     Family,
     HFConfig,
     first_unexpected,
     read_bool,
-    read_mlp_layer_types,
+    read_first_dense_layers,
+    read_shared_experts,
     same_names,
     unsupported_layer_types,
+    write_first_dense_layers,
+    write_shared_experts,
 )
 
 _FIELDS = LLAMA_FIELDS | same_names("head_dim", "attention_bias", "partial_rotary_factor")
@@ -59,31 +62,24 @@ GLM4 = Family(
 
 
 def _read_glm4_moe(values: HFConfig) -> dict[str, Any]:
-    width, shared = values.get("moe_intermediate_size", 1408), values.get("n_shared_experts", 1)
-    sizes = isinstance(width, int) and isinstance(shared, int)
     return {
         "qk_norm": "head" if read_bool(values, "use_qk_norm", False) else None,
-        "shared_expert_intermediate_size": (width * shared or None) if sizes else shared,
-        **_read_dense_layers(values),
+        **read_shared_experts(values, 1408, 1),
+        **read_first_dense_layers(values, 1),
     }
 
 
-def _read_dense_layers(values: HFConfig) -> dict[str, Any]:
-    dense = values.get("first_k_dense_replace", 1)
-    return read_mlp_layer_types(values, lambda layer: isinstance(dense, int) and layer < dense)
-
-
 def _unsupported_experts(values: HFConfig) -> str | None:
-    return first_unexpected(values, topk_method="noaux_tc") or unsupported_layer_types(_read_dense_layers(values))
+    return first_unexpected(values, topk_method="noaux_tc") or unsupported_layer_types(
+        read_first_dense_layers(values, 1)
+    )
 
 
 def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    types, width = config.mlp_layer_types or (), config.moe_intermediate_size or 1
-    dense = next((layer for layer, layer_type in enumerate(types) if layer_type != DENSE), len(types))
     return {
         "use_qk_norm": config.qk_norm == "head",
-        "n_shared_experts": (config.shared_expert_intermediate_size or 0) // width,
-        "first_k_dense_replace": dense,
+        **write_shared_experts(config),
+        **write_first_dense_layers(config),
         **({} if config.rope_scaling else {"rope_scaling": None}),  # which mlx_lm requires
     }
 
@@ -109,9 +105,6 @@ GLM4_MOE = Family(
     read_extra=_read_glm4_moe,
     write_extra=_write_glm4_moe,
     find_unsupported=_unsupported_experts,
-    layer_modules={
-        **EXPERTS,
-        **{f"mlp.shared_experts.{name}": f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
-    },
+    layer_modules={**EXPERTS, **SHARED_EXPERTS},
     has_mtp_layers=True,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from mlxlm.families.arcee import ARCEE
 from mlxlm.families.bloom import BLOOM
 from mlxlm.families.cohere import COHERE, COHERE2
 from mlxlm.families.cwm import CWM
+from mlxlm.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from mlxlm.families.exaone4 import EXAONE4
 from mlxlm.families.falcon import FALCON
 from mlxlm.families.family import Family
@@ -35,7 +36,7 @@ from mlxlm.utils.errors import ConfigError
 _ORDER = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2, GPT2, GPT_NEOX, OPT, FALCON, BLOOM, SMOLLM3, GRANITE,
     STARCODER2, STABLELM, OLMO, OLMO3, GEMMA3, MINISTRAL, CWM, EXAONE4, SEED_OSS, ARCEE, COHERE, COHERE2, GLM, GLM4,
-    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI,
+    MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GPT_OSS, PHI, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
     MLXLM,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ORDER}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mlxlm.config import ModelConfig
-from mlxlm.families.family import Family, same_names
+from mlxlm.families.family import KV_B_PARTS, KV_B_PROJ, Family, same_names
 from mlxlm.families.registry import family_of
 
 
@@ -29,6 +29,7 @@ class WeightMapping:
         rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
+        per_head: The two fused modules have a matrix for each head in the decoder, `[G, in, rows]` and `[G, rows, in]`.
         stacked: The first axis is that of the experts, the second one that of the rows.
     """
 
@@ -40,6 +41,7 @@ class WeightMapping:
     interleaved: int = 0
     rotary_dims: int = 0
     experts: int = 0
+    per_head: bool = False
     stacked: bool = False
 
     @property
@@ -96,6 +98,22 @@ def weight_mappings(config: ModelConfig, for_mlx: bool = False) -> list[WeightMa
         rows = tuple(rows_of[tensor.rpartition(".")[0]] for tensor in tensors)
         full_name = f"{family.prefix}{family.layers}.{i}.{name}"
         mappings.append(WeightMapping(full_name, tensors, rows, groups=rows[0], transposed=True, stacked=True))
+    if ("mlx_lm" if for_mlx else "transformers") in family.fused_kv_b:
+        mappings += kv_b_mappings(config)
+    return mappings
+
+
+def kv_b_mappings(config: ModelConfig) -> list[WeightMapping]:
+    """The `kv_b_proj` of latent attention, which also files with mlx_lm's other names may have; [] without it."""
+    if config.kv_lora_rank is None:
+        return []
+    heads, family = config.num_attention_heads, family_of(config)
+    rows = heads * (config.qk_nope_head_dim or 0), heads * (config.v_head_dim or 0)
+    mappings = []
+    for i in range(config.num_hidden_layers):
+        modules = tuple(f"model.layers.{i}.{part}" for part in KV_B_PARTS.split())
+        name = f"{family.prefix}{family.layers}.{i}.{KV_B_PROJ}"
+        mappings.append(WeightMapping(name, modules, rows, groups=heads, per_head=True))
     return mappings
 
 
@@ -138,7 +156,7 @@ def decoder_modules(family: Family, name: str) -> tuple[str, ...]:
         return ("lm_head",)
     rest = name.removeprefix(family.prefix)
     if match := re.fullmatch(rf"{family.layers}\.(\d+)\.(.+)", rest):
-        fused = family.mlx_lm_layer_modules.get(match[2], match[2])
+        fused = {KV_B_PROJ: KV_B_PARTS, **family.mlx_lm_layer_modules}.get(match[2], match[2])
         return tuple(f"model.layers.{match[1]}.{module}" for module in fused.split())
     return (f"model.{family.top_modules[rest]}",) if rest in family.top_modules else (name,)
 

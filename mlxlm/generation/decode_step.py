@@ -16,7 +16,7 @@ from typing import Any
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.cache.kv_buffer import KVBuffer
 from mlxlm.cache.kv_cache import STEP, KVCache, round_length
-from mlxlm.kernels import QuantizedKV, prepare_masked_attention
+from mlxlm.kernels import QuantizedKV
 from mlxlm.kernels.dispatch import mode
 from mlxlm.model import Decoder
 from mlxlm.model.positions import RotaryEmbedding
@@ -241,22 +241,10 @@ def _make_step(model: Decoder, layout: _Layout, forms: Sequence[Sequence[tuple[i
 
 def _is_supported(model: Decoder, caches: Sequence[KVCache]) -> bool:
     """Whether a step of these caches can be compiled."""
-    for layer, cache in zip(model.layers, caches, strict=True):
-        attention = layer.mixer
-        if attention.rope is not None and attention.rope.varies:  # its base depends on the length
-            return False
-        forms = [buffer.quantization or (0, 0) for buffer in cache.buffers]
-        quantization = {}
-        if any(bits for bits, _ in forms):
-            (key_bits, key_group), (value_bits, value_group) = forms
-            quantization = {"group_size": key_group or value_group, "key_bits": key_bits, "value_bits": value_bits}
-        options = {"window": attention.window, "softcap": attention.softcap, "slopes": attention._slopes}
-        options["sinks"] = attention.get("sinks")
-        features = tuple(name for name, value in options.items() if value is not None)
-        queries = attention.head_dim, attention.heads, cache.buffers[0].dtype
-        if not prepare_masked_attention(queries, attention.kv_heads, features, **quantization):
-            return False
-    return True
+    return all(
+        layer.mixer.can_decode(cache.buffers[0].dtype, [buffer.quantization for buffer in cache.buffers])
+        for layer, cache in zip(model.layers, caches, strict=True)
+    )
 
 
 def _tree_items(container: Any) -> Iterator[tuple[Any, Any, Any]]:

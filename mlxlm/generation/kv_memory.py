@@ -121,9 +121,8 @@ class KVMemory:
             return num_rows * (self._state_bytes + sum(sizes))
         if self._kv.size is not None:
             tokens = min(tokens, RotationPolicy(self._kv.size, self._kv.keep).max_positions)
-        values = kv_cache_values(self._config, tokens) // 2  # of keys, or of values
-        sides = (values * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16)
-                 for bits in (self._kv.key_bits, self._kv.value_bits))  # fmt: skip
+        counts = zip(kv_cache_values(self._config, tokens), (self._kv.key_bits, self._kv.value_bits), strict=True)
+        sides = (n * (self._itemsize if bits is None else bits / 8 + self._itemsize / 16) for n, bits in counts)
         return num_rows * int(sum(sides))
 
     def reserved_bytes(self, num_tokens: int, num_rows: int = 1, capacity: int = 0) -> int:

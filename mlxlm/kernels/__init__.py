@@ -9,6 +9,7 @@ from mlxlm.kernels.activations import clamped_swiglu, gelu, gelu_tanh, swiglu, w
 from mlxlm.kernels.attention import attention
 from mlxlm.kernels.cross_entropy import cross_entropy, linear_cross_entropy, log_softmax
 from mlxlm.kernels.dispatch import use_kernels
+from mlxlm.kernels.latent_attention import latent_attention
 from mlxlm.kernels.masked_attention import masked_attention, prepare_masked_attention
 from mlxlm.kernels.qk_norm_rope import RoPE, qk_norm_rope
 from mlxlm.kernels.quantile import kth_smallest, weighted_quantile
@@ -25,6 +26,7 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "kth_smallest",
+    "latent_attention",
     "linear_cross_entropy",
     "log_softmax",
     "masked_attention",

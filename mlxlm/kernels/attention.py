@@ -42,7 +42,7 @@ def attention(
     Args:
         queries: `[B, H, T, D]`, float32, float16 or bfloat16. The T queries are the last T of the S positions, T <= S.
         keys: `[B, H_kv, S, D]` in the same dtype, H a multiple of H_kv; or `QuantizedKV`, which has no gradient.
-        values: The same shape as the keys. If both are quantized, with the same group size.
+        values: As the keys, perhaps with another head dim. If both are quantized, with the same group size.
         scale: Multiplies the scores, usually 1 / sqrt(D).
         window: Sliding window: a query sees only its own position and the window - 1 before it.
         softcap: Soft cap c: scores become c·tanh(score / c) (Gemma Team 2024, "Gemma 2").
@@ -56,7 +56,7 @@ def attention(
         training: Whether a gradient is needed. Without it, not every implementation has one.
 
     Returns:
-        `[B, H, T, D]`.
+        `[B, H, T, D]`, with the head dim of the values.
     """
     (_, H, T, D), (_, K, S, _) = queries.shape, keys.shape
     given = {
@@ -64,7 +64,7 @@ def attention(
         "segment_ids": segment_ids,
     }  # fmt: skip
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    decoding, form = T <= MAX_DECODE_QUERIES, quantization(keys, values)
+    decoding, form, values_dim = T <= MAX_DECODE_QUERIES, quantization(keys, values), values.shape[3]
     operation = TRAINING if training else DECODE if decoding else PREFILL
     # On the CPU, a quantized product takes as long per row as dequantizing the whole key head.
     if form and decoding and not training and not (ON_CPU and H * T > K) and segment_ids is None:
@@ -73,7 +73,8 @@ def attention(
     elif form:
         form = {}
         keys, values = (x.dequantized() if isinstance(x, QuantizedKV) else x for x in (keys, values))
-    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), window=window, **form)
+    sizes = form if values_dim == D else {**form, "V": values_dim}
+    case = attention_case(operation, DTYPE_NAMES[queries.dtype], D, H, K, T, S, tuple(options), window=window, **sizes)
     return operation.implementation(case)(queries, keys, values, float(scale), **options, **form)
 
 
@@ -97,7 +98,8 @@ def attention_case(
         S: Number of keys.
         features: Optional arguments in use: "window", "softcap", "slopes", "sinks", "first", "segment_ids".
         window: Sliding window. Only used for training.
-        form: Of quantized keys and values: group_size, key_bits, value_bits.
+        form: Of quantized keys and values: group_size, key_bits, value_bits. And V, the head dim of values if it
+            isn't D.
     """
     shortest, longest = LENGTHS
     if operation is DECODE or operation is QUANTIZED:
@@ -141,6 +143,8 @@ def _unsupported_reason(path: str, case: Case) -> str | None:
         return f"it doesn't support {' and '.join(missing)}"
     if path != "metal":
         return None
+    if "V" in case.names:
+        return "it doesn't support values of another head dim"
     if decoding:
         return _decode_unsupported_reason(case)
     D = case.size("D")
@@ -180,8 +184,9 @@ def _preferred_decode_paths(case: Case) -> tuple[tuple[str, ...], str]:
 
 
 def _preferred_prefill_paths(case: Case) -> tuple[tuple[str, ...], str]:
-    # MLX fuses nothing on the CPU: 2.7 GB instead of 0.3 for 4096²
-    if ON_CPU and (case.size("T") >= LINEAR_MEMORY_FROM or "sinks" in case.features):
+    # MLX fuses nothing on the CPU (2.7 GB instead of 0.3 for 4096²), nor other head dims of values.
+    needs_blocks = (ON_CPU or "V" in case.names) and case.size("T") >= LINEAR_MEMORY_FROM
+    if needs_blocks or (ON_CPU and "sinks" in case.features):
         return ("blockwise", "mlx"), "memory linear in the length"
     if ON_CPU or case.size("D") in _FUSED_PREFILL_DIMS:
         return ("mlx", "metal", "blockwise"), "MLX's own"
@@ -195,7 +200,7 @@ def _preferred_training_paths(case: Case) -> tuple[tuple[str, ...], str]:
     if case.size("T") < LINEAR_MEMORY_FROM:
         paths = ("mlx", "metal", "blockwise")
         why = "short: MLX keeps the probabilities instead of computing them twice"
-    elif not ON_CPU and not metal_available() and case.dtype != "float32":
+    elif not ON_CPU and not metal_available() and case.dtype != "float32" and "V" not in case.names:
         paths, why = ("mlx", "blockwise"), "MLX's own fused gradient on CUDA"
     if metal_available():
         why += "; `mlxlm kernels bench` finds out whether metal is faster here"
@@ -213,7 +218,7 @@ def _sample_inputs(case: Case) -> tuple[list[Any], dict[str, Any]]:
     batch = max(1, min(8, 2048 // T)) if case.operation == TRAINING.name else 1
     dtype = getattr(mx, case.dtype)
     seeds = mx.random.split(mx.random.key(0), 3)
-    shapes = ((batch, T, H, D), (batch, K, S + 3, D), (batch, K, S + 3, D))
+    shapes = ((batch, T, H, D), (batch, K, S + 3, D), (batch, K, S + 3, case.size("V") if "V" in case.names else D))
     queries, keys, values = (mx.random.normal(s, key=k).astype(dtype) for s, k in zip(shapes, seeds, strict=True))
     window = case.size("window") if "window" in case.names else S // 2
     features = {"window": window, "softcap": 20.0, "slopes": -(2.0 ** -mx.arange(1, H + 1))}

@@ -53,7 +53,7 @@ def blockwise_attention(
     optional = {"slopes": slopes, "first": first, "segment_ids": segment_ids}
     optional = {name: x for name, x in optional.items() if x is not None}
     out, lse = _function(scale, window, softcap, tuple(optional))(rows, keys, values, *optional.values())
-    out = out.reshape(B, H, T, D)
+    out = out.reshape(B, H, T, -1)
     return out if sinks is None else add_sinks(out, lse.reshape(B, H, T), sinks)
 
 
@@ -184,7 +184,7 @@ def _backward(
     # The sum over keys of dP·P, computed without P as cotangent · output (Dao et al. 2022, B.4).
     delta = mx.sum((cotangent * out).astype(mx.float32), axis=-1, keepdims=True) - statistics_cotangent
     dq: list[mx.array] = []
-    dk, dv = (mx.zeros(values.shape, mx.float32) for _ in range(2))
+    dk, dv = (mx.zeros(x.shape, mx.float32) for x in (scores.keys, values))
     for block in scores.blocks():
         start, stop, first, seen = block
         rows, do, lse, d = (scores.rows(x, start, stop) for x in (scores.queries, cotangent, statistics, delta))

@@ -107,14 +107,39 @@ def masked_attention(
     if isinstance(keys, mx.array) and isinstance(values, mx.array):
         # One product per query head: for one row, BLAS reads the keys at the memory's speed.
         shape, keys, values = (B, K, H // K, 1, D), keys[:, :, None], values[:, :, None]
-    scores = _product((queries * scale).reshape(shape), keys, transpose=True)
+    scores = product((queries * scale).reshape(shape), keys, transpose=True)
     scores = scores.astype(mx.float32).reshape(B, H, 1, S)
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)
     if slopes is not None:
         scores = scores + slopes[:, None, None] * visible.distances
+    return weighted_values(scores, mask, values, shape[:-1], queries.dtype, sinks)
+
+
+def weighted_values(
+    scores: mx.array,
+    mask: mx.array,
+    values: mx.array | QuantizedKV,
+    rows: tuple[int, ...],
+    dtype: mx.Dtype,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Compute softmax(scores) · values over the keys of a mask.
+
+    Args:
+        scores: `[B, H, T, S]`. The softmax is computed in float32.
+        mask: bool, broadcastable to the scores.
+        values: `[..., S, D]`.
+        rows: The scores' dimensions before S in the product with the values.
+        dtype: Of the result.
+        sinks: `[H]`, attention sinks.
+
+    Returns:
+        `[B, H, T, D]`.
+    """
     scores = mx.where(mask, scores, -mx.inf)
-    if many:
+    if ON_CPU and scores.size >= MANY_SCORES:
+        scores = scores.astype(mx.float32)
         maximum = mx.max(scores, axis=-1, keepdims=True)
         e = exp_nonpositive(scores - maximum)
         probs = mx.where(mask, e, 0)  # its exp(-inf) is 1.6e-38
@@ -122,14 +147,16 @@ def masked_attention(
         if sinks is not None:
             total = total + mx.exp(sinks[:, None, None] - maximum)
     else:
-        probs, total = mx.softmax(scores, axis=-1), None
-    out = _product(probs.astype(queries.dtype).reshape(*shape[:-1], S), values, transpose=False).reshape(B, H, 1, D)
+        probs, total = mx.softmax(scores, axis=-1, precise=True), None
+    *heads, length = scores.shape
+    out = product(probs.astype(dtype).reshape(*rows, length), values, transpose=False).reshape(*heads, -1)
     if total is not None:
-        return (out / total).astype(queries.dtype)
+        return (out / total).astype(dtype)
     return out if sinks is None else add_sinks(out, mx.logsumexp(scores, axis=-1), sinks)
 
 
-def _product(rows: mx.array, side: Any, transpose: bool) -> mx.array:
+def product(rows: mx.array, side: Any, transpose: bool) -> mx.array:
+    """Multiply rows by keys, transposed, or by values, quantized or not."""
     if not isinstance(side, QuantizedKV):
         return rows @ (side.swapaxes(-1, -2) if transpose else side)
     return mx.quantized_matmul(rows, *side.arrays, transpose=transpose, group_size=side.group_size, bits=side.bits)

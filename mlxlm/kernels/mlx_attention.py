@@ -57,7 +57,7 @@ def _decode_cpu(
     total = mx.sum(e, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + mx.exp(sinks.reshape(keys.shape[1], -1, 1) - maximum)
-    return ((e @ values) / total).reshape(B, H, 1, D)
+    return ((e @ values) / total).reshape(B, H, 1, -1)
 
 
 def _attention_cpu(
@@ -84,8 +84,8 @@ def _attention_cpu(
         visible = causal_mask(relative_positions(stop - start, seen - skip), window, padding, segments)
         mask = mx.tile(mx.where(visible, 0.0, -mx.inf), (groups, 1))
         block, *_ = _attend(rows, keys[:, :, skip:seen], values[:, :, skip:seen], mask)
-        out.append(block.reshape(B, kv_heads, groups, stop - start, D))
-    return mx.concatenate(out, axis=3).reshape(B, H, T, D)
+        out.append(block.reshape(B, kv_heads, groups, stop - start, -1))
+    return mx.concatenate(out, axis=3).reshape(B, H, T, -1)
 
 
 @mx.custom_function

@@ -30,16 +30,18 @@ class RoPE(NamedTuple):
         dims: How many dimensions of a head are rotated, the first ones. Even.
         base: Of the wavelengths base^(2i / dims).
         wavelengths: Others, float32 `[dims / 2]`, if `base` is None.
+        interleaved: Pairs are neighboring dimensions instead of the two halves; not for `qk_norm_rope`.
     """
 
     dims: int
     base: float | None
     wavelengths: mx.array | None
+    interleaved: bool = False
 
     def rotate(self, x: mx.array, offset: int | mx.array) -> mx.array:
         """Rotate x `[B, H, T, D]` for the positions from `offset`, int32 `[B]`, on."""
         return mx.fast.rope(
-            x, self.dims, traditional=False, base=self.base, scale=1.0, offset=offset, freqs=self.wavelengths
+            x, self.dims, traditional=self.interleaved, base=self.base, scale=1.0, offset=offset, freqs=self.wavelengths
         )
 
 
@@ -101,7 +103,7 @@ def _qk_norm_rope_metal(
     kv_heads = (total - heads) // 2
     query_weight, key_weight = norms or (x, x)  # an array that isn't read stands in for what is missing
     dtype = mx.result_type(x, query_weight, key_weight)
-    dims, base, wavelengths = rope or (0, None, None)
+    dims, base, wavelengths, _ = rope or (0, None, None, False)
     queries, keys = _KERNEL(
         inputs=[
             x, query_weight, key_weight,

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxlm.backend.mlx import mx, nn
 from mlxlm.config import ModelConfig
-from mlxlm.kernels import attention, masked_attention, qk_norm_rope
+from mlxlm.kernels import attention, masked_attention, prepare_masked_attention, qk_norm_rope
 from mlxlm.model.linear import FusedLinear, Linear
 from mlxlm.model.norms import RMSNorm
 from mlxlm.model.positions import RotaryEmbedding, alibi_slopes
@@ -57,6 +57,24 @@ class Attention(nn.Module):
     def unfuse(self) -> None:
         """Forget the fused projections, so that memory doesn't hold them and new weights."""
         self._project = self._project_out = None
+
+    def can_decode(self, dtype: mx.Dtype, forms: list[tuple[int, int] | None]) -> bool:
+        """Whether `decode` supports a cache, after checks of the kernels that it uses for the first time.
+
+        Args:
+            dtype: Of the cache, before quantization.
+            forms: Bits and group size of its keys and of its values, None if they aren't quantized.
+        """
+        if self.rope is not None and self.rope.varies:  # its base depends on the length
+            return False
+        quantization = {}
+        if any(forms):
+            (key_bits, key_group), (value_bits, value_group) = (form or (0, 0) for form in forms)
+            quantization = {"group_size": key_group or value_group, "key_bits": key_bits, "value_bits": value_bits}
+        options = {"window": self.window, "softcap": self.softcap, "slopes": self._slopes, "sinks": self.get("sinks")}
+        features = tuple(name for name, value in options.items() if value is not None)
+        queries = self.head_dim, self.heads, dtype
+        return prepare_masked_attention(queries, self.kv_heads, features, **quantization)
 
     def decode(self, x: mx.array, cache: Any) -> mx.array:
         """Apply attention to one position per row, after `fuse`.

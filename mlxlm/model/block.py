@@ -13,6 +13,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.model.attention import Attention
 from mlxlm.model.experts import MixtureOfExperts
 from mlxlm.model.feed_forward import FeedForward
+from mlxlm.model.latent_attention import LatentAttention
 from mlxlm.model.norms import add_norm, make_norm
 
 
@@ -159,5 +160,5 @@ def checkpointed_layer(
 
 
 # By the names of `mlxlm.config.sublayers`: the module in the layer and its class, and the class of the feed-forward.
-MIXERS = {"attention": ("self_attn", Attention)}
+MIXERS = {"attention": ("self_attn", Attention), "latent_attention": ("self_attn", LatentAttention)}
 MLPS = {"mlp": FeedForward, "experts": MixtureOfExperts}

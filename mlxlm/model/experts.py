@@ -16,7 +16,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.kernels import with_fused_gradients
 from mlxlm.kernels.eval_points import eval_point
 from mlxlm.model.feed_forward import FeedForward, make_activation
-from mlxlm.model.linear import Linear
+from mlxlm.model.linear import Linear, QuantizedMatrices
 
 _SORT_FROM = 64  # pairs of a token and an expert; fewer are multiplied one by one, as in mlx_lm
 # Rows of a block on a CPU: for 8,192 rows and 8 experts of 256 x 512, blocks of 32 take a quarter of the time of
@@ -143,17 +143,8 @@ class SwitchLinear(nn.Module):
         return QuantizedSwitchLinear(self, group_size, bits, mode)
 
 
-class QuantizedSwitchLinear(nn.Module):
+class QuantizedSwitchLinear(QuantizedMatrices):
     """`SwitchLinear` with quantized weights."""
-
-    def __init__(self, layer: SwitchLinear, group_size: int, bits: int, mode: str):
-        super().__init__()
-        self.group_size, self.bits, self.mode = group_size, bits, mode
-        self.weight, self.scales, *biases = mx.quantize(layer.weight, group_size, bits, mode=mode)
-        if biases:
-            self.biases = biases[0]
-        if "bias" in layer:
-            self.bias = layer.bias
 
     def __call__(self, x: mx.array, experts: mx.array | Blocks) -> mx.array:
         """Project each token by its experts; see `SwitchLinear`."""
@@ -287,9 +278,10 @@ class MixtureOfExperts(nn.Module):
         """The experts of each token, int `[T, K]`, from the scores `[T, E]`."""
         if self.router == "sigmoid":
             scores = scores + self.gate.e_score_correction_bias
-        if self.n_group > 1:  # the groups whose two best experts have the largest sum (DeepSeek V3)
+        if self.n_group > 1:  # those with the best expert (DeepSeek V2), or the largest sum of the two best ones (V3)
             groups = scores.reshape(-1, self.n_group, self.num_experts // self.n_group)
-            best = mx.topk(groups, min(2, groups.shape[-1]), axis=-1).sum(axis=-1)
+            count = min(2 if self.router == "sigmoid" else 1, groups.shape[-1])
+            best = mx.topk(groups, count, axis=-1).sum(axis=-1)
             considered = mx.argpartition(-best, self.topk_group - 1, axis=-1)[..., : self.topk_group]
             mask = mx.zeros(best.shape, mx.bool_)
             mask = mx.put_along_axis(mask, considered, mx.array(True), axis=-1)

@@ -36,6 +36,26 @@ def _project_vjp(primals: list[mx.array], cotangent: mx.array, _output: mx.array
     return eval_point(cotangent @ weight), weight_gradient
 
 
+class QuantizedMatrices(nn.Module):
+    """A layer with several matrices, `[N, output, input]`, whose weights are quantized.
+
+    Args:
+        layer: The layer with float weights, and perhaps a bias.
+        group_size: As for `mx.quantize`.
+        bits: The same.
+        mode: The same.
+    """
+
+    def __init__(self, layer: nn.Module, group_size: int, bits: int, mode: str):
+        super().__init__()
+        self.group_size, self.bits, self.mode = group_size, bits, mode
+        self.weight, self.scales, *biases = mx.quantize(layer.weight, group_size, bits, mode=mode)
+        if biases:
+            self.biases = biases[0]
+        if "bias" in layer:
+            self.bias = layer.bias
+
+
 class FusedLinear:
     """The outputs of several projections of one input, concatenated: one product reads all weights.
 

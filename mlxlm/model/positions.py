@@ -16,6 +16,8 @@ from mlxlm.utils.errors import GenerationError
 class RotaryEmbedding:
     """Rotary position embeddings (Su et al. 2021) on the first `config.rotary_dims` dimensions of a head.
 
+    Latent attention rotates neighboring dimensions, and vectors that have no others.
+
     RoPE scaling changes the wavelength of each pair of dimensions. "yarn" and "longrope" also multiply the rotated
     dimensions of queries and keys by a factor; here its square multiplies the queries, which gives the same scores. The
     formulas are in `mlxlm.config.rope_scaling`, in float64.
@@ -41,12 +43,14 @@ class RotaryEmbedding:
         if self.rope_type == "longrope":
             self.long_wavelengths = _array(scaled_wavelengths(self.base, self.dims, scaling, long=True))
         self.varies = self.rope_type in ("dynamic", "longrope")
-        self.fixed = RoPE(self.dims, self.base if self.wavelengths is None else None, self.wavelengths)
+        self.interleaved = config.kv_lora_rank is not None
+        self.fixed = self._rotation(self.base if self.wavelengths is None else None, self.wavelengths)
         self._frequencies: mx.array | None = None  # 1 / wavelengths, of all tokens
         factor = attention_factor(scaling, self.longest)
         self.query_scale = None
         if factor != 1:
-            self.query_scale = mx.array([factor**2] * self.dims + [1.0] * (config.head_dim - self.dims))
+            others = 0 if config.kv_lora_rank is not None else config.head_dim - self.dims
+            self.query_scale = mx.array([factor**2] * self.dims + [1.0] * others)
 
     @property
     def can_shift_keys(self) -> bool:
@@ -87,6 +91,9 @@ class RotaryEmbedding:
         B, H, n, D = keys.shape
         return rope.rotate(keys.reshape(B, H * n, 1, D), by).reshape(keys.shape)
 
+    def _rotation(self, base: float | None, wavelengths: mx.array | None) -> RoPE:
+        return RoPE(self.dims, base, wavelengths, self.interleaved)
+
     def _rope(self, offset: int | mx.array, count: int, cache: Any) -> RoPE:
         """Return the rotation for `count` tokens at `offset`.
 
@@ -102,10 +109,10 @@ class RotaryEmbedding:
         if cache is not None and cache.max_size is not None:  # the largest distance between a query and a key
             length = min(length, cache.max_size)
         if self.rope_type == "dynamic":
-            return RoPE(self.dims, self._grown_base(length), None)
+            return self._rotation(self._grown_base(length), None)
         long = None if cache is None else cache.long_factors
         is_long = length > self.longrope_threshold if long is None else long
-        return RoPE(self.dims, None, self.long_wavelengths) if is_long else self.fixed
+        return self._rotation(None, self.long_wavelengths) if is_long else self.fixed
 
     def _grown_base(self, length: int) -> float:
         """Return the base for sequences longer than the model was trained on ("dynamic NTK")."""

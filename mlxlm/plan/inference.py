@@ -10,6 +10,7 @@ from mlxlm.config import ModelConfig
 from mlxlm.config.model_config import count_parameters, kv_cache_values, sublayers
 from mlxlm.config.option import option, range_problems
 from mlxlm.config.quantization import module_quantization, packed_bytes
+from mlxlm.config.sublayers import LATENT_FIELDS
 from mlxlm.plan.machines import Machine
 from mlxlm.plan.training import DEVICES
 from mlxlm.utils.errors import ConfigError
@@ -185,18 +186,22 @@ def cache_bytes(config: ModelConfig, serving: Serving) -> int:
     Raises:
         ConfigError: No group size divides the head dim.
     """
-    values = kv_cache_values(config, serving.context_length) * serving.num_sequences
+    values = sum(kv_cache_values(config, serving.context_length)) * serving.num_sequences
     if serving.kv_bits >= 16:
         return values * serving.kv_bits // 8
-    group = next((size for size in (64, 32) if config.head_dim % size == 0), None)
+    dims = {dim for mixer, _ in config.layer_sublayers for dim in mixer.kv_dims}
+    group = next((size for size in (64, 32) if all(dim % size == 0 for dim in dims)), None)
     if group is None:
-        problem = f"a cache of head dim {config.head_dim} can't be quantized, it must be a multiple of 32"
-        raise ConfigError(problem, "16 bits")
+        sizes = " and ".join(str(dim) for dim in sorted(dims))
+        raise ConfigError(f"a cache of head dim {sizes} can't be quantized, it must be a multiple of 32", "16 bits")
     return values * serving.kv_bits // 8 + values // group * 2 * serving.float_bytes
 
 
 def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
     """Return the model with each kind of attention."""
+    if config.kv_lora_rank is not None:
+        multi_head = config.with_changes(**dict.fromkeys(LATENT_FIELDS))
+        return {"multi-head": multi_head, f"latent, of rank {config.kv_lora_rank}": config}
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     plain = config.with_changes(sliding_window=None, layer_types=None, rope_local_base_freq=None)
     kinds = {"multi-head": plain.with_changes(num_key_value_heads=heads)}

@@ -13,6 +13,7 @@ from mlxlm.kernels import kth_smallest, weighted_quantile
 from mlxlm.kernels.attention import LENGTHS
 from mlxlm.kernels.dispatch import Case, Operation, record_cases
 from mlxlm.model import Decoder
+from mlxlm.model.attention import Attention
 from mlxlm.utils.errors import GenerationError
 
 
@@ -63,8 +64,7 @@ def generation_cases(
         for size in (*sizes, 1):
             model(mx.zeros((len(pads), size), mx.int32), cache=caches)
         dtype = caches[0].buffers[0].dtype
-        for layer in model.layers:
-            attention = layer.self_attn
+        for attention in (layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)):
             projected = mx.zeros((len(pads), (attention.heads + 2 * attention.kv_heads) * attention.head_dim), dtype)
             attention.split_and_rotate(projected, angles=mx.zeros((len(pads),), mx.int32))
 

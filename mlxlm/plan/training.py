@@ -140,7 +140,7 @@ def _path_on_other_device(config: ModelConfig, training: Training) -> str:
         return "blockwise"
     if training.max_seq_length < LINEAR_MEMORY_FROM:
         return "plain"
-    return "fused" if _fused_by_mlx(training) else "blockwise"
+    return "fused" if _fused_by_mlx(training) and config.v_head_dim in (None, config.head_dim) else "blockwise"
 
 
 def _case(config: ModelConfig, training: Training) -> Case:
@@ -151,7 +151,9 @@ def _case(config: ModelConfig, training: Training) -> Case:
     sizes = (config.head_dim, config.num_attention_heads, config.num_key_value_heads, length, length)
     windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
     window = None if None in windows else config.sliding_window
-    return attention_case(TRAINING, training.dtype, *sizes, features, window=window)
+    values_dim = config.v_head_dim or config.head_dim
+    values = {} if values_dim == config.head_dim else {"V": values_dim}
+    return attention_case(TRAINING, training.dtype, *sizes, features, window=window, **values)
 
 
 def _fused_by_mlx(training: Training) -> bool:

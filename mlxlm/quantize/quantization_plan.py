@@ -31,7 +31,8 @@ class Matrix:
         rows: Number of rows, of all experts.
         width: Number of columns.
         format: The format that mlx_lm's class requires, if it does: routers have 8 bits.
-        quantized: False if it keeps 16 bits: routers of mlxlm's decoder, and what mlx_lm's class says.
+        quantized: False if it keeps 16 bits: routers of mlxlm's decoder, DeepSeek V2's `kv_b_proj`, and what mlx_lm's
+            class says.
     """
 
     name: str
@@ -115,8 +116,11 @@ def decoder_matrices(config: ModelConfig, tensors: LazyTensors) -> tuple[Matrix,
         stored = home.get(module)
         target, modules = (stored.name, stored.modules) if stored else (module, (module,))
         if target not in found:
-            rows = sum(math.prod(tensors[f"{m}.weight"].shape[:-1]) for m in modules)
-            found[target] = Matrix(target, modules, rows, tensor.shape[-1], quantized=not module.endswith(routers))
+            width = tensor.shape[-1]
+            rows = sum(math.prod(tensors[f"{m}.weight"].shape) for m in modules) // width
+            # The rows of `kv_b_proj` aren't those of the two modules.
+            quantized = not module.endswith(routers) and not (stored is not None and stored.per_head)
+            found[target] = Matrix(target, modules, rows, width, quantized=quantized)
     return tuple(found.values())
 
 

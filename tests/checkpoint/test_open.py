@@ -191,8 +191,8 @@ def test_float8_is_for_mlx_lm_only(model_dir):
     header = {"model.embed_tokens.weight": entry(0, 9600, [300, 32], "F8_E4M3")}
     assert file_tensors(header_file(path, header, bytes(9600)))["model.embed_tokens.weight"].dtype == mx.uint8
     values = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v3"}))
-    assert "deepseek_v3" in open_checkpoint(model_dir).unsupported_reason
+    (model_dir / "config.json").write_text(json.dumps({**values, "model_type": "deepseek_v32"}))
+    assert "deepseek_v32" in open_checkpoint(model_dir).unsupported_reason
     layer = {f"model.layers.{i}.x": entry(9600, 9600, [0]) for i in range(2)}
     header_file(path, header | layer, bytes(9600))
     (model_dir / "config.json").write_text(json.dumps(values))

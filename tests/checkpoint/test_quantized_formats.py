@@ -292,12 +292,19 @@ def test_families_are_what_transformers_computes(tmp_path, name, family):
     np.testing.assert_allclose(logits, oracles.logits_of(oracle, tokens), rtol=1e-3, atol=1e-3)
 
 
+LATENT = {
+    "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "num_key_value_heads": CONFIG.num_attention_heads, "router": "sigmoid", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "fp8"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_are_read_one_by_one(tmp_path, name, family):
     """As in the hub's files, where routers aren't quantized."""
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    config = CONFIG.with_changes(**experts, model_type=family, qk_norm="head" if family == "qwen3_moe" else None)
+    experts |= {"qwen3_moe": {"qk_norm": "head"}, "deepseek_v3": LATENT}.get(family, {})
+    config = CONFIG.with_changes(**experts, model_type=family)
     model = random_decoder(config)
     settings, make = FORMATS[name]
     mappings = weight_mappings(config)

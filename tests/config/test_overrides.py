@@ -94,6 +94,15 @@ def test_attention_with_another_number_of_heads(kind, heads):
     assert changed("hidden_size=128", f"attention={kind}", base=base)["head_dim"] == 16
 
 
+def test_latent_attention_in_the_proportions_of_deepseek():
+    base = BASE.with_changes(num_key_value_heads=2)
+    found = changed("attention=latent", "kv_lora_rank=20", base=base)
+    assert found == {
+        "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "head_dim": 12,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -14,6 +14,7 @@ SIZES = {
     "vocab_size": 100,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -95,9 +96,13 @@ def test_all_problems_are_reported_at_once():
         ({"num_experts_per_tok": 2}, "num_experts_per_tok need a number of experts"),
         (EXPERTS | {"moe_intermediate_size": float("nan")}, "moe_intermediate_size is nan"),
         (EXPERTS | {"num_experts_per_tok": 5}, "there are only 4 experts"),
+        (LATENT | {"kv_lora_rank": None}, "v_head_dim need latent attention, but kv_lora_rank is null"),
+        (LATENT | {"v_head_dim": None, "q_lora_rank": 0}, "v_head_dim is None, .*q_lora_rank is 0, it must be a pos"),
+        (LATENT | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        (LATENT | {"num_key_value_heads": 1}, "num_key_value_heads is 1, latent attention has one for each"),
+        (LATENT | {"sliding_window": 8, "qk_norm": "head"}, "qk_norm is 'head', .*; sliding_window is 8, latent"),
         (EXPERTS | {"n_group": 3, "router": "sigmoid"}, "4 experts can't be in 3 groups"),
         (EXPERTS | {"n_group": 2, "num_experts_per_tok": 3, "router": "sigmoid"}, "more than the experts of 1 groups"),
-        (EXPERTS | {"n_group": 2}, "groups need the sigmoid router"),
         (EXPERTS | {"shared_expert_gate": True}, "but shared_expert_intermediate_size is null"),
         (EXPERTS | {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         (EXPERTS | {"mlp_layer_types": ["dense"] * 2}, "no layer has experts"),

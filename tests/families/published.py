@@ -134,6 +134,39 @@ PUBLISHED = {
             "vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True,
         },
     ),
+    "DeepSeek-V2-Lite": (
+        15_706_484_224,
+        {
+            "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "kv_lora_rank": 512,
+            "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+            "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+            "num_experts_per_tok": 6, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy",
+            "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False,
+            "rope_scaling": {
+                "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+        },
+    ),
+    "DeepSeek-V3": (
+        671_026_419_200,
+        {
+            "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "kv_lora_rank": 512,
+            "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+            "topk_group": 4, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+            "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "max_position_embeddings": 163840,
+            "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False,
+            "rope_scaling": {
+                "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096, "type": "yarn",
+            },
+        },
+    ),
     "bloom-560m": (
         559_214_592,
         {

@@ -8,8 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from mlxlm.backend.mlx import mx, nn, tree_flatten
+from mlxlm.backend.mlx import mx, nn, tree_flatten, tree_map
 from mlxlm.checkpoint.lazy_tensor import lazy_tensor
+from mlxlm.checkpoint.load import load_model
 from mlxlm.checkpoint.map_weights import to_decoder_weights, to_file_weights
 from mlxlm.config.quantization import module_quantization
 from mlxlm.families import (
@@ -51,6 +52,11 @@ MIXTURES = {
     "olmoe": {},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
+LATENT = {
+    **SIZES, **EXPERTS, **MIXTURES["glm4_moe"], "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 FAMILIES = {
     "llama": SIZES,
     "llama 3.1": {**SIZES, "model_type": "llama", "rope_scaling": LLAMA3},
@@ -64,6 +70,9 @@ FAMILIES = {
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": YARN},
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "rope_scaling": MSCALE},
+    "deepseek_v3": {**LATENT, "rope_scaling": MSCALE},
+    "glm4_moe_lite": LATENT,
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }
@@ -116,11 +125,15 @@ def test_logits_in_mlx_lm(model, tmp_path):
 def test_quantized_logits_in_mlx_lm(model, tmp_path):
     """8 bits, with 4 bits in the query, key and value of the first layer, and its down projection unquantized."""
     special = {f"model.layers.0.self_attn.{name}_proj": {"group_size": 32, "bits": 4} for name in "qkv"}
+    if model.config.kv_lora_rank is not None:
+        special = {"model.layers.0.self_attn.embed_q": {"group_size": 32, "bits": 4}}
+    if model.config.model_type == "deepseek_v2":  # they are one matrix in mlx_lm, kv_b_proj
+        special = {f"model.layers.{i}.self_attn.{part}": False for i in range(2) for part in ("embed_q", "unembed_out")}
     plan = {"group_size": 32, "bits": 8, "mode": "affine", **special, "model.layers.0.mlp.down_proj": False}
     config = model.config.with_changes(quantization=plan)
 
     def parameters(name, module):
-        if config.router == "sigmoid" and name.endswith("mlp.gate"):
+        if name.endswith("mlp.gate") and (config.router == "sigmoid" or config.kv_lora_rank is not None):
             return False
         return hasattr(module, "to_quantized") and module_quantization(config.quantization, name)
 
@@ -131,7 +144,8 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
 
     again = load_config(tmp_path)
     assert again == config
-    assert is_mlx_layout(again, stored) == (config.model_type in ("gpt2", "gpt_neox", *MIXTURES))
+    own_names = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *MIXTURES)
+    assert is_mlx_layout(again, stored) == (config.model_type in own_names)
     assert all(normalize_tensor_name(again, name) == name for name in stored)
     back = to_decoder_weights(
         weight_mappings(again, for_mlx=True), {n: lazy_tensor(v) for n, v in stored.items()}, "folder"
@@ -139,3 +153,28 @@ def test_quantized_logits_in_mlx_lm(model, tmp_path):
     assert back.keys() == weights.keys()
     for name, tensor in back.items():
         assert mx.array_equal(tensor.read(), weights[name]), name
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_folders_that_mlx_lm_quantized(model_type, tmp_path):
+    """DeepSeek V2 has kv_b_proj in one piece, as older folders of V3."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    values = {
+        "model_type": model_type,
+        "rope_theta": 1e4,
+        "rope_scaling": MSCALE,
+        **LATENT,
+        "routed_scaling_factor": 1.5,
+    }
+    values |= {"topk_method": "greedy", "n_group": 1} if model_type == "deepseek_v2" else {}
+    model_class, args_class = utils._get_classes(values)
+    theirs = model_class(args_class.from_dict(values))
+    mx.random.seed(0)
+    theirs.update(tree_map(lambda x: (x.ndim == 1) + 0.2 * mx.random.normal(x.shape), theirs.parameters()))
+    plan = {"group_size": 32, "bits": 4}
+    nn.quantize(theirs, **plan)
+    stored = dict(tree_flatten(theirs.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
+    (tmp_path / "config.json").write_text(json.dumps({**values, "quantization": plan}))
+    assert any("kv_b_proj" in name for name in stored) == (model_type == "deepseek_v2")
+    np.testing.assert_allclose(np.array(load_model(tmp_path)[0](mx.array(TOKENS))), mlx_lm_logits(tmp_path), atol=5e-4)

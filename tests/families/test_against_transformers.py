@@ -62,6 +62,14 @@ TWO_ROPES = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 GLM_EXPERTS = {"head_dim": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
+LATENT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 128, "kv_lora_rank": 24, "q_lora_rank": 20,
+    "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 20,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}
+
 CASES = {
     "llama": ("llama", LLAMA),
     "llama tied, biased": ("llama", {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -191,6 +199,34 @@ CASES = {
             "attention_bias": True,
         },
     ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3 without q_lora_rank": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "rope_parameters": MSCALE,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": MSCALE,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v2, greedy": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**LATENT, "num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "gpt_oss": ("gpt_oss", {**WINDOWS, **EXPERTS, "rope_parameters": {**YARN, "truncate": False}}),
     "gpt_oss, other limits": (
         "gpt_oss",
@@ -294,7 +330,9 @@ SIZES = {
     "gpt_neox": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 96},
 }
 SIZES["stablelm"] = {**SIZES["gpt_neox"], "num_key_value_heads": 8}
-SIZES["glm4_moe"] = SIZES["phi"] = SIZES["stablelm"]
+SIZES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "phi"), SIZES["stablelm"])
+SIZES["deepseek_v3"] = {**SIZES["stablelm"], "num_hidden_layers": 4}
+SIZES["deepseek_v2"] = {**SIZES["stablelm"], "num_experts_per_tok": 2}
 SIZES["opt"]["word_embed_proj_dim"] = 64
 USUAL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "intermediate_size": 96}
 
@@ -328,10 +366,10 @@ def test_counts_are_those_of_the_arrays(case):
     arrays = dict(tree_flatten(model.parameters()))
     assert config.parameter_count() == sum(value.size for value in arrays.values())
     tables = ("embed_tokens.weight", "embed_positions.weight")
-    matrices = [
-        value.size for name, value in arrays.items() if value.ndim == 2 and not name.endswith((*tables, ".bias"))
-    ]
-    experts = [value.size // len(value) for value in arrays.values() if value.ndim == 3]
+    stacks = {name for name, value in arrays.items() if "switch_mlp" in name and value.ndim == 3}
+    others = {*stacks, *(name for name in arrays if name.endswith((*tables, ".bias")))}
+    matrices = [value.size for name, value in arrays.items() if value.ndim > 1 and name not in others]
+    experts = [arrays[name].size // len(arrays[name]) for name in stacks]
     matrices += [(config.num_experts_per_tok or 0) * size for size in experts]
     head = VOCABULARY * config.hidden_size if config.tie_word_embeddings else 0
     assert config.flops_per_token(0) == 2 * (sum(matrices) + head)

@@ -60,8 +60,6 @@ CASES = {
     "lfm2": {**BASE, **CONVOLUTIONS, "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**BASE, **CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
     "phimoe": {**BASE, **EXPERTS, "attention_bias": True, "lm_head_bias": True},
-    "deepseek_v2": {**BASE, **LATENT, **ROUTED},
-    "deepseek_v3": {**BASE, **LATENT, **ROUTED, "n_group": 2, "topk_group": 1},
     "minicpm3": {**BASE, **LATENT, "tie_word_embeddings": False},
     "exaone_moe": {**WINDOWS, **EXPERTS},
     "ernie4_5": {**BASE, "head_dim": 8},
@@ -110,7 +108,6 @@ def test_logits_are_those_of_transformers(model_type, tmp_path):
 OTHERS = {
     "what mlx_lm ignores": ("exaone_moe", {"rope_parameters": YARN}),
     "growing": ("ernie4_5", {"max_position_embeddings": 20, "rope_parameters": {**YARN, "rope_type": "dynamic"}}),
-    "in the scale of attention": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}),
     "HunYuan's": ("hunyuan_v1_dense", {"rope_parameters": {**YARN, "rope_type": "dynamic", "alpha": 50.0}}),
     "one form of longrope": ("granitemoe", {"rope_parameters": {**LONGROPE, "long_factor": LONGROPE["short_factor"]}}),
 }  # fmt: skip
@@ -135,7 +132,7 @@ def test_greedy_tokens_with_a_cache(model_type, tmp_path):
     assert list(found) == wanted[0, 18:].tolist()
 
 
-@pytest.mark.parametrize("model_type", ["granitemoe", "deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["granitemoe", "lfm2_moe"])
 def test_folders_that_mlx_quantized(model_type, tmp_path):
     oracle = saved(tmp_path, model_type, {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64})
     model, _ = load_model(tmp_path)
@@ -173,7 +170,6 @@ REFUSED = {
         "partial_rotary_factor is 0.5, .* rotates whole heads",
     ),
     "llama4_text": ({"no_rope_layer_interval": 2}, "no_rope_layers"),
-    "deepseek_v3": ({"rope_interleave": False}, "rope_interleave is False"),
     "mamba2": ({"n_groups": 2}, "n_groups is 2"),
     "minicpm3": ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     "nemotron": ({"hidden_act": "silu"}, "hidden_act is 'silu', mlx_lm's nemotron computes relu2"),
@@ -193,6 +189,7 @@ NATIVE_REFUSED = {
     "qwen2_moe": ({**EXPERTS, "norm_topk_prob": True}, "norm_topk_prob is True"),
     "glm4_moe": ({**ROUTED, "n_group": 2}, "n_group is 2"),
     "gpt_oss": ({**WINDOWS, **EXPERTS, "swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+    "deepseek_v3": ({**LATENT, **ROUTED, "rope_interleave": False}, "rope_interleave is False"),
 }
 
 

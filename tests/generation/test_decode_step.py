@@ -51,6 +51,13 @@ MODELS = {
         }
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "deepseek": {
+        "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 24, "v_head_dim": 28,
+        "qk_rope_head_dim": 32, "attention_bias": True,
+    },
+    "deepseek lite": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 24, "v_head_dim": 28, "qk_rope_head_dim": 32,
+    },
 }  # fmt: skip
 CACHES = {
     "default": KVOptions(),
@@ -65,8 +72,11 @@ def make(**changes):
     model = Decoder(ModelConfig(**{**SIZES, **changes}))
     model.init_weights(0)
     for layer in model.layers:  # larger queries and keys than fresh ones: who is seen must matter
-        layer.self_attn.q_proj.weight = layer.self_attn.q_proj.weight * 3
-        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 3
+        for name in ("q_proj", "k_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+            if name in layer.self_attn:
+                layer.self_attn[name].weight = layer.self_attn[name].weight * 3
+        if model.config.kv_lora_rank is not None:
+            continue
         if "sinks" in layer.self_attn:  # fresh ones are all zeros
             layer.self_attn.sinks = mx.linspace(-1, 4, layer.self_attn.heads)
         if layer.self_attn.qk_norm:  # fresh weights are all ones
@@ -137,9 +147,10 @@ def test_logits_of_each_architecture(kind):
     trio.decode(20, atol=1e-4)
 
 
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_each_kind_of_cache(kind):
-    model = make()
+def test_each_kind_of_cache(kind, model):
+    model = make(**MODELS[model])
     # A quantized key that rounds to another code moves a logit by more than rounding does.
     trio = Trio(model, prefilled(model, CACHES[kind], tokens_of(1, 5)))
     trio.decode(60, atol=2e-5 if "bits" not in kind else 1e-2)

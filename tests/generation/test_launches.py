@@ -11,6 +11,10 @@ LLAMA = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
 QWEN3 = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "qk_norm": "head"}
 QUANTIZED = {"key_bits": 4, "value_bits": 4}
 MIXTURE = {**QWEN3, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LATENT = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 256,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 GPT_OSS = {
     **LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "router_bias": True,
     "attention_sinks": True, "attention_bias": True, "mlp_bias": True, "swiglu_limit": 7.0,
@@ -23,6 +27,9 @@ LAYERS = {  # rows; launches of a layer, and of all that is outside of the layer
     "qwen 3, quantized cache": (QWEN3, QUANTIZED, 1, 18, 10),
     "qwen 3, batch": (QWEN3, {}, 8, 11, 9),
     "qwen 3 with experts": (MIXTURE, {}, 1, 21, 8),
+    "latent attention": (LATENT, {}, 1, 25, 8),
+    "latent attention, quantized cache": (LATENT, QUANTIZED, 1, 32, 8),
+    "latent attention, batch": (LATENT, {}, 8, 27, 8),
     "gpt-oss": (GPT_OSS, {}, 1, 27, 8),
     "gpt-oss, quantized cache": (GPT_OSS, QUANTIZED, 1, 38, 10),
 }

@@ -18,8 +18,8 @@ def random(shape, seed, scale=1.0, dtype=mx.float32):
     return mx.array(np.random.default_rng(seed).normal(0, scale, shape).astype(np.float32)).astype(dtype)
 
 
-def arrays(B, K, G, T, S, D, scale=1.0, dtype=mx.float32):
-    shapes = ((B, K * G, T, D), (B, K, S, D), (B, K, S, D))
+def arrays(B, K, G, T, S, D, scale=1.0, dtype=mx.float32, V=None):
+    shapes = ((B, K * G, T, D), (B, K, S, D), (B, K, S, V or D))
     return [random(shape, seed, scale, dtype) for seed, shape in enumerate(shapes)]
 
 
@@ -34,11 +34,12 @@ def small_blocks(monkeypatch):
 @given(
     B=st.integers(1, 2), K=st.integers(1, 3), G=st.integers(1, 8), T=st.integers(1, 130), old=st.integers(0, 40),
     D=st.sampled_from([2, 8, 32]), window=st.none() | st.integers(1, 60), scale=st.sampled_from([0.01, 0.3, 30.0]),
-    block=st.sampled_from([100, 5000, 1 << 20]),
+    block=st.sampled_from([100, 5000, 1 << 20]), V=st.sampled_from([None, 5]),
 )  # fmt: skip
-def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, block):
-    q, k, v = arrays(B, K, G, T, T + old, D)
-    g = random(q.shape, 3)
+def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, block, V):
+    q, k, v = arrays(B, K, G, T, T + old, D, V=V)
+    g = random((*q.shape[:3], v.shape[3]), 3)
+    plain = mlx_attention(q, k, v, scale, window=window)
     before = module._BLOCK_BYTES, module._MIN_ROWS
     module._BLOCK_BYTES, module._MIN_ROWS = block, 1
     try:
@@ -49,7 +50,9 @@ def test_values_and_gradients_equal_float64(B, K, G, T, old, D, window, scale, b
     q, k, v, g = (oracle.as64(x) for x in (q, k, v, g))
     # Scores of 100 are themselves rounded by 1e-5 in float32.
     tolerance = {0.01: 2e-6, 0.3: 1e-5, 30.0: 5e-4}[scale]
-    np.testing.assert_allclose(oracle.as64(out), oracle.attention(q, k, v, scale, window)[0], atol=tolerance, rtol=0)
+    for found in (out, plain):
+        wanted = oracle.attention(q, k, v, scale, window)[0]
+        np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance, rtol=0)
     for found, wanted in zip(grads, oracle.attention_grad(q, k, v, scale, g, window), strict=True):
         np.testing.assert_allclose(oracle.as64(found), wanted, atol=tolerance * max(1, np.abs(wanted).max()), rtol=0)
 

@@ -14,7 +14,7 @@ from mlxlm.data import Batch
 from mlxlm.families import config_to_hf
 from mlxlm.generation import LoadedModel
 from mlxlm.kernels import dispatch, measurements
-from mlxlm.kernels.attention import DECODE
+from mlxlm.kernels.attention import DECODE, PREFILL, TRAINING
 from mlxlm.kernels.bench import Measurement, Timing
 from mlxlm.kernels.dispatch import Operation
 from mlxlm.kernels.quantile import QUANTILE
@@ -101,3 +101,15 @@ def test_bench_and_list_commands(tmp_path, tiny_config, looked_up, monkeypatch, 
     assert _run(["kernels", "list", str(tmp_path), "--dtype", "float16", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["operations"]
     assert [row["case"] for row in listed] == measured and all("measured" in row["why"] for row in listed)
+
+
+def test_latent_attention_has_no_kernel_of_its_own(tiny_config):
+    """In training and prompts values have another head dim than keys, and nothing is looked up in decoding."""
+    config = tiny_config.with_changes(
+        num_key_value_heads=tiny_config.num_attention_heads, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=16,
+    )  # fmt: skip
+    cases = [(operation, case) for operation, case in cases_of(config, "float16", "bfloat16") if "D" in case.names]
+    cases = [(operation, case) for operation, case in cases if case.size("D") == 24]
+    assert {operation for operation, _ in cases} == {PREFILL, TRAINING}
+    assert all(case.size("V") == 16 and operation.unsupported_reason("metal", case) for operation, case in cases)

@@ -19,7 +19,7 @@ from mlxlm.quantize.quantization_plan import matrices, uniform
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bits": 4}, {"bits": 3, "group_size": 32}, {"mode": "mxfp4"}, {"mode": "nvfp4"}, {"recipe": "mixed_3_6"}],
+    [{"bits": 4}, {"bits": 3, "group_size": 32}, {"mode": "nvfp4"}, {"recipe": "mixed_3_6"}],
     ids=str,
 )
 def test_rtn_equals_mlx_lm(model, tmp_path, settings):

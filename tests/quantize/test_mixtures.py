@@ -86,7 +86,7 @@ def test_rounding_equals_mlx_lm(kind, mixtures, tmp_path):
     assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "lfm2"])
 def test_bits_are_searched_for_a_size(kind, mixtures, tmp_path, texts):
     report = quantize(
         mixtures(kind), tmp_path / "out", target_bpw=5.6, group_size=32, calibration_text=texts[0], evaluate=False
@@ -102,7 +102,7 @@ def test_routers_keep_the_bits_of_the_class_in_a_search(mixtures, tmp_path, text
     assert report.metrics.hidden_state_errors == {} and 0 < report.metrics.kl < 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["exaone_moe", "qwen3_next"])
 def test_calibration_reduces_the_divergence(kind, mixtures, tmp_path, texts):
     settings = {"bits": 3, "group_size": 32, "eval_text": texts[1]}
     rounded = quantize(mixtures(kind), tmp_path / "rtn", **settings)
@@ -206,8 +206,8 @@ def test_experts_of_the_decoder(kind, mixtures, tmp_path, texts):
     assert_runs_alike(tmp_path / "gptq", 1)
 
 
-# The readers of each norm or matrix whose channels AWQ can scale, in the last layer. Not among them: DeepSeek's norm
-# before its experts, since its router isn't a linear layer, and gpt-oss's up projection, to which one is added.
+# The readers of each norm or matrix whose channels AWQ can scale, in the last layer. Not among them: gpt-oss's up
+# projection, to which one is added.
 _QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 _SHARED = "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj mlp.shared_expert_gate"
 _SWITCH = "mlp.switch_mlp.gate_proj mlp.switch_mlp.up_proj"
@@ -219,8 +219,9 @@ SCALED = {
     "qwen2_moe": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
     "qwen3_next": {**_ATTENTION, **_DOWN, **_SHARED_DOWN, "post_attention_layernorm": f"mlp.gate {_SWITCH} {_SHARED}"},
     "deepseek_v3": {
-        "input_layernorm": "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", **_DOWN,
-        "self_attn.q_a_layernorm": "self_attn.q_b_proj", "mlp.shared_experts.up_proj": "mlp.shared_experts.down_proj",
+        "input_layernorm": "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa", "self_attn.q_a_layernorm": "self_attn.q_b_proj",
+        "post_attention_layernorm": f"mlp.gate {_SWITCH} mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
+        **_DOWN, **_SHARED_DOWN,
     },
     "gpt_oss": {**_ATTENTION, "post_attention_layernorm": f"mlp.gate {_SWITCH}"},
     "lfm2": {
@@ -275,7 +276,7 @@ def test_awq_reduces_the_divergence(kind, tiny_tokenizer, tmp_path, texts):
 
 
 def test_report_and_cross_check(mixtures, tmp_path, texts, plots):
-    report = quantize(mixtures("deepseek_v3"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
+    report = quantize(mixtures("granitemoe"), tmp_path / "out", group_size=32, eval_text=texts[1], cross_check=True)
     assert report.checks[-1].name == "mlx_lm" and report.checks[-1].result == "equal"
-    assert set(report.errors) == set(report.bits) and "model.layers.1.self_attn.embed_q" in report.errors
+    assert set(report.errors) == set(report.bits)
     assert report.metrics.hidden_state_errors == {} and (tmp_path / "out/quantization.png").stat().st_size > 10_000

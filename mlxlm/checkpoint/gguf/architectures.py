@@ -6,16 +6,17 @@ Source: src/models/NAME.cpp and convert_hf_to_gguf.py of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxlm.backend.mlx import mx
+from mlxlm.checkpoint.gguf import deepseek2
 from mlxlm.checkpoint.gguf.header import MetadataReader
 from mlxlm.checkpoint.gguf.rope_metadata import read_rope_parameters
 from mlxlm.checkpoint.lazy_tensor import LazyTensor, LazyTensors
 from mlxlm.config import ModelConfig
 from mlxlm.config.components import FULL, SLIDING
-from mlxlm.families import FAMILIES, WeightMapping
+from mlxlm.families import FAMILIES, WeightMapping, kv_b_mappings
 
 TOP_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_TYPES = ("linear", "yarn")
@@ -48,6 +49,7 @@ _EXPERTS = {
     "ffn_gate_inp": ("mlp.gate",),
     **{f"ffn_{name}_exps": (f"mlp.switch_mlp.{name}_proj",) for name in ("gate", "up", "down")},
 }
+_ROUTER_BIAS = "exp_probs_b.bias", "ffn_gate_inp.e_score_correction_bias"
 _LLAMA_LAYER = {**_NORMS, **_SEPARATE_QKV, **_GATED_MLP}
 _GEMMA2_LAYER = {
     **_SEPARATE_QKV,
@@ -134,6 +136,8 @@ class Architecture:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         layer = {**self.layer, **(_EXPERTS if config.num_experts else {}), **self.extra_layer(config)}
         mappings = [WeightMapping(name, (module,)) for name, module in self.top_modules.items()]
+        # For files of deepseek2 that have it instead of the later ones, attn_k_b and attn_v_b.
+        mappings += [replace(m, name=f"blk.{i}.attn_kv_b") for i, m in enumerate(kv_b_mappings(config))]
         for i in range(config.num_hidden_layers):
             for name, modules in layer.items():
                 full_names = tuple(f"model.layers.{i}.{module}" for module in modules)
@@ -141,6 +145,11 @@ class Architecture:
                 fused_rows = rows[name] if len(modules) > 1 else ()
                 mappings.append(WeightMapping(f"blk.{i}.{name}", full_names, fused_rows, interleaved=interleaved))
         return mappings
+
+    def renamed(self, tensors: LazyTensors, from_file: bool) -> dict[str, LazyTensor]:
+        """The tensors with the name of the bias of a router for the decoder, or for a file."""
+        before, after = _ROUTER_BIAS if from_file else _ROUTER_BIAS[::-1]
+        return {name.replace(before, after): tensor for name, tensor in tensors.items()}
 
 
 def _read_biases(keys: MetadataReader) -> dict[str, Any]:
@@ -407,6 +416,17 @@ ARCHITECTURES = {
             read_fields=_read_qwen3_moe,
             metadata=lambda config: {"expert_feed_forward_length": config.moe_intermediate_size},
             problems=_qwen3_moe_problems,
+        ),
+        Architecture(
+            "deepseek2",
+            ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"),
+            deepseek2.LAYER,
+            experts=True,
+            biases="none",
+            ties_head=False,
+            read_fields=deepseek2.read_fields,
+            metadata=deepseek2.metadata,
+            problems=deepseek2.problems,
         ),
         Architecture(
             "olmoe",

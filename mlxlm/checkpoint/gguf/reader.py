@@ -17,7 +17,7 @@ from mlxlm.checkpoint.gguf.tokenizer_metadata import read_tokenizer
 from mlxlm.checkpoint.lazy_tensor import LazyTensors
 from mlxlm.checkpoint.locations import GGUF_PART
 from mlxlm.checkpoint.map_weights import to_decoder_weights
-from mlxlm.families import FAMILIES, config_from_hf, family_config
+from mlxlm.families import FAMILIES, config_from_hf, family_config, weight_mappings
 from mlxlm.tokenizer import Tokenizer
 from mlxlm.utils.errors import CheckpointError
 
@@ -41,7 +41,8 @@ def open_gguf(path: Path | str) -> Checkpoint:
     mappings = architecture.weight_mappings(config)
 
     def decoder_weights(tensors: LazyTensors) -> LazyTensors:
-        return to_decoder_weights(mappings, architecture.with_norm_offset(tensors, -1), str(header.path))
+        tensors = architecture.renamed(architecture.with_norm_offset(tensors, -1), from_file=True)
+        return to_decoder_weights(mappings, tensors, str(header.path))
 
     described = {name: read_tensor(info) for name, info in infos.items()}
     embedding = from_gguf(header.metadata.get(f"{keys.architecture}.pooling_type"))
@@ -51,7 +52,10 @@ def open_gguf(path: Path | str) -> Checkpoint:
 
     values, tensors = family_config(config), decoder_weights(described)
     opened = Checkpoint(header.path, "gguf", values, tensors, tokenizer, config, embedding=embedding)
-    packed = decoder_weights(affine.packed_tensors(infos, described, {mapping.name for mapping in mappings}))
+    # Parts of a matrix with other groups, in this file or in mlx_lm's.
+    parts = {part for m in weight_mappings(config, for_mlx=True) if m.per_head for part in m.modules}
+    modules = {m.name for m in mappings if not m.per_head and parts.isdisjoint(m.modules)}
+    packed = decoder_weights(affine.packed_tensors(infos, described, modules))
     if (quantization := affine.quantization_config(packed)) is None:
         return opened
     return replace(opened, packed=opened.with_tensors(packed, quantization))

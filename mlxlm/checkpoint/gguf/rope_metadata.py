@@ -43,7 +43,7 @@ def rope_problems(config: ModelConfig, supported: Sequence[str], yarn_truncate: 
         yield "its low_freq_factor and high_freq_factor must be 1 and 4, since GGUF does not store them"
     if kind == "yarn" and scaling.get("truncate", True) != yarn_truncate:
         yield f"YaRN's truncate must be {str(yarn_truncate).lower()}"
-    if kind == "yarn" and not _is_plain_yarn(scaling):
+    if kind == "yarn" and config.kv_lora_rank is None and not _is_plain_yarn(scaling):
         yield "its YaRN only supports an attention_factor of 0.1 · ln(factor) + 1"
 
 

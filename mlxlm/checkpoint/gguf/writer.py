@@ -113,7 +113,7 @@ def _model_name(name: str) -> str:
 def _file_tensors(config: ModelConfig, architecture: Architecture, tensors: LazyTensors) -> dict[str, LazyTensor]:
     if config.tie_word_embeddings and not architecture.ties_head:
         tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    result = to_file_weights(architecture.weight_mappings(config), tensors)
+    result = architecture.renamed(to_file_weights(architecture.weight_mappings(config), tensors), from_file=False)
     return {**rope_tensors(config), **architecture.with_norm_offset(result, 1)}
 
 
@@ -217,7 +217,8 @@ def architecture_for(config: ModelConfig) -> Architecture:
 def _problems(config: ModelConfig, architecture: Architecture) -> Iterator[str]:
     if config.hidden_act not in architecture.activations:
         yield f"hidden_act is {config.hidden_act!r}, its {architecture.name} has {architecture.activations[0]}"
-    if not architecture.free_head_dim and config.num_attention_heads * config.head_dim != config.hidden_size:
+    is_free = architecture.free_head_dim or config.kv_lora_rank is not None
+    if not is_free and config.num_attention_heads * config.head_dim != config.hidden_size:
         yield f"num_attention_heads · head_dim is not hidden_size ({config.hidden_size})"
     out_bias = config.attention_bias if config.attention_out_bias is None else config.attention_out_bias
     biases = {"attention_bias": config.attention_bias, "attention_out_bias": out_bias, "mlp_bias": config.mlp_bias}

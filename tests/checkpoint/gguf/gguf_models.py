@@ -29,6 +29,12 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
 }  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+_LATENT = {
+    **_COMMON, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 16,
+    "v_head_dim": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
 _WINDOWS = {**_COMMON, "num_hidden_layers": 5, "sliding_window": 16}
 MODELS = {
     "llama": _COMMON,
@@ -60,6 +66,8 @@ MODELS = {
         **_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 32, "norm_topk_prob": True,
     },
     "olmoe": {**_COMMON, **_EXPERTS, "model_type": "olmoe", "num_key_value_heads": 4},
+    "deepseek-v3": {**_LATENT, "model_type": "deepseek_v3", "q_lora_rank": 32, "n_group": 2, "topk_group": 1},
+    "deepseek-v2-lite": {**_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None},
     "gpt-oss": {
         **_COMMON, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 16, "rope_scaling": {**_YARN, "truncate": False},

@@ -7,9 +7,10 @@ import pytest
 
 from mlxlm.backend.mlx import ON_CPU, mx, nn
 from mlxlm.checkpoint import gguf, load, load_checkpoint, open_checkpoint, save_weights
-from mlxlm.checkpoint.gguf import affine
-from mlxlm.checkpoint.gguf.header import ggml_types
+from mlxlm.checkpoint.gguf import affine, deepseek2
+from mlxlm.checkpoint.gguf.header import ggml_types, read_header
 from mlxlm.checkpoint.gguf.tensors import _CHUNK, read_tensor
+from mlxlm.convert import convert
 from mlxlm.generation import greedy_tokens
 from mlxlm.generation.decode_step import DecodeStep
 from mlxlm.model.experts import QuantizedSwitchLinear
@@ -145,9 +146,33 @@ def test_models_of_all_architectures(model, tensors, tiny_tokenizer, tmp_path, m
     logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
     assert_close(logits, expected, 1e-4)
     assert sorted(set(formats(quantized).values())) == [4, 8]
-    assert "model.layers.0.self_attn.q_proj" in formats(quantized)
+    assert "model.layers.0.self_attn.o_proj" in formats(quantized)
     if model.config.num_experts:
         assert isinstance(quantized.layers[-1].mlp.switch_mlp.up_proj, QuantizedSwitchLinear)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3"], indirect=True)
+def test_latent_attention_in_folders_of_mlx(model, tensors, tiny_tokenizer, tmp_path):
+    """DeepSeek V2's have one matrix of keys and values there, in 16 bits."""
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "Q8_0")
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    is_packed = open_checkpoint(tmp_path / "out").tensors["model.layers.0.self_attn.embed_q.weight"].dtype == mx.uint32
+    assert is_packed == (model.config.model_type == "deepseek_v3")
+    found, wanted = (load_checkpoint(open_checkpoint(tmp_path / name))[0](TOKENS) for name in ("out", "m.gguf"))
+    assert_close(np.array(found), np.array(wanted), 1e-4 if is_packed else 2e-3)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite"], indirect=True)
+def test_latent_attention_in_older_files(model, tensors, tiny_tokenizer, tmp_path, monkeypatch):
+    """They have one matrix of keys and values, which is dequantized."""
+    for name in ("attn_k_b", "attn_v_b"):
+        monkeypatch.delitem(deepseek2.LAYER, name)
+    gguf.write(tmp_path / "m.gguf", model.config, tensors, tiny_tokenizer, "Q8_0")
+    monkeypatch.undo()
+    assert "blk.0.attn_kv_b.weight" in read_header(tmp_path / "m.gguf").tensors
+    logits, expected, quantized = logits_both_ways(open_checkpoint(tmp_path / "m.gguf"), monkeypatch)
+    assert_close(logits, expected, 1e-4)
+    assert not any(name.endswith(("embed_q", "unembed_out")) for name in formats(quantized))
 
 
 def test_default_is_as_the_device_computes(tiny_tokenizer, tmp_path, monkeypatch):
