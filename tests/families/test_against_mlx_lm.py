@@ -62,6 +62,7 @@ FAMILIES = {
     "olmo2": SIZES,
     **dict.fromkeys(OTHERS, {**SIZES, "num_hidden_layers": 6}),
     **{name: {**SIZES, **EXPERTS, **changes} for name, changes in MIXTURES.items()},
+    "lfm2": {**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     "gpt2": GPT2,
     "gpt_neox": {**SIZES, "intermediate_size": 256},
 }
