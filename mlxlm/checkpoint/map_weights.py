@@ -36,7 +36,7 @@ def to_decoder_weights(
             continue
         mapping = by_name.get(module)
         if mapping is None:
-            result[name] = tensor
+            result[by_name[name].modules[0] if name in by_name else name] = tensor
             continue
         whole = _transpose(tensor, mapping, parameter)
         if mapping.channel_axis and len(whole.shape) == 3 and 1 in whole.shape[1:]:  # in PyTorch's order, or MLX's
@@ -71,8 +71,8 @@ def to_file_weights(weight_mappings: Sequence[WeightMapping], tensors: LazyTenso
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         mapping = by_module.get(module)
-        if mapping is None:
-            result[name] = tensor
+        if mapping is None or name in by_module:
+            result[by_module[name].name if name in by_module else name] = tensor
             continue
         target = f"{mapping.name}.{parameter}"
         if mapping.experts:

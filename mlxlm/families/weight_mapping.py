@@ -13,10 +13,10 @@ from mlxlm.families.registry import family_of
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One module of a file and the modules of the decoder whose rows it contains.
+    """One module of a file and the modules of the decoder whose rows it contains; or one parameter.
 
     Attributes:
-        name: Module in the file, without ".weight" or ".bias".
+        name: Module in the file, without ".weight" or ".bias"; or the whole name of a parameter.
         modules: Modules of the decoder; more than one are fused.
         rows: Output rows of each fused module.
         groups: 1 if fused modules follow each other. With G groups, each module is cut into G equal parts, and the

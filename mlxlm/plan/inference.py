@@ -210,7 +210,9 @@ def _kinds(config: ModelConfig) -> dict[str, ModelConfig]:
         kinds[f"grouped-query, {kv} key-value heads"] = plain
     kinds["multi-query"] = plain.with_changes(num_key_value_heads=1)
     if config.sliding_window is None:
-        kinds[f"sliding window of {EXAMPLE_WINDOW} in all layers"] = config.with_changes(sliding_window=EXAMPLE_WINDOW)
+        types = types and tuple(SLIDING if kind == FULL else kind for kind in types)
+        windowed = config.with_changes(sliding_window=EXAMPLE_WINDOW, layer_types=types)
+        kinds[f"sliding window of {EXAMPLE_WINDOW} in all layers" + (" with attention" if types else "")] = windowed
     else:
         local = sum(config.window(layer) is not None for layer in range(config.num_hidden_layers))
         kinds[f"sliding window of {config.sliding_window} in {local} layers"] = config

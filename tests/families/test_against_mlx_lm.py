@@ -48,6 +48,7 @@ MIXTURES = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "olmoe": {},
+    "lfm2_moe": {"num_dense_layers": 1, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 2},
 }
 FAMILIES = {

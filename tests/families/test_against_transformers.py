@@ -194,6 +194,7 @@ CASES = {
     ),
     "lfm2": ("lfm2", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
     "lfm2, biased": ("lfm2", {**CONVOLUTIONS, "conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": False}),
+    "lfm2_moe": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
     "bloom": ("bloom", BLOOM),
     "bloom of 6 heads": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 6}),
 }
