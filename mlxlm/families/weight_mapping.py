@@ -28,8 +28,8 @@ class WeightMapping:
         rotary_dims: Number of rows of a head that are rotated, the first ones. 0: all.
         experts: Number of modules in the file, one for each expert with its number at "*", which are stacked in the
             decoder. 0: one module.
-        channel_axis: With a convolution of each channel by itself, `[channels, taps]` in the decoder, the axis of size 1
-            that its weight has in the file: 1 for PyTorch, 2 for MLX. 0: no convolution.
+        channel_axis: Axis of size 1 that a convolution's weight, `[channels, taps]` in the decoder, has in the file: 1
+            as in PyTorch, 2 as in MLX. 0: no convolution.
     """
 
     name: str

@@ -136,7 +136,7 @@ def _describe(caches: Sequence[KVCache | RecurrentCache], windows: Sequence[int 
     """
     groups: dict[tuple[int, ...], int] = {}
     spans: dict[tuple[int, int, int | None], tuple[int, int]] = {}
-    layers = []
+    layers: list[_LayerLayout | None] = []
     for cache, window in zip(caches, windows, strict=True):
         if isinstance(cache, RecurrentCache):
             cache.begin_step()
@@ -251,11 +251,11 @@ def _make_step(model: Decoder, layout: _Layout, forms: Sequence[_Form]) -> Step:
         positions, rest = _Positions(rows, state), iter(arrays)
         caches: list[LayerStep | list[mx.array]] = []
         for layer, form in zip(layers, forms, strict=True):
-            if layer is None or isinstance(form, int):
+            if isinstance(form, int):
                 caches.append(list(islice(rest, form)))
-                continue
-            buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
-            caches.append(LayerStep(positions, layer, buffers))
+            elif layer is not None:
+                buffers = [KVBuffer(list(islice(rest, 1 if side is None else 3)), side) for side in form]
+                caches.append(LayerStep(positions, layer, buffers))
         logits = model.decode(tokens[:, 0], caches)
         return [logits, *(array for cache in caches for array in cache)]
 
