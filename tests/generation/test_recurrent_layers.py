@@ -16,7 +16,13 @@ from tests.generation.recording_model import RecordingModel
 from tests.generation.test_batching import requests
 from tests.generation.texts import alone, greedy, request, same
 
-KINDS = {"short convolutions": {"layer_types": ("conv", "full_attention", "conv"), "conv_L_cache": 4}}
+KINDS = {
+    "short convolutions": {"layer_types": ("conv", "full_attention", "conv"), "conv_L_cache": 4},
+    "gated delta rule": {
+        "layer_types": ("linear_attention", "full_attention", "linear_attention"), "attn_output_gate": True,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def test_prompts_of_different_lengths_are_read_together(models, kind):
     lm.model.calls.clear()
     wanted = [greedy([*range(5, 9 + 3 * i)], 3) for i in range(4)]
     found = dict(run_batch(Engine(lm), wanted))
-    assert (4, 12) in lm.model.calls
+    assert any(rows == 4 and columns > 1 for rows, columns in lm.model.calls)
     for index, result in found.items():
         same(result, alone(lm, wanted[index]))
 
