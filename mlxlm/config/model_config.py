@@ -25,7 +25,7 @@ from mlxlm.config.experts import EXPERT_FIELDS, validate_experts
 from mlxlm.config.numbers import MAX_SIZE, is_count, is_int, is_positive
 from mlxlm.config.quantization import validate_quantization
 from mlxlm.config.rope_scaling import validate_scaling
-from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer
+from mlxlm.config.sublayers import MIXERS, MLPS, Sublayer, validate_layer_types
 from mlxlm.utils.errors import ConfigError, short_repr
 
 
@@ -345,7 +345,7 @@ def _validate_combinations(c: ModelConfig) -> Iterator[str]:
     if c.norm_unit_offset and not NORMS[c.norm].unit_offset:
         yield f"norm_unit_offset is true, but the norm {c.norm} has no such offset (rms has)"
     if c.layer_types is not None:
-        yield from _validate_layer_types(c)
+        yield from validate_layer_types(c)
     if c.rope_local_base_freq is not None and c.sliding_window is None:
         yield "rope_local_base_freq is for layers with a sliding window, but sliding_window is null"
     if c.num_experts is not None:
@@ -369,30 +369,6 @@ def _validate_rope(c: ModelConfig) -> Iterator[str]:
         yield "rope_layers must be a list of true and false"
     elif layers is not None and len(layers) != c.num_hidden_layers:
         yield f"rope_layers has {len(layers)} entries, one for each of {c.num_hidden_layers} layers is needed"
-
-
-def _validate_layer_types(c: ModelConfig) -> Iterator[str]:
-    kinds = (FULL, SLIDING, *RECURRENT)
-    if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
-        yield f"layer_types must be a list of {', '.join(kinds)}"
-    elif len(c.layer_types) != c.num_hidden_layers:
-        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
-    elif SLIDING in c.layer_types and c.sliding_window is None:
-        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
-    elif RECURRENT.keys() >= set(c.layer_types):
-        yield f"layer_types has no layer with attention ({FULL})"
-    elif "linear_attention" in c.layer_types:
-        sizes = {name: getattr(c, name) for name in _LINEAR_SIZES}
-        bad = [f"{name} is {short_repr(value)}" for name, value in sizes.items() if not is_count(value)]
-        if bad:
-            yield f"{', '.join(bad)}, layers with linear_attention need a positive whole number"
-        elif sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
-            yield "linear_num_key_heads {linear_num_key_heads} does not divide linear_num_value_heads {linear_num_value_heads}".format(
-                **sizes
-            )
-
-
-_LINEAR_SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
 
 
 def _validate_token_ids(c: ModelConfig) -> Iterator[str]:

@@ -5,9 +5,13 @@ Each declares its matrices, activations and cache; `mlxlm.model` implements it u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from mlxlm.config.components import FULL, RECURRENT, SLIDING
+from mlxlm.config.numbers import is_count
+from mlxlm.utils.errors import short_repr
 
 Config = Any  # a ModelConfig, whose module imports this one
 
@@ -171,3 +175,24 @@ MIXERS: dict[str, Callable[[Config], Sublayer]] = {
     "gated_delta": gated_delta,
 }
 MLPS: dict[str, Callable[[Config], Sublayer]] = {"mlp": mlp, "experts": experts}
+
+
+def validate_layer_types(c: Config) -> Iterator[str]:
+    """Yield a message for each problem of `layer_types`, which is set, and of the sizes that some of them need."""
+    kinds = (FULL, SLIDING, *RECURRENT)
+    if not isinstance(c.layer_types, tuple) or any(kind not in kinds for kind in c.layer_types):
+        yield f"layer_types must be a list of {', '.join(kinds)}"
+    elif len(c.layer_types) != c.num_hidden_layers:
+        yield f"layer_types has {len(c.layer_types)} entries, one for each of {c.num_hidden_layers} layers is needed"
+    elif SLIDING in c.layer_types and c.sliding_window is None:
+        yield f"layer_types has {SLIDING}, but sliding_window is null (4096)"
+    elif RECURRENT.keys() >= set(c.layer_types):
+        yield f"layer_types has no layer with attention ({FULL})"
+    elif "linear_attention" in c.layer_types:
+        names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+        bad = [f"{name} is {short_repr(value)}" for name in names if not is_count(value := getattr(c, name))]
+        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
+        if bad:
+            yield f"{', '.join(bad)}, layers with linear_attention need a positive whole number"
+        elif heads % key_heads:
+            yield f"linear_num_key_heads {key_heads} does not divide linear_num_value_heads {heads}"

@@ -191,7 +191,7 @@ QWEN3_NEXT = Family(
     fixed_values={"qk_norm": "head", "norm_unit_offset": True, "attn_output_gate": True, "shared_expert_gate": True},
     read_extra=_read_qwen3_next,
     write_extra=_write_qwen3_next,
-    find_unsupported=_unsupported_experts,
+    find_unsupported=lambda values: first_unexpected(values, hidden_act="silu") or _unsupported_experts(values),
     layer_modules={
         **EXPERTS,
         "self_attn.q_proj": "self_attn.q_proj self_attn.gate_proj",

@@ -148,11 +148,13 @@ class GatedDeltaNet(nn.Module):
         self.key_dim: int = config.linear_key_head_dim  # type: ignore[assignment]
         self.value_dim: int = config.linear_value_head_dim  # type: ignore[assignment]
         keys, values = self.key_heads * self.key_dim, self.heads * self.value_dim
-        self._sizes = [keys, keys, values]
-        for name, size in zip("qkvzba", (*self._sizes, values, self.heads, self.heads), strict=True):
+        sizes = (keys, keys, values, values, self.heads, self.heads)
+        for name, size in zip("qkvzba", sizes, strict=True):
             self[f"in_proj_{name}"] = Linear(hidden, size, bias=False)
         self.conv1d = CausalConv1d(2 * keys + values, config.linear_conv_kernel_dim)
         self.state_size = self.conv1d.history + 1
+        mixed = 2 * keys + values  # what is convolved: queries, keys and values; the gate and two numbers follow
+        self._mixed_ends, self._ends = [keys, 2 * keys], [mixed, mixed + values, mixed + values + self.heads]
         self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, hidden, bias=False)
@@ -185,13 +187,13 @@ class GatedDeltaNet(nn.Module):
         """
         is_step = x.ndim == 2
         if is_step:
-            mixed, gate, b, a = self._split(self._project(x))
+            mixed, gate, b, a = mx.split(self._project(x), self._ends, axis=-1)
         else:
             *qkv, gate, b, a = (project(x) for project in self._projections)
             mixed = mx.concatenate(qkv, axis=-1)
             if cache is not None and (visible := cache.begin_update(*x.shape[:2])) is not None:
                 mixed = mx.where(visible[..., None], mixed, 0)  # then the keys of padding are 0, too
-        queries, keys, values = mx.split(nn.silu(self.conv1d(mixed, cache, segment_ids)), self._ends, axis=-1)
+        queries, keys, values = mx.split(nn.silu(self.conv1d(mixed, cache, segment_ids)), self._mixed_ends, axis=-1)
         queries, keys = (self._normalized(y) for y in (queries, keys))
         queries = queries * self.key_dim**-0.5
         values = values.reshape(*values.shape[:-1], self.heads, self.value_dim).astype(mx.float32)
@@ -201,23 +203,13 @@ class GatedDeltaNet(nn.Module):
         if is_step:
             out, state = gated_delta_step(queries, keys, values, log_decay, beta, state)
         else:
-            heads_first = (y.swapaxes(1, 2) for y in (queries, keys, values, log_decay, beta))
-            out, state = gated_delta_rule(*heads_first, state, segment_ids)
+            q, k, v, g, w = (y.swapaxes(1, 2) for y in (queries, keys, values, log_decay, beta))
+            out, state = gated_delta_rule(q, k, v, g, w, state, segment_ids)
             out = out.swapaxes(1, 2)
         if cache is not None:
             cache[self.state_size - 1] = state
         out = self.norm(out).reshape(gate.shape) * nn.silu(gate.astype(mx.float32))
         return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
-
-    @property
-    def _ends(self) -> list[int]:
-        keys = self._sizes[0]
-        return [keys, 2 * keys]
-
-    def _split(self, projected: mx.array) -> list[mx.array]:
-        mixed = sum(self._sizes)
-        values = self._sizes[2]
-        return mx.split(projected, [mixed, mixed + values, mixed + values + self.heads], axis=-1)
 
     def _normalized(self, x: mx.array) -> mx.array:
         """Divide each head by its norm, and repeat it for its value heads: `[..., H, D_k]`, float32."""

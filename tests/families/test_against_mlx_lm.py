@@ -122,7 +122,7 @@ def test_logits_in_mlx_lm(model, tmp_path):
 
 
 def test_quantized_logits_in_mlx_lm(model, tmp_path):
-    """8 bits, with 4 bits in the query, key and value of the first layer with attention, and its down projection unquantized."""
+    """8 bits, 4 bits in the query, key and value of a layer, and an unquantized down projection."""
     layer = [model.config.mixer(i) for i in range(model.config.num_hidden_layers)].index("attention")
     names = ["q", "k", "v", *(["gate"] if model.config.attn_output_gate else [])]
     special = {f"model.layers.{layer}.self_attn.{name}_proj": {"group_size": 32, "bits": 4} for name in names}
