@@ -12,7 +12,6 @@ from typing import Any
 from mlxlm.config.components import (
     CHOICES,
     DENSE,
-    FULL,
     NORM_PLACEMENTS,
     NORMS,
     POSITIONS,

@@ -153,8 +153,8 @@ class GatedDeltaNet(nn.Module):
             self[f"in_proj_{name}"] = Linear(hidden, size, bias=False)
         self.conv1d = CausalConv1d(2 * keys + values, config.linear_conv_kernel_dim)
         self.state_size = self.conv1d.history + 1
-        mixed = 2 * keys + values  # what is convolved: queries, keys and values; the gate and two numbers follow
-        self._mixed_ends, self._ends = [keys, 2 * keys], [mixed, mixed + values, mixed + values + self.heads]
+        mixed = 2 * keys + values  # what is convolved; z, b and a follow
+        self._ends = [mixed, mixed + values, mixed + values + self.heads]
         self.dt_bias, self.A_log = mx.ones((self.heads,)), mx.zeros((self.heads,))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, hidden, bias=False)
@@ -193,10 +193,11 @@ class GatedDeltaNet(nn.Module):
             mixed = mx.concatenate(qkv, axis=-1)
             if cache is not None and (visible := cache.begin_update(*x.shape[:2])) is not None:
                 mixed = mx.where(visible[..., None], mixed, 0)  # then the keys of padding are 0, too
-        queries, keys, values = mx.split(nn.silu(self.conv1d(mixed, cache, segment_ids)), self._mixed_ends, axis=-1)
-        queries, keys = (self._normalized(y) for y in (queries, keys))
+        mixed = nn.silu(self.conv1d(mixed, cache, segment_ids)).astype(mx.float32)
+        queries_keys, values = mx.split(mixed, [2 * self.key_heads * self.key_dim], axis=-1)
+        queries, keys = mx.split(self._normalized(queries_keys), 2, axis=-2)
         queries = queries * self.key_dim**-0.5
-        values = values.reshape(*values.shape[:-1], self.heads, self.value_dim).astype(mx.float32)
+        values = values.reshape(*values.shape[:-1], self.heads, self.value_dim)
         beta = mx.sigmoid(b.astype(mx.float32))
         log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a.astype(mx.float32) + self.dt_bias)
         state = None if cache is None else cache[self.state_size - 1]
@@ -212,7 +213,7 @@ class GatedDeltaNet(nn.Module):
         return (self._project_out if is_step else self.out_proj)(out.astype(x.dtype))
 
     def _normalized(self, x: mx.array) -> mx.array:
-        """Divide each head by its norm, and repeat it for its value heads: `[..., H, D_k]`, float32."""
-        x = x.reshape(*x.shape[:-1], self.key_heads, self.key_dim).astype(mx.float32)
+        """Divide the queries and keys of each head by their norm: `[..., 2 · H, D_k]`, those of a key head repeated."""
+        x = x.reshape(*x.shape[:-1], 2 * self.key_heads, self.key_dim)
         x = mx.fast.rms_norm(x, None, _NORM_EPS / self.key_dim) * self.key_dim**-0.5
         return x if self.heads == self.key_heads else mx.repeat(x, self.heads // self.key_heads, axis=-2)
